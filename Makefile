@@ -1,0 +1,62 @@
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Override on the command line: the interpreter that creates .venv (`make distclean` before changing it), the number of
+# pytest workers, and further arguments for pytest.
+PYTHON ?=
+WORKERS ?= logical
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test lint format types clean distclean
+
+help:  ## print this list
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
+
+# torch goes first: whichever build of the pinned version pip is configured to find is then the one that all else uses.
+# The stamp comes last, so that an interrupted build starts again.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then \
+	    echo "hf_fastdecode needs Python >= 3.11, which $(or $(PYTHON),python3) is not;" \
+	      "name one that is: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	  fi; \
+	  echo "creating .venv with $$("$$found" --version)"; "$$found" -m venv --clear .venv; \
+	fi
+	@echo "installing the versions of constraints.txt into .venv"
+	@$(PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## run the demo on the embedded model
+	@$(BIN)/hf-fastdecode demo
+
+test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
+	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## check style and format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+format: $(STAMP)  ## fix style and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+types: $(STAMP)  ## check types
+	@$(BIN)/mypy
+
+clean:  ## remove builds and caches
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove builds, caches and .venv
+	@rm -rf .venv

@@ -1,0 +1,149 @@
+"""What a user calls: `enable`, `disable`, `enabled`, `explain`, `prefill`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention.interface import UnsupportedAttentionError
+from .cache.shared import SharedContextCache
+from .generation.eligibility import input_reason, model_reason
+from .generation.options import Options
+from .generation.prefill import prefill_nodes
+from .generation.prompts import group_prompts, plan_prompts
+from .generation.report import Report
+from .generation.seams import Seams, report_on, seams_of
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def enable(
+    model: Model,
+    *,
+    backend: str = "auto",
+    min_shared_tokens: int = 32,
+    min_saved_tokens: int = 64,
+    max_prefill_tokens: int = 16384,
+) -> Model:
+    """Make `model.generate` share the context of its samples: prefilled once, stored once, read once per step.
+
+    The model goes on being called as before, and returns what it returned before. Calls that cannot share (beam
+    search, assisted decoding, ...) run stock and say so once in the log; `explain` tells what the last call did. Only
+    this instance changes; `disable` restores it. Calling `enable` again replaces the options.
+
+    Args:
+        model: A decoder-only transformers model, on any device.
+        backend: Which operators attend: ``auto`` chooses by device, dtype and size; ``flash``, ``cudnn``,
+            ``efficient``, ``cpu`` and ``plain`` force one, which runs or raises.
+        min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
+        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
+        max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: An option is out of its bounds.
+        TypeError: `model` is not a transformers model that generates.
+    """
+    options = Options(backend, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
+    _check_model(model)
+    if (seams := seams_of(model)) is not None:
+        seams.options = options
+    else:
+        Seams(model, options).install(model)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undo `enable`: every attribute it touched is the original object again. Does nothing on a stock model.
+
+    Returns:
+        The same model.
+    """
+    if (seams := seams_of(model)) is not None:
+        seams.uninstall(model)
+    return model
+
+
+@contextmanager
+def enabled(model: Model, **options: Any) -> Iterator[Model]:
+    """`enable` for a block: on leaving it, by an error too, the model is as it was, enabled or not.
+
+    Args:
+        model: As for `enable`.
+        options: As for `enable`.
+    """
+    before = seams_of(model)
+    previous = before.options if before is not None else None
+    enable(model, **options)
+    try:
+        yield model
+    finally:
+        if previous is None:
+            disable(model)
+        elif (seams := seams_of(model)) is not None:
+            seams.options = previous
+
+
+def explain(model: PreTrainedModel) -> Report:
+    """Tell, for each layer and for the last `generate` call, which path ran and why; `print` it to read it.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+    """
+    _check_model(model)
+    return report_on(model)
+
+
+def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> SharedContextCache:
+    """Compute the keys and values of prompts once, to be used by many `generate` calls.
+
+    Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
+    only what lies behind them is prefilled. The cache is not consumed; each call works on a fork of it.
+
+    Args:
+        model: An enabled model.
+        inputs: ``input_ids`` ``[prompts, length]``, or what a tokenizer returns: a mapping with ``input_ids`` and,
+            for prompts of unequal length, ``attention_mask``.
+
+    Returns:
+        A cache with one row for each prompt; what prompts have in common is stored once.
+
+    Raises:
+        ValueError: The model is not enabled or cannot share context, or the inputs are not prompts.
+    """
+    _check_model(model)
+    seams = seams_of(model)
+    if seams is None:
+        raise ValueError(f"prefill needs an enabled {type(model).__name__}; call hf_fastdecode.enable(model) first")
+    if reason := model_reason(model):
+        raise ValueError(f"{type(model).__name__} cannot share context: {reason}")
+    mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    input_ids, mask = mapping["input_ids"], mapping.get("attention_mask")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(
+            "input_ids must be a tensor of shape [prompts, length]; call the tokenizer with return_tensors='pt'"
+        )
+    if reason := input_reason(input_ids, mask, None):
+        raise ValueError(f"these prompts cannot be prefilled: {reason}")
+    cache = SharedContextCache(backend=seams.options.backend)
+    plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)
+    try:
+        with torch.no_grad():
+            prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
+    except UnsupportedAttentionError as error:
+        raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
+    return cache
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}; for PEFT pass get_base_model()"
+        )

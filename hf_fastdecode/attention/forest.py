@@ -1,0 +1,217 @@
+"""The forest: which rows share which runs of tokens.
+
+A *node* is a run of tokens whose keys and values are stored once and attended to by a contiguous range of rows. Nodes
+nest: below a node that all rows share lie nodes for groups of those rows, to any depth, with any lengths and group
+sizes (Hydragen, section 3.3). What a row adds alone is its *suffix*, which the cache keeps apart.
+
+A forest is a small, immutable description on the host. It says where a node's tokens lie (`Span`), not what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of ``length`` tokens from token ``start`` of storage segment ``segment``."""
+
+    segment: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def __getitem__(self, part: slice) -> Span:
+        """The sub-span ``span[i:j]``, counted from the span's own start."""
+        start, stop, step = part.indices(self.length)
+        if step != 1:
+            raise ValueError(f"a span can only be cut with step 1, got {step}")
+        return Span(self.segment, self.start + start, max(0, stop - start))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A span attended to by rows ``row_start .. row_start + row_count - 1``, ``depth`` nodes below its root."""
+
+    span: Span
+    row_start: int
+    row_count: int
+    depth: int = 0
+
+    @property
+    def row_stop(self) -> int:
+        return self.row_start + self.row_count
+
+
+Path = tuple[Span, ...]
+
+
+class Forest:
+    """The nodes over a batch of rows.
+
+    Args:
+        rows: Number of rows (sequences being decoded).
+        nodes: The nodes, in any order.
+
+    Raises:
+        ValueError: A node is empty or outside the rows, nodes of one depth overlap, or a node below depth 0 is not
+            inside exactly one node of the depth above.
+    """
+
+    def __init__(self, rows: int, nodes: Iterable[Node] = ()):
+        if rows < 0:
+            raise ValueError(f"a forest needs rows >= 0, got {rows}")
+        self.rows = rows
+        self.nodes: tuple[Node, ...] = tuple(sorted(nodes, key=lambda node: (node.depth, node.row_start)))
+        self._validate()
+
+    def _validate(self) -> None:
+        for node in self.nodes:
+            if node.span.length <= 0:
+                raise ValueError(f"a node needs at least one token, got {node}; leave empty nodes out")
+            if node.depth < 0:
+                raise ValueError(f"a node's depth must be at least 0, got {node}")
+            if node.row_count <= 0 or node.row_start < 0 or node.row_stop > self.rows:
+                raise ValueError(f"{node} needs a non-empty range of rows inside 0..{self.rows}")
+        for level in self.levels:
+            for left, right in pairwise(level):
+                if left.row_stop > right.row_start:
+                    raise ValueError(f"nodes of one depth must not overlap, got {left} and {right}")
+        for parents, children in pairwise(self.levels):
+            for child in children:
+                if not any(p.row_start <= child.row_start and child.row_stop <= p.row_stop for p in parents):
+                    raise ValueError(f"{child} is not inside one node of depth {child.depth - 1}")
+
+    @cached_property
+    def levels(self) -> tuple[tuple[Node, ...], ...]:
+        """The nodes by depth, each level in row order."""
+        depth = max((node.depth for node in self.nodes), default=-1) + 1
+        return tuple(tuple(node for node in self.nodes if node.depth == level) for level in range(depth))
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        """For each row, the spans it attends to, from its root down."""
+        paths: list[list[Span]] = [[] for _ in range(self.rows)]
+        for node in self.nodes:
+            for row in range(node.row_start, node.row_stop):
+                paths[row].append(node.span)
+        return tuple(map(tuple, paths))
+
+    @cached_property
+    def context_lengths(self) -> tuple[int, ...]:
+        """For each row, the number of tokens on its path."""
+        return tuple(sum(span.length for span in path) for path in self.paths)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens held by the nodes, each stored token counted once, however many nodes show it."""
+        return sum(stop - start for start, stop in self._covered())
+
+    def _covered(self) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        segment = None
+        for span in sorted({node.span for node in self.nodes}, key=lambda span: (span.segment, span.start)):
+            if runs and span.segment == segment and span.start <= runs[-1][1]:
+                runs[-1] = (runs[-1][0], max(runs[-1][1], span.stop))
+            else:
+                runs.append((span.start, span.stop))
+            segment = span.segment
+        return runs
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Path]) -> Forest:
+        """The forest in which row ``i`` attends to the spans ``paths[i]``.
+
+        Neighbouring rows whose paths begin with the same tokens share nodes; where one path ends, or two diverge,
+        in the middle of a span, the span is split there.
+        """
+        nodes: list[Node] = []
+        work = [(0, [_joined(path) for path in paths], 0)]
+        while work:
+            row_start, group, depth = work.pop()
+            for start, stop in _runs_of_equal_heads(group):
+                run = group[start:stop]
+                if not run[0]:
+                    continue
+                shared = min(path[0].length for path in run)
+                nodes.append(Node(run[0][0][:shared], row_start + start, len(run), depth))
+                work.append((row_start + start, [_dropped(path, shared) for path in run], depth + 1))
+        return cls(len(paths), nodes)
+
+    def select_rows(self, rows: Sequence[int]) -> Forest:
+        """The forest whose row ``i`` is this forest's row ``rows[i]``; rows may repeat, move, or be left out.
+
+        Nothing stored moves. Rows of one node that end up apart make two nodes that show the same span.
+        """
+        return Forest.from_paths([self.paths[row] for row in rows])
+
+    def drop_last(self, tokens: Sequence[int]) -> Forest:
+        """The forest in which row ``i`` has lost the last ``tokens[i]`` tokens of its path."""
+        kept = [
+            path_prefix(path, length - count)
+            for path, length, count in zip(self.paths, self.context_lengths, tokens, strict=True)
+        ]
+        return Forest.from_paths(kept)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Forest) and (self.rows, self.nodes) == (other.rows, other.nodes)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.nodes))
+
+    def __repr__(self) -> str:
+        levels = ", ".join(
+            f"depth {depth}: {len(level)} node(s), {sum(node.span.length for node in level)} tokens"
+            for depth, level in enumerate(self.levels)
+        )
+        return f"Forest(rows={self.rows}{', ' if levels else ''}{levels})"
+
+
+def path_prefix(path: Path, length: int) -> Path:
+    """The spans of the first ``length`` tokens of a path."""
+    if length < 0:
+        raise ValueError(f"a path has no prefix of {length} tokens; the length must be at least 0")
+    kept: list[Span] = []
+    for span in path:
+        if length <= 0:
+            break
+        kept.append(span[:length])
+        length -= span.length
+    return tuple(kept)
+
+
+def _joined(path: Path) -> Path:
+    """The path with empty spans left out and spans that follow each other in storage made one."""
+    joined: list[Span] = []
+    for span in path:
+        if span.length == 0:
+            continue
+        if joined and joined[-1].segment == span.segment and joined[-1].stop == span.start:
+            joined[-1] = replace(joined[-1], length=joined[-1].length + span.length)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def _dropped(path: Path, tokens: int) -> Path:
+    head = path[0]
+    return path[1:] if tokens == head.length else (head[tokens:], *path[1:])
+
+
+def _runs_of_equal_heads(group: Sequence[Path]) -> Iterable[tuple[int, int]]:
+    """The maximal runs ``start, stop`` of paths that begin at the same stored token (or are all at their end)."""
+    start = 0
+    for index in range(1, len(group) + 1):
+        if index == len(group) or _head(group[index]) != _head(group[start]):
+            yield start, index
+            start = index
+
+
+def _head(path: Path) -> tuple[int, int] | None:
+    return (path[0].segment, path[0].start) if path else None

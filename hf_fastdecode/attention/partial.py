@@ -1,0 +1,61 @@
+"""Partials: attention over a part of the keys, and their exact merge.
+
+Attention of a query over a set of keys is a *partial* ``(out, lse)``: the softmax-weighted mean of the values and the
+natural logarithm of the softmax denominator. Partials over disjoint key sets merge exactly, in any order and grouping
+(Hydragen, section 3.1; LeanAttention, section 4; Tree Attention, section 5).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over one set of keys.
+
+    Attributes:
+        out: ``[..., head_dim]``, fp32 (fp64 for fp64 inputs): the weighted mean of the values; 0 for an empty set.
+        lse: ``[...]``, the same dtype: natural log of the sum of exponentiated scores; ``-inf`` for an empty set.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def empty_partial(
+    shape: tuple[int, ...], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Partial:
+    """The identity of `merge`: attention over no keys, ``(0, -inf)``, for an ``out`` of the given shape."""
+    out = torch.zeros(shape, device=device, dtype=dtype)
+    return Partial(out, torch.full(shape[:-1], -torch.inf, device=device, dtype=dtype))
+
+
+def merge(first: Partial, *rest: Partial) -> Partial:
+    """Merge partials over disjoint key sets into the partial over their union.
+
+    ``lse = logaddexp(lse_a, lse_b)`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, where a part
+    that is empty (``lse = -inf``) weighs nothing, and the union of empty sets stays empty.
+
+    Args:
+        first: A partial; all arguments have broadcastable shapes and one dtype.
+        rest: Any number of further partials.
+
+    Returns:
+        The merged partial (`first` itself when it stands alone).
+    """
+    merged = first
+    for part in rest:
+        merged = _merge_two(merged, part)
+    return merged
+
+
+def _merge_two(a: Partial, b: Partial) -> Partial:
+    lse = torch.logaddexp(a.lse, b.lse)
+    # Where both sets are empty, -inf - (-inf) is nan: any finite pivot makes both weights exp(-inf) = 0.
+    pivot = lse.clamp_min(torch.finfo(lse.dtype).min)
+    weight_a = (a.lse - pivot).exp_().unsqueeze(-1)
+    weight_b = (b.lse - pivot).exp_().unsqueeze(-1)
+    return Partial((a.out * weight_a).addcmul_(b.out, weight_b), lse)

@@ -1,0 +1,46 @@
+"""The specification: attention over a forest in fp64, one row at a time, exactly as the words define it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv import ForestKV
+
+
+def forest_attention(
+    query: Tensor, kv: ForestKV, scale: float | None = None, *, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend each row's queries to its path of nodes and its suffix, in fp64.
+
+    Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
+    row's path, and its suffix up to and including that position.
+
+    Args:
+        query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
+        kv: Keys and values, any dtype.
+        scale: Factor on the scores; ``head_dim ** -0.5`` when None.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+
+    Returns:
+        ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, both fp64.
+    """
+    rows, heads, queries, head_dim = query.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    outs, lses = [], []
+    for row in range(rows):
+        own = kv.suffix_lengths[row]
+        parts = [kv.node(span) for span in kv.forest.paths[row]]
+        keys = torch.cat([part.keys for part in parts] + [kv.suffix.keys[row, :, :own]], dim=1).double()
+        values = torch.cat([part.values for part in parts] + [kv.suffix.values[row, :, :own]], dim=1).double()
+        group = heads // keys.shape[0]
+        scores = query[row].double() @ keys.repeat_interleave(group, 0).mT * scale  # [heads, queries, context + own]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        context = keys.shape[1] - own
+        last_seen = context + own - queries + torch.arange(queries, device=query.device)
+        hidden = torch.arange(keys.shape[1], device=query.device) > last_seen[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        outs.append(torch.softmax(scores, -1).nan_to_num(0.0) @ values.repeat_interleave(group, 0))
+        lses.append(torch.logsumexp(scores, -1))
+    return torch.stack(outs), torch.stack(lses)

@@ -1,0 +1,378 @@
+"""Attention over a forest with PyTorch's own fused operators, the ones that return the log-sum-exp.
+
+Every part of the work is one *dense* call: the queries of all rows of a node, and of a group of query heads that use
+one KV head, are laid side by side as the queries of one sequence, so that the node's keys are read once (Bifurcated
+attention, section 4.2; Hydragen, section 3.2). Shared keys are never copied and never repeated over heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .forest import Node
+from .kv import ForestKV
+from .partial import Partial, empty_partial, merge
+
+BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
+"""What ``backend=`` takes: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
+
+The small causal square among a row's last tokens is two matrix products under any of them.
+"""
+
+# On H200, cuDNN overtakes flash from about a thousand packed queries over a long context; below, flash is faster
+# because it also splits the keys. cuDNN plans each new shape for up to a second, so it never serves a growing suffix.
+_CUDNN_MIN_QUERIES = 1024
+_CUDNN_MIN_KEYS = 1024
+
+
+class BackendError(ValueError):
+    """A backend was forced that cannot compute what was asked."""
+
+
+def plain_partial(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention by two matrix products in at least fp32: any shapes, masks and soft-capping.
+
+    Args:
+        query: ``[..., queries, head_dim]``.
+        keys: ``[..., length, head_dim]``.
+        values: ``[..., length, value_dim]``.
+        scale: Factor on the scores.
+        visible: Boolean, broadcastable to ``[..., queries, length]``: which keys a query sees; all when None.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(compute) @ keys.to(compute).mT * scale  # [..., queries, length]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(compute).min).unsqueeze(-1))
+    return Partial(weights @ values.to(compute), lse)
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)
+    return Partial(out.float(), lse)
+
+
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, keys, values, None, True, 0.0, causal, scale=scale
+    )
+    return Partial(out.float(), lse.view(out.shape[:-1]))
+
+
+def _efficient(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, keys, values, None, True, 0.0, causal, scale=scale
+    )
+    return Partial(out.float(), lse[..., : query.shape[-2]])  # the operator pads queries to a multiple of 32
+
+
+def _cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, scale=scale
+    )
+    return Partial(out.to(lse.dtype), lse)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    visible = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return plain_partial(query, keys, values, scale, visible=visible if causal else None)
+
+
+_OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], Partial]] = {
+    "flash": _flash,
+    "cudnn": _cudnn,
+    "efficient": _efficient,
+    "cpu": _cpu,
+    "plain": _plain,
+}
+
+
+def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Why `backend` cannot compute attention over these tensors, or None when it can."""
+    head_dim, value_dim = query.shape[-1], values.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if backend == "plain":
+        return None
+    if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
+        return f"it does not run on device {query.device.type!r}"
+    if head_dim != value_dim:
+        return f"it needs one head_dim for keys and values, got {head_dim} and {value_dim}"
+    if backend in ("flash", "cudnn"):
+        bound = 256 if backend == "flash" else 128
+        if not half:
+            return f"it takes float16 and bfloat16, got {query.dtype}"
+        if head_dim > bound or head_dim % 8:
+            return f"it takes head_dim up to {bound} in multiples of 8, got {head_dim}"
+    if backend == "efficient" and (query.dtype == torch.float64 or head_dim % (8 if half else 4)):
+        return f"it takes fp32 and half precision and an aligned head_dim, got {query.dtype} and {head_dim}"
+    return None
+
+
+def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """Name the operator for dense attention over these tensors.
+
+    Raises:
+        BackendError: `backend` is unknown, or forces an operator that cannot run here.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        if reason := _refusal(backend, query, keys, values):
+            raise BackendError(f"backend={backend!r} cannot run: {reason}; use backend='auto' or 'plain'")
+        return backend
+    candidates = ["cpu", "flash", "efficient"]
+    if keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES:
+        candidates.insert(0, "cudnn")
+    return next((name for name in candidates if _refusal(name, query, keys, values) is None), "plain")
+
+
+def dense_partial(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False, backend: str = "auto"
+) -> Partial:
+    """Attention of every query over every key of its batch element and head, with the log-sum-exp.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        keys: ``[batch, heads, length, head_dim]``.
+        values: ``[batch, heads, length, head_dim]``.
+        scale: Factor on the scores.
+        causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
+        backend: One of `BACKENDS`.
+    """
+    # Fused operators crash on empty keys (CPU) or call their log-sum-exp +inf (flash).
+    if keys.shape[-2] == 0 or query.shape[-2] == 0:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
+    return _OPERATORS[choose_operator(backend, query, keys, values)](query, keys, values, scale, causal)
+
+
+@dataclass(frozen=True)
+class ForestScores:
+    """How scores are made: the factor and, where the architecture has it, the soft cap."""
+
+    scale: float
+    softcap: float | None = None
+    backend: str = "auto"
+
+    def partial(self, query: Tensor, keys: Tensor, values: Tensor) -> Partial:
+        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys of their batch element."""
+        if self.softcap is not None:
+            self.need_plain("a soft cap")
+            return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
+        return dense_partial(query, keys, values, self.scale, backend=self.backend)
+
+    def need_plain(self, what: str) -> None:
+        """Refuse a forced fused operator for `what`, which only the plain path computes."""
+        if self.backend not in ("auto", "plain"):
+            raise BackendError(f"backend={self.backend!r} cannot compute {what}; use backend='auto' or 'plain'")
+
+
+def forest_attention(
+    query: Tensor,
+    kv: ForestKV,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Partial:
+    """Attend each row's queries to its path of nodes and its suffix.
+
+    Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
+    row's path, and its suffix up to and including that position. `reference.forest_attention` is the specification.
+
+    Args:
+        query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
+        kv: Keys and values in the query's dtype, on its device.
+        scale: Factor on the scores; ``head_dim ** -0.5`` when None.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+        backend: One of `BACKENDS`.
+
+    Returns:
+        ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, fp32 (fp64 for fp64).
+
+    Raises:
+        BackendError: A forced backend cannot compute this.
+        ValueError: A row's suffix is shorter than the number of queries.
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = kv.suffix.keys.shape[1]
+    scores = ForestScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
+    if rows and min(kv.suffix_lengths) < queries:
+        raise ValueError(
+            f"each row's suffix must hold its {queries} queries' own tokens, got a suffix of {min(kv.suffix_lengths)}"
+        )
+    packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
+    total = _suffix_partial(packed, queries, kv, scores)
+    for level in kv.forest.levels:
+        total = merge(total, _level_partial(packed, level, kv, scores))
+    return Partial(total.out.reshape(rows, heads, queries, -1), total.lse.reshape(rows, heads, queries))
+
+
+def _level_partial(packed: Tensor, level: tuple[Node, ...], kv: ForestKV, scores: ForestScores) -> Partial:
+    """Attention of all rows over the nodes of one depth; rows without a node there get the empty partial."""
+    outs, lses, row = [], [], 0
+    for batch in _alike(level):
+        part = _nodes_partial(packed[batch[0].row_start : batch[-1].row_stop], batch, kv, scores)
+        if gap := batch[0].row_start - row:
+            outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
+            lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
+        outs.append(part.out)
+        lses.append(part.lse)
+        row = batch[-1].row_stop
+    if gap := packed.shape[0] - row:
+        outs.append(outs[0].new_zeros(gap, *outs[0].shape[1:]))
+        lses.append(lses[0].new_full((gap, *lses[0].shape[1:]), -torch.inf))
+    return Partial(torch.cat(outs), torch.cat(lses)) if len(outs) > 1 else Partial(outs[0], lses[0])
+
+
+def _alike(level: tuple[Node, ...]) -> Iterator[list[Node]]:
+    """The nodes of a level in batches that one call serves: as long, as many rows, evenly spaced in one segment."""
+    batch: list[Node] = []
+    for node in level:
+        if batch:
+            last, first = batch[-1], batch[0]
+            spacing = node.span.start - last.span.start
+            if (
+                (node.span.segment, node.span.length, node.row_count, node.row_start)
+                != (last.span.segment, last.span.length, last.row_count, last.row_stop)
+                or spacing < node.span.length
+                or (len(batch) > 1 and spacing != batch[1].span.start - first.span.start)
+            ):
+                yield batch
+                batch = []
+        batch.append(node)
+    if batch:
+        yield batch
+
+
+def _nodes_partial(packed: Tensor, nodes: list[Node], kv: ForestKV, scores: ForestScores) -> Partial:
+    """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
+    keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
+    rows, kv_heads, each, _ = packed.shape
+    count, group = len(nodes), rows // len(nodes)
+    # The queries of a node's rows become those of one long sequence.
+    side_by_side = (
+        packed.view(count, group, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, -1, packed.shape[-1])
+    )
+    out, lse = scores.partial(side_by_side, keys, values)
+    return Partial(
+        out.view(count, kv_heads, group, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1),
+        lse.reshape(count, kv_heads, group, each).transpose(1, 2).reshape(rows, kv_heads, each),
+    )
+
+
+def _batched(stored: Tensor, nodes: list[Node]) -> Tensor:
+    """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
+    first = nodes[0].span
+    spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
+    return stored[:, first.start :].as_strided(
+        (len(nodes), stored.shape[0], first.length, stored.shape[2]),
+        (spacing * stored.stride(1), *stored.stride()),
+    )
+
+
+def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: ForestScores) -> Partial:
+    """Attention of each row over its own suffix, causal among its last `queries` tokens."""
+    longest, shortest = max(kv.suffix_lengths, default=0), min(kv.suffix_lengths, default=0)
+    keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
+    if longest == shortest and queries == 1:
+        return scores.partial(packed, keys, values)
+    if longest == shortest:
+        # Tokens before the queries' own are visible to all of them, which leaves a small causal square.
+        old = longest - queries
+        earlier = scores.partial(packed, keys[:, :, :old], values[:, :, :old])
+        keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * len(kv.suffix_lengths)
+    else:
+        scores.need_plain("suffixes of unequal length")
+        earlier, lengths = None, list(kv.suffix_lengths)
+    position = torch.arange(queries, device=packed.device).repeat(packed.shape[2] // queries)  # of each packed query
+    last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position  # [rows, p*queries]
+    visible = torch.arange(keys.shape[2], device=packed.device) <= last_seen[..., None]
+    # What lies behind a row's length is undefined, and 0 * nan is nan.
+    values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
+    own = plain_partial(packed, keys, values, scores.scale, visible=visible[:, None], softcap=scores.softcap)
+    return own if earlier is None else merge(own, earlier)
+
+
+def causal_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    context: Sequence[tuple[Tensor, Tensor]],
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Prefill: attention of a run of tokens over what lies before it and, causally, over itself.
+
+    Args:
+        query: ``[heads, length, head_dim]``.
+        keys: ``[kv_heads, length, head_dim]``.
+        values: ``[kv_heads, length, head_dim]``.
+        scale: Factor on the scores.
+        context: Keys and values before the run, each ``[kv_heads, tokens, head_dim]``: visible to every query.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+        backend: One of `BACKENDS`.
+
+    Returns:
+        ``[heads, length, head_dim]`` in the query's dtype.
+    """
+    heads, length, _ = query.shape
+    kv_heads = keys.shape[0]
+    if not context and softcap is None and backend == "auto":
+        return F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+        )[0]
+    scores = ForestScores(scale, softcap, backend)
+    grouped = query.reshape(kv_heads, heads // kv_heads, length, -1)
+    if softcap is None:
+        # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
+        one, each = grouped.transpose(0, 1), (heads // kv_heads, *keys.shape)
+        own = dense_partial(one, keys.expand(each), values.expand(each), scale, causal=True, backend=backend)
+        own = Partial(own.out.transpose(0, 1), own.lse.transpose(0, 1))
+    else:
+        scores.need_plain("a soft cap")
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        own = plain_partial(grouped, keys[:, None], values[:, None], scale, visible=visible, softcap=softcap)
+    packed = grouped.reshape(1, kv_heads, -1, grouped.shape[-1])
+    for earlier_keys, earlier_values in context:
+        part = scores.partial(packed, earlier_keys[None], earlier_values[None])
+        own = merge(own, Partial(part.out.view(own.out.shape), part.lse.reshape(own.lse.shape)))
+    return own.out.to(query.dtype).reshape(heads, length, -1)
+
+
+def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backend: str = "auto") -> str:
+    """One line for reports: which operator attends to which part in `forest_attention` with these arguments."""
+    rows, heads, _, _ = query.shape
+    group = heads // kv.suffix.keys.shape[1]
+
+    def operator(packed: int, keys: Tensor, values: Tensor) -> str:
+        if softcap is not None:
+            return "plain (soft cap)"
+        return choose_operator(backend, query.new_empty(1, 1, packed, query.shape[-1]), keys, values)
+
+    parts = []
+    for depth, level in enumerate(kv.forest.levels):
+        names = sorted({operator(node.row_count * group, *kv.node(node.span)) for node in level})
+        tokens = sum(node.span.length for node in level)
+        parts.append(f"{len(level)} node(s) of {tokens} tokens at depth {depth} by {'/'.join(names)}")
+    parts.append(f"{rows} suffixes by {operator(group, *kv.suffix)}")
+    return ", ".join(parts) + ", merged by log-sum-exp"

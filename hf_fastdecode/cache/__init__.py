@@ -1,0 +1,1 @@
+"""Cache subclasses: what transformers' models write keys and values to."""

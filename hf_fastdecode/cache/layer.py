@@ -1,0 +1,260 @@
+"""One layer of a shared-context cache: node KV once, suffix KV preallocated and written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention import torch_ops
+from ..attention.forest import Forest, Path, Span
+from ..attention.interface import SharedKV
+from ..attention.kv import ForestKV, Segment
+
+_FIRST_CAPACITY = 256
+"""Suffix tokens allocated at first when no bound is known or the bound is larger."""
+
+
+@dataclass(frozen=True)
+class PrefillItem:
+    """A run of tokens whose keys and values one forward pass computes.
+
+    Attributes:
+        span: Where they are stored.
+        context: What lies before them on their path.
+    """
+
+    span: Span
+    context: Path = ()
+
+    @property
+    def position(self) -> int:
+        """Position of the first token in its row."""
+        return sum(span.length for span in self.context)
+
+
+@dataclass
+class SharedState:
+    """What all layers of one cache share.
+
+    Attributes:
+        forest: Which rows attend to which spans; None while the number of rows is unknown.
+        max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
+        backend: One of `torch_ops.BACKENDS`.
+        packed: While prefilling, the items whose tokens lie end to end in the forward pass.
+        segment_lengths: Tokens of each storage segment.
+    """
+
+    forest: Forest | None = None
+    max_suffix: int | None = None
+    backend: str = "auto"
+    packed: Sequence[PrefillItem] = ()
+    segment_lengths: list[int] = field(default_factory=list)
+
+
+class SharedContextLayer(CacheLayerMixin):
+    """Keys and values of one layer over a forest.
+
+    Outside prefill, ``update`` appends tokens to every row's suffix; during it, to the nodes being prefilled. Both
+    return a `SharedKV` in the place of the key and value tensors.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, state: SharedState):
+        super().__init__()
+        self.state = state
+        self.segments: list[Segment | None] = []
+        self.suffix: Segment | None = None
+        self.suffix_length = 0
+        self.ran: dict[str, str] = {}  # for reports: phase -> what computed it
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+        """Store new keys and values.
+
+        Args:
+            key_states: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
+            value_states: The same shape.
+            args: Ignored, as by every cache layer.
+            kwargs: Ignored.
+
+        Returns:
+            The handle that the attention function attends with, twice.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        handle: SharedKV
+        if self.state.packed:
+            handle = _PrefillKV(self, key_states[0], value_states[0])
+            self._store_nodes(key_states[0], value_states[0])
+        else:
+            self._append(key_states, value_states)
+            handle = _DecodeKV(self)
+        return handle, handle
+
+    def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
+        start = 0
+        for item in self.state.packed:
+            stored = self._segment(item.span.segment, keys, values).view(item.span)
+            stored.keys.copy_(keys[:, start : start + item.span.length])
+            stored.values.copy_(values[:, start : start + item.span.length])
+            start += item.span.length
+
+    def _segment(self, index: int, keys: Tensor, values: Tensor) -> Segment:
+        self.segments.extend([None] * (index + 1 - len(self.segments)))
+        segment = self.segments[index]
+        if segment is None:
+            length = self.state.segment_lengths[index]
+            segment = Segment(
+                keys.new_empty(keys.shape[0], length, keys.shape[-1]),
+                values.new_empty(values.shape[0], length, values.shape[-1]),
+            )
+            self.segments[index] = segment
+        return segment
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        rows, _, queries, _ = keys.shape
+        if self.state.forest is None:
+            self.state.forest = Forest(rows)
+        if rows != self.state.forest.rows:
+            raise ValueError(
+                f"the cache holds {self.state.forest.rows} rows, got keys for {rows}; expand it with "
+                "batch_repeat_interleave, or pass it to generate, which does"
+            )
+        stop = self.suffix_length + queries
+        suffix = self._suffix_with_room(stop, keys, values)
+        suffix.keys[:, :, self.suffix_length : stop] = keys
+        suffix.values[:, :, self.suffix_length : stop] = values
+        self.suffix_length = stop
+
+    def _suffix_with_room(self, tokens: int, keys: Tensor, values: Tensor) -> Segment:
+        """The suffix buffers, grown when `tokens` do not fit: doubled, but not past the known bound."""
+        capacity = 0 if self.suffix is None else self.suffix.keys.shape[2]
+        if self.suffix is not None and tokens <= capacity:
+            return self.suffix
+        capacity = max(tokens, 2 * capacity, _FIRST_CAPACITY)
+        if self.state.max_suffix is not None:
+            capacity = max(tokens, min(capacity, self.state.max_suffix))
+        rows, kv_heads = keys.shape[:2]
+        grown = Segment(
+            keys.new_empty(rows, kv_heads, capacity, keys.shape[-1]),
+            values.new_empty(rows, kv_heads, capacity, values.shape[-1]),
+        )
+        if self.suffix is not None:
+            grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
+            grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
+        self.suffix = grown
+        return grown
+
+    def forest_kv(self) -> ForestKV:
+        """Keys and values as the attention operators take them.
+
+        Raises:
+            ValueError: Nothing was stored in this layer yet.
+        """
+        if self.state.forest is None or self.suffix is None:
+            raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
+        segments = [segment for segment in self.segments if segment is not None]
+        if len(segments) != len(self.segments):
+            raise ValueError("a node of this cache was not prefilled")
+        return ForestKV(self.state.forest, segments, self.suffix, (self.suffix_length,) * self.state.forest.rows)
+
+    def suffixes_as_segment(self) -> Segment:
+        """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
+        if self.suffix is None:
+            raise ValueError("this cache layer holds no suffix yet")
+        keys, values = (
+            part[:, :, : self.suffix_length].transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])
+            for part in self.suffix
+        )
+        return Segment(keys, values)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, move or repeat the rows' suffixes; ``rows`` holds their indices."""
+        if self.suffix is not None:
+            rows = rows.to(self.device)
+            self.suffix = Segment(self.suffix.keys.index_select(0, rows), self.suffix.values.index_select(0, rows))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in this layer; 0 before anything is stored."""
+        stored = self.suffix or next((segment for segment in self.segments if segment is not None), None)
+        if stored is None:
+            return 0
+        keys, values = stored
+        heads = keys.shape[1] if keys.dim() == 4 else keys.shape[0]
+        return heads * (keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size())
+
+    @property
+    def batch_size(self) -> int:
+        return self.state.forest.rows if self.state.forest is not None else -1
+
+    # What the abstract class asks of a layer. Lengths that depend on the forest are the cache's to know.
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        context = 0 if self.state.forest is None else max(self.state.forest.context_lengths, default=0)
+        return context + self.suffix_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.segments, self.suffix, self.suffix_length, self.is_initialized = [], None, 0, False
+
+    def offload(self) -> None:
+        raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
+
+    prefetch = offload
+
+
+class _DecodeKV(SharedKV):
+    """A decode step: every row's queries over its path and its suffix."""
+
+    def __init__(self, layer: SharedContextLayer):
+        self.layer = layer
+
+    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+        state, kv = self.layer.state, self.layer.forest_kv()
+        if "decode" not in self.layer.ran:
+            self.layer.ran["decode"] = torch_ops.describe(query, kv, softcap=softcap, backend=state.backend)
+        out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=state.backend).out
+        return out.to(query.dtype).transpose(1, 2)
+
+
+class _PrefillKV(SharedKV):
+    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context."""
+
+    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor):
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+        state, outs, start = self.layer.state, [], 0
+        for item in state.packed:
+            own = slice(start, start + item.span.length)
+            context = [self.layer._segment(span.segment, self.keys, self.values).view(span) for span in item.context]
+            outs.append(
+                torch_ops.causal_attention(
+                    query[0, :, own],
+                    self.keys[:, own],
+                    self.values[:, own],
+                    scale,
+                    context=context,
+                    softcap=softcap,
+                    backend=state.backend,
+                )
+            )
+            start = own.stop
+        self.layer.ran["prefill"] = "each node once, causal attention by PyTorch, merged with its context"
+        return torch.cat(outs, dim=1).transpose(0, 1).unsqueeze(0)

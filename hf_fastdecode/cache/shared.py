@@ -1,0 +1,247 @@
+"""The shared-context cache: a transformers `Cache` over a forest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..attention.forest import Forest, Path, Span
+from .layer import PrefillItem, SharedContextLayer, SharedState
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of keys and values over all layers.
+
+    Attributes:
+        stored: Tokens held: every node once, every row's suffix.
+        allocated: The same with the whole preallocated suffix buffers.
+        stock: What a stock transformers cache holds for the same rows, padded to one length.
+    """
+
+    stored: int
+    allocated: int
+    stock: int
+
+
+class SharedContextCache(Cache):
+    """Keys and values of a batch in which rows share context.
+
+    Nodes (runs of tokens that a contiguous range of rows shares) are stored once; each row's own tokens go to a
+    suffix, preallocated and written in place. `hf_fastdecode.prefill` makes one; `generate` makes one for each call.
+
+    Args:
+        max_suffix: Most tokens a row will append, if known: bounds what is allocated.
+        backend: Which operators attend; see `hf_fastdecode.enable`.
+    """
+
+    layers: list[SharedContextLayer]
+
+    def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
+        self.state = SharedState(max_suffix=max_suffix, backend=backend)
+        super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
+        self.segment_tokens: list[Tensor] = []
+        self._suffix_tokens: list[Tensor] = []
+        self._padding = 0
+
+    @property
+    def forest(self) -> Forest:
+        """The nodes over this cache's rows."""
+        return self.state.forest if self.state.forest is not None else Forest(0)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows (sequences)."""
+        return self.forest.rows
+
+    @property
+    def suffix_length(self) -> int:
+        """Tokens that each row holds behind its path of nodes."""
+        return self.layers[0].suffix_length if self.layers else 0
+
+    def longest_row(self, queries: int) -> int:
+        """Tokens of the longest row by the end of the call: after `queries` more, or at the known bound."""
+        if self.state.packed:
+            return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
+        own = max(self.suffix_length + queries, self.state.max_suffix or 0)
+        return max(self.forest.context_lengths, default=0) + own
+
+    # --- filling -----------------------------------------------------------------------------------------------
+
+    def add_segment(self, tokens: Tensor) -> int:
+        """Reserve storage for a run of tokens, to be filled by prefill.
+
+        Args:
+            tokens: ``[length]`` int64 token ids, on the CPU.
+
+        Returns:
+            The segment's number, for `Span.segment`.
+        """
+        self.segment_tokens.append(tokens)
+        self.state.segment_lengths.append(len(tokens))
+        return len(self.segment_tokens) - 1
+
+    @contextmanager
+    def prefilling(self, items: Sequence[PrefillItem]) -> Iterator[None]:
+        """Within, a forward pass over the items' tokens, end to end in one row, fills their spans."""
+        self.state.packed = items
+        try:
+            yield
+        finally:
+            self.state.packed = ()
+
+    def plant(self, forest: Forest, length: int | None = None) -> None:
+        """Set which rows attend to which spans, with empty suffixes.
+
+        Args:
+            forest: The nodes; their spans must be filled.
+            length: What `get_seq_length` reports: the padded length of the rows so far. The longest row when None.
+        """
+        longest = max(forest.context_lengths, default=0)
+        if length is not None and length < longest:
+            raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
+        self.state.forest = forest
+        self._padding = 0 if length is None else length - longest
+        self._suffix_tokens = []
+        for layer in self.layers:
+            layer.suffix, layer.suffix_length = None, 0
+
+    def record_tokens(self, input_ids: Tensor) -> None:
+        """Note the ids ``[rows, queries]`` of tokens being appended, so that a later call can match them."""
+        self._suffix_tokens.append(input_ids)
+
+    def fork(self, *, max_suffix: int | None = None, backend: str | None = None) -> SharedContextCache:
+        """A cache that shows the same tokens and can grow without touching this one.
+
+        Nodes are shared, not copied. Suffixes become nodes of the fork: they are copied, so that this cache may go on
+        appending.
+        """
+        fork = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
+        fork.segment_tokens = list(self.segment_tokens)
+        fork.state.segment_lengths = list(self.state.segment_lengths)
+        for layer in self.layers:
+            twin = SharedContextLayer(fork.state)
+            twin.segments = list(layer.segments)
+            if layer.is_initialized:
+                twin.dtype, twin.device, twin.is_initialized = layer.dtype, layer.device, True
+            if layer.suffix_length:
+                twin.segments.extend([None] * (len(self.segment_tokens) - len(twin.segments)))
+                twin.segments.append(layer.suffixes_as_segment())
+            fork.layers.append(twin)
+        paths = list(self.forest.paths)
+        if own := self.suffix_length:
+            segment = fork.add_segment(self.suffix_tokens().reshape(-1))
+            paths = [(*path, Span(segment, row * own, own)) for row, path in enumerate(paths)]
+        fork.state.forest = Forest.from_paths(paths)
+        fork._padding = self._padding
+        return fork
+
+    # --- what was stored ---------------------------------------------------------------------------------------
+
+    def suffix_tokens(self) -> Tensor:
+        """Ids of the tokens in the suffixes: ``[rows, suffix_length]`` int64, on the CPU.
+
+        Raises:
+            ValueError: Tokens were appended by a model that `enable` was not called on, so their ids are unknown.
+        """
+        parts = [part.cpu() for part in self._suffix_tokens]
+        tokens = torch.cat(parts, dim=1) if parts else torch.empty(self.rows, 0, dtype=torch.long)
+        if tokens.shape != (self.rows, self.suffix_length):
+            raise ValueError(
+                f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {tokens.shape[1]}; append "
+                "with input_ids through the enabled model"
+            )
+        return tokens
+
+    def path_tokens(self, path: Path) -> Tensor:
+        """Ids of the tokens on a path: ``[length]`` int64, on the CPU."""
+        parts = [self.segment_tokens[span.segment][span.start : span.stop] for span in path]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
+    @property
+    def nbytes(self) -> CacheBytes:
+        """Bytes stored, allocated, and what a stock cache would hold for the same rows."""
+        per_token = sum(layer.bytes_per_token for layer in self.layers)
+        nodes = self.forest.stored_tokens * per_token
+        allocated = sum(part.nbytes for layer in self.layers if layer.suffix is not None for part in layer.suffix)
+        return CacheBytes(
+            stored=nodes + self.rows * self.suffix_length * per_token,
+            allocated=nodes + allocated,
+            stock=self.rows * self.get_seq_length() * per_token,
+        )
+
+    # --- transformers' Cache -----------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
+        own = self.layers[layer_idx].suffix_length if layer_idx < len(self.layers) else 0
+        return max(self.forest.context_lengths, default=0) + self._padding + own
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """``(kv_length, kv_offset)`` of the mask that a stock model would build."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every row: of its suffix first, then of its nodes.
+
+        Nodes lose nothing that another cache shows: this cache just stops looking at it.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass a value <= 0"
+            )
+        count = -tokens_to_remove
+        own = min(count, self.suffix_length)
+        if own and self._suffix_tokens:
+            self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
+        for layer in self.layers:
+            layer.suffix_length -= min(count, layer.suffix_length)
+        if count > own:
+            length = self.get_seq_length()
+            forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
+            self.state.forest = forest
+            self._padding = max(0, length - (count - own)) - max(forest.context_lengths, default=0)
+
+    def reset(self) -> None:
+        """Forget all tokens and rows."""
+        super().reset()
+        self.state.forest, self.state.segment_lengths = None, []
+        self.segment_tokens, self._suffix_tokens, self._padding = [], [], 0
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied."""
+        out_of_range = [row for row in rows if not 0 <= row < self.rows]
+        if out_of_range:
+            raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
+        length = self.get_seq_length()
+        index = torch.tensor(list(rows), dtype=torch.long)
+        self.state.forest = self.forest.select_rows(list(rows))
+        self._suffix_tokens = [part.index_select(0, index.to(part.device)) for part in self._suffix_tokens]
+        for layer in self.layers:
+            layer.select_rows(index)
+        self._padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` becomes row ``beam_idx[i]``."""
+        self.select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices`` (numbers, or a boolean for each row)."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.select_rows([row % self.rows for row in indices.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times; nodes are not copied."""
+        self.select_rows([row for row in range(self.rows) for _ in range(repeats)])
+
+    def __repr__(self) -> str:
+        return f"SharedContextCache({self.forest!r}, suffix_length={self.suffix_length}, layers={len(self.layers)})"

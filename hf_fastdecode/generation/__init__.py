@@ -1,0 +1,1 @@
+"""What happens between `model.generate` and the decode loop: forests from prompts, prefill once, fallbacks."""

@@ -1,0 +1,120 @@
+"""Which `generate` calls run with shared context; the others run stock, for a reason that is told."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from ..cache.shared import SharedContextCache
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Layers whose state is keys and values of single tokens. Local ones run while their window does not bind.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# What `generate` hands to the decode loop that shared context takes into account.
+_KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def model_reason(model: PreTrainedModel) -> str | None:
+    """Why this model cannot decode with shared context whatever the call, or None when it can."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return "encoder-decoder models are not accelerated yet"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not use transformers' attention interface"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__}.forward takes no position_ids"
+    text = config.get_text_config(decoder=True)
+    other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if other or getattr(model, "_is_stateful", False):
+        return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return f"{text.num_kv_shared_layers} of its layers take keys and values from other layers"
+    return None
+
+
+def call_reason(
+    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why this `generate` call runs stock, as far as its arguments tell, or None when they do not."""
+    if reason := model_reason(model):
+        return reason
+    if mode not in _MODES:
+        return f"generation mode {mode.value!r} is not accelerated yet"
+    if config.is_assistant:
+        return "the model assists another one"
+    if config.use_cache is False:
+        return "use_cache=False"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            return f"{name}=True needs what shared context does not compute"
+    if config.cache_implementation is not None:
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and not isinstance(cache, SharedContextCache):
+        return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN_ARGUMENTS and value is not None and not isinstance(value, bool):
+            return f"the argument {name!r} is not accelerated yet"
+    if model.training and model.is_gradient_checkpointing:
+        return "gradient checkpointing in training mode drops the cache"
+    if model.training and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
+        return "the model is in training mode with dropout; call model.eval()"
+    if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        return "its parameters are sharded over processes, which must run the same forward passes"
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+    if limit is not None and config.max_length > limit:
+        return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+    return None
+
+
+def _several_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Length up to which the rotary frequencies are those of any shorter text; None when they always are.
+
+    Dynamic and LongRoPE embeddings switch frequencies with the longest row of the batch, keys already stored included.
+    """
+    # Phi-3 drops the cache at this length, whatever its rope type.
+    if (original := getattr(config, "original_max_position_embeddings", None)) is not None:
+        return int(original)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *rope.values()):  # one for all layers, or one for each layer type
+        kind = (entry.get("rope_type") or "") if isinstance(entry, dict) else ""
+        if kind == "longrope" or "dynamic" in kind:
+            return int(entry.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return None
+
+
+def input_reason(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> str | None:
+    """Why these prompts run stock, or None when they can share.
+
+    Args:
+        input_ids: ``[rows, length]``.
+        attention_mask: ``[rows, length]`` or None.
+        position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
+    """
+    if input_ids.shape[1] == 0:
+        return "the prompt is empty"
+    if attention_mask is None:
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    else:
+        if attention_mask.shape != input_ids.shape:
+            return f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
+        if not bool(attention_mask[:, -1].all()):
+            return "a prompt ends in padding; set padding_side='left' when calling the tokenizer"
+        expected = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+    if position_ids is not None:
+        comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]
+        if not comparable or not bool((position_ids == expected).all()):
+            return "position_ids are not those of the attention mask"
+    return None

@@ -1,0 +1,33 @@
+"""The options of `hf_fastdecode.enable`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..attention.torch_ops import BACKENDS
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`.
+
+    Attributes:
+        backend: Which operators attend: ``auto`` chooses by device, dtype and size; ``flash``, ``cudnn``,
+            ``efficient``, ``cpu`` and ``plain`` force one, which runs or raises.
+        min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to become a node.
+        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
+        max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
+    """
+
+    backend: str = "auto"
+    min_shared_tokens: int = 32
+    min_saved_tokens: int = 64
+    max_prefill_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -1,0 +1,78 @@
+"""Prefill: every node's keys and values, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..attention.forest import Path, Span
+from ..cache.layer import PrefillItem
+from ..cache.shared import SharedContextCache
+from .prompts import PromptPlan
+
+
+@torch.no_grad()
+def prefill_nodes(
+    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
+) -> None:
+    """Compute the plan's new nodes into the cache and plant its forest.
+
+    The new tokens run through the model end to end in one row, several nodes in one forward pass and no padding; each
+    attends to its own path only. A node longer than `max_tokens` is prefilled in parts.
+
+    Args:
+        model: The enabled model.
+        cache: Where the plan's spans point; its next segment takes the new tokens.
+        plan: From `plan_prompts` with this cache.
+        max_tokens: Most tokens in one forward pass.
+        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+    """
+    # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
+    cache.add_segment(plan.new_tokens)
+    for items in _passes(plan.items, max_tokens):
+        ids = torch.cat([plan.new_tokens[item.span.start : item.span.stop] for item in items])
+        positions = torch.cat([torch.arange(item.position, item.position + item.span.length) for item in items])
+        # Only the caches are wanted; one token's logits cost nothing, where the model can leave the others out.
+        extra = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        with cache.prefilling(items):
+            model(
+                input_ids=ids[None].to(model.device),
+                position_ids=positions[None].to(model.device),
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **extra,
+            )
+    cache.plant(plan.forest, length)
+
+
+def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
+    """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children."""
+    batch: list[PrefillItem] = []
+    size = 0
+    for item in (part for whole in items for part in _parts(whole, max_tokens)):
+        here = {waiting.span for waiting in batch}
+        if batch and (size + item.span.length > max_tokens or _reads_any(item.context, here)):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += item.span.length
+    if batch:
+        yield batch
+
+
+def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
+    for start in range(0, item.span.length, max_tokens):
+        before = (item.span[:start],) if start else ()
+        yield PrefillItem(item.span[start : start + max_tokens], (*item.context, *before))
+
+
+def _reads_any(context: Path, pending: set[Span]) -> bool:
+    """Whether a path touches tokens that a pass still has to compute."""
+    return any(
+        span.segment == other.segment and span.start < other.stop and other.start < span.stop
+        for span in context
+        for other in pending
+    )

@@ -1,0 +1,104 @@
+"""Which path ran and why: what `hf_fastdecode.explain` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ..cache.shared import CacheBytes, SharedContextCache
+
+
+@dataclass
+class CallReport:
+    """One `generate` call.
+
+    Attributes:
+        path: ``shared`` or ``stock``.
+        reason: Why this path.
+        rows: Sequences decoded; 0 when the call ran stock before its prompts were looked at.
+        padded_length: Length of the rows' prompts with padding.
+        forest: The nodes, in words.
+        prefilled_tokens: Tokens run through the model before the decode steps.
+        layers: For each layer, what attended.
+        suffix_length: Tokens each row has appended.
+        stored_tokens: Tokens in the nodes.
+        bytes_per_token: Bytes of one token's keys and values in all layers.
+    """
+
+    path: str = "stock"
+    reason: str = ""
+    rows: int = 0
+    padded_length: int = 0
+    forest: str = ""
+    prefilled_tokens: int = 0
+    layers: list[str] = field(default_factory=list)
+    suffix_length: int = 0
+    stored_tokens: int = 0
+    bytes_per_token: int = 0
+
+    def observe(self, cache: SharedContextCache) -> None:
+        """Note what a forward pass with this cache did."""
+        if not self.layers or self.suffix_length == 0:
+            self.layers = [
+                "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
+            ]
+            self.bytes_per_token = sum(layer.bytes_per_token for layer in cache.layers)
+        self.suffix_length = cache.suffix_length
+
+    @property
+    def nbytes(self) -> CacheBytes:
+        """Bytes of keys and values at the end of the call: stored here, and what a stock cache held."""
+        stored = (self.stored_tokens + self.rows * self.suffix_length) * self.bytes_per_token
+        stock = self.rows * (self.padded_length - 1 + self.suffix_length) * self.bytes_per_token
+        return CacheBytes(stored=stored, allocated=stored, stock=stock)
+
+    def lines(self) -> list[str]:
+        """The report for a person."""
+        lines = [f"last generate call: {self.path} ({self.reason})"]
+        if self.path == "shared":
+            stored, _, stock = self.nbytes
+            lines += [
+                f"  {self.forest}",
+                f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
+                f"  KV bytes: {stored:,} (stock: {stock:,})",
+                *_layer_lines(self.layers),
+            ]
+        return lines
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `hf_fastdecode.explain` returns; ``str(report)`` reads as text.
+
+    Attributes:
+        model: The model's class.
+        enabled: Whether `enable` is in effect.
+        layer_count: Number of decoder layers.
+        model_reason: Why this model never shares, or None when it can.
+        last_call: The last `generate` call since `enable`, or None.
+    """
+
+    model: str
+    enabled: bool
+    layer_count: int
+    model_reason: str | None
+    last_call: CallReport | None
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"{self.model}: not enabled; call hf_fastdecode.enable(model)"
+        able = "stock decoding" if self.model_reason else "shared-context KV"
+        why = f" ({self.model_reason})" if self.model_reason else ""
+        lines = [f"{self.model}: enabled, {self.layer_count} layers, {able}{why}"]
+        lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
+        return "\n".join(lines)
+
+
+def _layer_lines(layers: list[str]) -> list[str]:
+    """One line for each run of layers that did the same."""
+    lines, first = [], 0
+    for what, run in groupby(layers):
+        last = first + len(list(run)) - 1
+        lines.append(f"  layer{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {what}")
+        first = last + 1
+    return lines

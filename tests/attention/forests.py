@@ -1,0 +1,310 @@
+"""Random forests in poisoned storage, PyTorch's own attention as the yardstick, and the error rule.
+
+Whatever an operator must not read is NaN: storage between the nodes and suffix positions behind a row's length. An
+operator that reads it, or multiplies it by zero, shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest, Node, Path, Span
+from hf_fastdecode.attention.kv import ForestKV, Segment
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+LOW_AND_FULL = (torch.float32, torch.bfloat16, torch.float16)
+
+_GAP = 3  # poisoned tokens between nodes and behind suffixes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload: `prompts` prompts of `context` tokens, `samples` rows each, `suffix` own tokens per row.
+
+    `depth` counts the levels of nodes: 0 has no nodes, 1 the prompts, 2 a system prompt over all of them, 3 in
+    addition a node below each prompt for about two thirds of its rows.
+    """
+
+    prompts: int = 2
+    context: int = 63
+    samples: int = 5
+    suffix: int = 17
+    ragged: bool = False
+    queries: int = 1
+    depth: int = 1
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        parts = [f"B{self.prompts}", f"m{self.context}", f"n{self.samples}", f"s{self.suffix}"]
+        parts += ["ragged"] if self.ragged else []
+        parts += [f"q{self.queries}"] if self.queries != 1 else []
+        parts += [f"depth{self.depth}"] if self.depth != 1 else []
+        parts += [f"softcap{self.softcap:g}"] if self.softcap is not None else []
+        parts += [f"h{self.heads}g{self.kv_heads}", f"d{self.head_dim}", DTYPE_NAMES[self.dtype]]
+        return "-".join(parts)
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    def forest(self) -> Forest:
+        storage = _Storage()
+        nodes = []
+        for prompt in range(self.prompts if self.depth else 0):
+            first = prompt * self.samples
+            nodes.append(Node(storage.span(self.context), first, self.samples, min(self.depth, 2) - 1))
+            if self.depth == 3:
+                nodes.append(Node(storage.span(5 + prompt, segment=1), first, -(-2 * self.samples // 3), 2))
+        if self.depth >= 2:
+            nodes.append(Node(storage.span(37, segment=1), 0, self.rows))
+        return Forest(self.rows, nodes)
+
+    def suffix_lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.suffix] * self.rows
+        rng = random.Random(self.suffix)
+        return [self.suffix, *(rng.randint(self.queries, self.suffix) for _ in range(self.rows - 1))]
+
+
+class _Storage:
+    """Hands out spans of segments, with a gap of unused tokens around each."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, int] = {}
+
+    def span(self, length: int, segment: int = 0, gap: int = _GAP) -> Span:
+        start = self.used.get(segment, 0) + gap
+        self.used[segment] = start + length
+        return Span(segment, start, length)
+
+
+def random_forest(rng: random.Random, rows: int, depth: int, longest: int = 20) -> Forest:
+    """A forest of at most `depth` levels, some of whose rows have no node.
+
+    Neighbours may be alike (as long, of as many rows, evenly spaced in one segment), which operators may batch, differ
+    in one of these, or show the same span.
+    """
+    storage = _Storage()
+    nodes: list[Node] = []
+
+    def plant(row_start: int, row_stop: int, level: int) -> None:
+        if level == depth:
+            return
+        length, count = rng.randint(1, longest), rng.randint(1, max(1, row_stop - row_start))
+        while row_start < row_stop:
+            if rng.random() < 0.3:
+                length, count = rng.randint(1, longest), rng.randint(1, row_stop - row_start)
+            count = min(count, row_stop - row_start)
+            if rng.random() < 0.85:
+                if nodes and rng.random() < 0.15:
+                    span = rng.choice(nodes).span
+                else:
+                    span = storage.span(length, *rng.choice(((0, 0), (0, 0), (0, 2), (1, 1))))
+                nodes.append(Node(span, row_start, count, level))
+                plant(row_start, row_start + count, level + 1)
+            row_start += count
+
+    plant(0, rows, 0)
+    return Forest(rows, nodes)
+
+
+def make_inputs(
+    forest: Forest,
+    suffix_lengths: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    queries: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, ForestKV]:
+    """Random queries and poisoned keys and values for a forest; the same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    value_dim = head_dim if value_dim is None else value_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    spans = [node.span for node in forest.nodes]
+    segments = []
+    for index in range(max((span.segment for span in spans), default=-1) + 1):
+        own = [span for span in spans if span.segment == index]
+        size = max((span.stop for span in own), default=0) + _GAP
+        unused = torch.ones(size, dtype=torch.bool)
+        for span in own:
+            unused[span.start : span.stop] = False
+        segments.append(poisoned(Segment(normal(kv_heads, size, head_dim), normal(kv_heads, size, value_dim)), unused))
+    capacity = max(suffix_lengths, default=0) + _GAP
+    suffix = Segment(
+        normal(forest.rows, kv_heads, capacity, head_dim), normal(forest.rows, kv_heads, capacity, value_dim)
+    )
+    unused = torch.arange(capacity) >= torch.tensor(suffix_lengths, dtype=torch.long)[:, None]
+    query = normal(forest.rows, heads, queries, head_dim)
+    return query, ForestKV(forest, segments, poisoned(suffix, unused[:, None]), tuple(suffix_lengths))
+
+
+def poisoned(segment: Segment, unused: Tensor) -> Segment:
+    """The segment with NaN at the tokens where `unused` (broadcastable to ``[..., tokens]``) is true."""
+    keys, values = segment
+    unused = unused.to(keys.device)[..., None]
+    return Segment(keys.masked_fill(unused, torch.nan), values.masked_fill(unused, torch.nan))
+
+
+def own_keys_and_values(kv: ForestKV, row: int) -> tuple[Tensor, Tensor]:
+    """All keys and values of a row, each ``[kv_heads, context + suffix, head_dim]``: the physical copy."""
+    length = kv.suffix_lengths[row]
+    parts = [kv.node(span) for span in kv.forest.paths[row]]
+    parts.append(Segment(kv.suffix.keys[row, :, :length], kv.suffix.values[row, :, :length]))
+    return torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1)
+
+
+def pytorch_attention(query: Tensor, kv: ForestKV, scale: float | None = None, softcap: float | None = None) -> Tensor:
+    """PyTorch's own attention of each row over a physical copy of its keys, in the query's dtype: the yardstick."""
+    outs = []
+    for row, own in enumerate(query):  # own: [heads, queries, head_dim]
+        keys, values = own_keys_and_values(kv, row)
+        outs.append(pytorch_causal_attention(own, keys, values, scale, softcap))
+    return torch.stack(outs)
+
+
+def pytorch_causal_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """PyTorch's own attention of the last ``query.shape[1]`` tokens over keys ``[kv_heads, length, head_dim]``.
+
+    Where there is a softcap, which the fused operator does not take, transformers' eager attention.
+    """
+    group = query.shape[0] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    visible = None if query.shape[1] == 1 else last_queries_see(query.shape[1], keys.shape[1], query.device)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query[None], keys[None], values[None], visible, scale=scale)[0]
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
+
+
+def pytorch_lse(query: Tensor, kv: ForestKV, scale: float | None = None, softcap: float | None = None) -> Tensor:
+    """The log-sum-exp of `pytorch_attention` from PyTorch's CPU operator, or else from fp32 scores."""
+    queries, head_dim = query.shape[2:]
+    scale = head_dim**-0.5 if scale is None else scale
+    lses = []
+    for row, own in enumerate(query):
+        keys, values = (
+            part.repeat_interleave(query.shape[1] // part.shape[0], 0) for part in own_keys_and_values(kv, row)
+        )
+        visible = last_queries_see(queries, keys.shape[1], query.device)
+        if softcap is None and query.device.type == "cpu":
+            bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+            lses.append(
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    own[None], keys[None], values[None], attn_mask=bias, scale=scale
+                )[1][0]
+            )
+            continue
+        scores = own.float() @ keys.float().mT * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        lses.append(torch.logsumexp(scores.masked_fill(~visible, -torch.inf), -1))
+    return torch.stack(lses)
+
+
+def last_queries_see(queries: int, length: int, device: torch.device | str) -> Tensor:
+    """The causal mask ``[queries, length]`` of the last `queries` of `length` tokens."""
+    return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)
+
+
+class Problem(NamedTuple):
+    """A case's inputs, the fp64 oracle over these same low-precision inputs, and PyTorch's own answer."""
+
+    query: Tensor
+    kv: ForestKV
+    oracle: Tensor
+    oracle_lse: Tensor
+    pytorch: Tensor
+    pytorch_lse: Tensor
+
+
+@lru_cache(maxsize=4)
+def make_problem(case: Case, device: str) -> Problem:
+    query, kv = make_inputs(
+        case.forest(),
+        case.suffix_lengths(),
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        queries=case.queries,
+        dtype=case.dtype,
+        device=device,
+    )
+    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=case.softcap)
+    yardstick = pytorch_attention(query, kv, softcap=case.softcap)
+    return Problem(query, kv, oracle, oracle_lse, yardstick, pytorch_lse(query, kv, softcap=case.softcap))
+
+
+class Errors(NamedTuple):
+    """How far a tensor lies from the oracle."""
+
+    max_abs: float
+    relative_frobenius: float
+
+
+def errors(actual: Tensor, oracle: Tensor) -> Errors:
+    difference = actual.double() - oracle
+    tiny = torch.finfo(torch.float64).tiny
+    return Errors(difference.abs().max().item(), (difference.norm() / oracle.norm().clamp_min(tiny)).item())
+
+
+def assert_error_rule(actual: Tensor, pytorch: Tensor, oracle: Tensor, lse: Tensor | None = None) -> None:
+    """`actual`, rounded to the dtype of `pytorch`, errs at most twice as much as `pytorch` does, against the oracle.
+
+    The floor is there only for cases so small that PyTorch is right to the last bit: one unit in the last place of
+    the largest value, and, where `lse` is given, what a log-sum-exp of that size loses as an exponent in fp32 (a
+    weight of a merge has two of them). NaN never passes.
+    """
+    assert actual.shape == oracle.shape == pytorch.shape
+    ours, theirs = errors(actual.to(pytorch.dtype), oracle), errors(pytorch, oracle)
+    floor = torch.finfo(pytorch.dtype).eps
+    if lse is not None:
+        floor += 2 * torch.finfo(torch.float32).eps * lse.abs().max().item()
+    for name, error, yardstick, least in (
+        ("max abs error", ours.max_abs, theirs.max_abs, floor * oracle.abs().max().item()),
+        ("relative Frobenius error", ours.relative_frobenius, theirs.relative_frobenius, floor / 2),
+    ):
+        bound = max(2 * yardstick, least)
+        assert error <= bound, f"{name} {error:.3g} > {bound:.3g}; PyTorch's own is {yardstick:.3g}"
+
+
+def tokens(path: Path | Span) -> list[tuple[int, int]]:
+    """A path as the stored tokens it shows, ``(segment, position)`` each."""
+    spans = (path,) if isinstance(path, Span) else path
+    return [(span.segment, span.start + offset) for span in spans for offset in range(span.length)]
+
+
+def with_every_dtype(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, dtype=dtype) for case in cases for dtype in LOW_AND_FULL]

@@ -1,0 +1,71 @@
+"""Tiny random models of every supported architecture, and prompts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+
+VOCABULARY = 97
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+_LLAMA = {**_SIZES, "intermediate_size": 96}
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha": ("llama", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama-gqa": ("llama", {**_LLAMA, "num_key_value_heads": 2}),
+    "llama-mqa": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {**_LLAMA, "num_key_value_heads": 2}),
+    "qwen2": ("qwen2", {**_LLAMA, "num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32}),
+    "gemma": ("gemma", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
+    "phi3": ("phi3", {**_LLAMA, "num_key_value_heads": 2, "original_max_position_embeddings": 512}),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt_neox": ("gpt_neox", {**_SIZES, "intermediate_size": 96}),
+    "opt": ("opt", {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_bigcode": ("gpt_bigcode", {**_GPT2, "multi_query": True}),
+}
+"""Name -> model type and config arguments. The README's table of architectures lists these model types."""
+
+
+def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 model in eval mode, with weights large enough that what it samples depends on the context."""
+    model_type, arguments = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(model_type, **{**arguments, **special, **overrides})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def ragged_prompts(*lengths: int, shared: int = 0, seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded random prompts of these lengths, of which the first `shared` tokens are the same in all."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    head = torch.randint(3, VOCABULARY, (shared,), generator=generator)
+    input_ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(lengths):
+        own = torch.randint(3, VOCABULARY, (length - shared,), generator=generator)
+        input_ids[row, width - length :] = torch.cat([head, own])
+        attention_mask[row, width - length :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def seeded(run: Callable[[], Any], seed: int = 0) -> Any:
+    """What `run` returns from a fixed state of torch's random generator."""
+    torch.manual_seed(seed)
+    return run()
