@@ -62,7 +62,7 @@ def call_reason(
     for name, value in model_kwargs.items():
         if name not in _KNOWN_ARGUMENTS and value is not None and not isinstance(value, bool):
             return f"the argument {name!r} is not accelerated yet"
-    if model.training and model.is_gradient_checkpointing:
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing in training mode drops the cache"
     if model.training and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
         return "the model is in training mode with dropout; call model.eval()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.forest import Path, Span
@@ -16,7 +17,7 @@ from .prompts import PromptPlan
 @torch.no_grad()
 def prefill_nodes(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
-) -> None:
+) -> Tensor | None:
     """Compute the plan's new nodes into the cache and plant its forest.
 
     The new tokens run through the model end to end in one row, several nodes in one forward pass and no padding; each
@@ -28,24 +29,35 @@ def prefill_nodes(
         plan: From `plan_prompts` with this cache.
         max_tokens: Most tokens in one forward pass.
         length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+
+    Returns:
+        ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
+        group's last token was stored before, which leaves its logits unknown.
     """
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
+    logits: dict[int, Tensor] = {}
     for items in _passes(plan.items, max_tokens):
-        ids = torch.cat([plan.new_tokens[item.span.start : item.span.stop] for item in items])
+        offsets = torch.cat([torch.arange(item.span.start, item.span.stop) for item in items])  # into the new segment
         positions = torch.cat([torch.arange(item.position, item.position + item.span.length) for item in items])
-        # Only the caches are wanted; one token's logits cost nothing, where the model can leave the others out.
-        extra = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        ends = [index for index, offset in enumerate(offsets.tolist()) if offset in plan.ends]
+        keep = torch.tensor(ends or [len(offsets) - 1], device=model.device)
+        # Logits of a whole context would take more room than its keys and values.
+        keeps = model._supports_logits_to_keep()
         with cache.prefilling(items):
-            model(
-                input_ids=ids[None].to(model.device),
+            output = model(
+                input_ids=plan.new_tokens[offsets][None].to(model.device),
                 position_ids=positions[None].to(model.device),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
-                **extra,
+                **({"logits_to_keep": keep} if keeps else {}),
             )
+        kept = output.logits[0] if keeps else output.logits[0, keep]
+        logits |= {int(offsets[index]): kept[row] for row, index in enumerate(ends)}
     cache.plant(plan.forest, length)
+    known = [logits[end] for end in plan.ends if end is not None]
+    return torch.stack(known) if known and len(known) == len(plan.ends) else None
 
 
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:

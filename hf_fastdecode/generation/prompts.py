@@ -36,12 +36,14 @@ class PromptPlan:
         items: New runs of tokens in the order to prefill them: parents come first.
         new_tokens: ``[length]`` ids of the new runs end to end: the contents of the new segment.
         known_lengths: For each group of rows, how many of its tokens the cache held.
+        ends: For each group of rows, where among the new tokens its last one is; None when it is not new.
     """
 
     forest: Forest
     items: tuple[PrefillItem, ...]
     new_tokens: Tensor
     known_lengths: tuple[int, ...]
+    ends: tuple[int | None, ...]
 
 
 def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[PromptGroup]:
@@ -82,6 +84,7 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
     paths: list[list[Span]] = [[] for _ in prompts]
     items: list[PrefillItem] = []
     new_tokens: list[Tensor] = []
+    ends: list[int | None] = [None] * len(prompts)
     stored = 0
     for run in sorted(_common_runs(prompts, min_shared_tokens), key=lambda run: (run.depth, run.first)):
         known_path, known_length = known[run.first]
@@ -95,9 +98,17 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
             stored += fresh
         for index in range(run.first, run.last + 1):
             paths[index].extend(spans)
+            if fresh and run.stop == len(prompts[index]):
+                ends[index] = stored - 1
     row_paths = [tuple(path) for path, group in zip(paths, groups, strict=True) for _ in range(group.count)]
     tokens = torch.cat(new_tokens) if new_tokens else torch.empty(0, dtype=torch.long)
-    return PromptPlan(Forest.from_paths(row_paths), tuple(items), tokens, tuple(length for _, length in known))
+    return PromptPlan(
+        forest=Forest.from_paths(row_paths),
+        items=tuple(items),
+        new_tokens=tokens,
+        known_lengths=tuple(length for _, length in known),
+        ends=tuple(ends),
+    )
 
 
 @dataclass(frozen=True)

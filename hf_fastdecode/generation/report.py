@@ -20,6 +20,7 @@ class CallReport:
         forest: The nodes, in words.
         prefilled_tokens: Tokens run through the model before the decode steps.
         layers: For each layer, what attended.
+        context_width: Padded length of what the rows' nodes hold.
         suffix_length: Tokens each row has appended.
         stored_tokens: Tokens in the nodes.
         bytes_per_token: Bytes of one token's keys and values in all layers.
@@ -32,6 +33,7 @@ class CallReport:
     forest: str = ""
     prefilled_tokens: int = 0
     layers: list[str] = field(default_factory=list)
+    context_width: int = 0
     suffix_length: int = 0
     stored_tokens: int = 0
     bytes_per_token: int = 0
@@ -49,7 +51,7 @@ class CallReport:
     def nbytes(self) -> CacheBytes:
         """Bytes of keys and values at the end of the call: stored here, and what a stock cache held."""
         stored = (self.stored_tokens + self.rows * self.suffix_length) * self.bytes_per_token
-        stock = self.rows * (self.padded_length - 1 + self.suffix_length) * self.bytes_per_token
+        stock = self.rows * (self.context_width + self.suffix_length) * self.bytes_per_token
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:

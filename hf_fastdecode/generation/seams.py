@@ -4,9 +4,9 @@ Three methods of the instance are wrapped; the class, the modules and transforme
 
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the generation mode: decides whether the
   call can share.
-- ``_prefill``, which the sampling loop calls with the expanded prompts: builds the forest, prefills each node once and
-  gives the loop a shared-context cache in which only each row's last token is still to be fed. From there on it is
-  transformers' own loop, with its own sampler, processors, criteria and streamers.
+- ``_prefill``, which the sampling loop calls with the expanded prompts: builds the forest, prefills each node once,
+  and gives the loop each row's first logits and a shared-context cache. From there on it is transformers' own loop,
+  with its own sampler, processors, criteria and streamers.
 - ``forward``: while a pass carries a shared-context cache, the functions of `attention.interface` are active.
 """
 
@@ -18,16 +18,18 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from ..attention.interface import UnsupportedAttentionError, active
 from ..cache.shared import SharedContextCache
 from .eligibility import call_reason, input_reason, model_reason
 from .options import Options
 from .prefill import prefill_nodes
-from .prompts import group_prompts, plan_prompts
+from .prompts import PromptGroup, group_prompts, plan_prompts
 from .report import CallReport, Report
 
 logger = logging.getLogger("hf_fastdecode")
@@ -159,64 +161,82 @@ def _prefill(
     seams: Seams = vars(model)[STATE_ATTRIBUTE]
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
-        cache = _shared_cache(model, seams, call, input_ids, generation_config, model_kwargs)
-        if cache is not None:
-            model_kwargs["past_key_values"] = cache
-            last = model.prepare_inputs_for_generation(
-                input_ids, next_sequence_length=1, is_first_iteration=True, **model_kwargs
-            )
-            return model(**last, return_dict=True)
+        output = _shared_prefill(model, seams, call, input_ids, generation_config, model_kwargs)
+        if output is not None:
+            return output
     return seams.original(model, "_prefill")(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
-def _shared_cache(
+def _shared_prefill(
     model: PreTrainedModel,
     seams: Seams,
     call: CallReport,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> SharedContextCache | None:
-    """A cache with the prompts' nodes, short of each row's last token; None, and the reason told, to run stock."""
+) -> ModelOutput | None:
+    """The rows' first logits, with the cache to go on with; None, and the reason told, to run stock."""
     given = model_kwargs.get("past_key_values")
     given = given if isinstance(given, SharedContextCache) else None
     mask = model_kwargs.get("attention_mask")
     reason = input_reason(input_ids, mask, model_kwargs.get("position_ids"))
     if reason is not None:
-        if given is not None:
-            raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-        seams.tell(call, reason)
+        _stock(seams, call, reason, given)
         return None
 
-    options, length = seams.options, input_ids.shape[1] - 1
-    max_suffix = generation_config.max_length - length
+    options, width = seams.options, input_ids.shape[1]
+    groups = group_prompts(input_ids, mask)
+    max_suffix = generation_config.max_length - width
     cache = (given or SharedContextCache()).fork(max_suffix=max_suffix, backend=options.backend)
-    # The last token is left to the decode loop, which feeds it to every row: each row draws its own first token.
-    groups = group_prompts(input_ids[:, :-1], None if mask is None else mask[:, :-1])
     plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
     if given is not None and not all(plan.known_lengths):
         raise ValueError(
             f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
             "the part that the cache holds"
         )
-    saved = sum(plan.forest.context_lengths) - plan.forest.stored_tokens
-    if given is None and saved < max(1, options.min_saved_tokens):
-        least = max(1, options.min_saved_tokens)
-        seams.tell(call, f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", logging.INFO)
+    # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
+    feed_last = None in plan.ends or (given is not None and len(plan.new_tokens) <= len(groups))
+    if feed_last:
+        groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
+        plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
+        cache.state.max_suffix, width = max_suffix + 1, width - 1
+
+    total = sum(plan.forest.context_lengths)
+    saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
+    if given is None and saved < least:
+        reason = f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)"
+        _stock(seams, call, reason, None, logging.INFO)
         return None
 
-    call.path, call.reason = "shared", f"{saved} of {sum(plan.forest.context_lengths)} context tokens are shared"
-    call.rows, call.padded_length, call.forest = len(input_ids), length + 1, repr(plan.forest)
+    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
+    call.rows, call.padded_length, call.forest = len(input_ids), input_ids.shape[1], repr(plan.forest)
+    call.context_width = width
     call.prefilled_tokens, call.stored_tokens = len(plan.new_tokens), plan.forest.stored_tokens
-    chunk = generation_config.prefill_chunk_size or options.max_prefill_tokens
+    at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
     try:
-        prefill_nodes(model, cache, plan, max_tokens=min(chunk, options.max_prefill_tokens), length=length)
+        logits = prefill_nodes(model, cache, plan, max_tokens=at_once, length=width)
     except UnsupportedAttentionError as error:
-        if given is not None:
-            raise ValueError(f"this call cannot use a SharedContextCache: {error}") from error
-        seams.tell(call, str(error))
+        _stock(seams, call, str(error), given)
         return None
-    return cache
+    model_kwargs["past_key_values"] = cache
+    if feed_last or logits is None:
+        last = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, is_first_iteration=True, **model_kwargs
+        )
+        return model(**last, return_dict=True)
+    counts = torch.tensor([group.count for group in groups], device=logits.device)
+    return CausalLMOutputWithPast(
+        logits=logits.repeat_interleave(counts, dim=0)[:, None],  # [rows, 1, vocabulary]
+        past_key_values=cache,
+    )
+
+
+def _stock(
+    seams: Seams, call: CallReport, reason: str, given: SharedContextCache | None, level: int = logging.WARNING
+) -> None:
+    if given is not None:
+        raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
+    seams.tell(call, reason, level)
 
 
 def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

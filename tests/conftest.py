@@ -1,0 +1,17 @@
+"""Fixtures and settings of all tests."""
+
+import os
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers that each take every core spend their time waiting for each other
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
