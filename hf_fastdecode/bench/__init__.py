@@ -1,0 +1,1 @@
+"""Measurements: cases as data, one runner, rows that say where they come from."""

@@ -1,0 +1,57 @@
+"""Models to measure: named shapes with random weights, which are as fast as trained ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # CodeLlama-7B's
+    "7b-mha": {
+        "vocab_size": 32016,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    # Llama-3.1-8B's
+    "8b-gqa": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+    """A Llama of the named shape with random weights, in eval mode, that never stops by itself.
+
+    Raises:
+        ValueError: No such shape.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(previous)
+    return model.eval()
