@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Leave the parallelism to pytest's workers: many small operators on more threads than cores wait for each other."""
+    """Leave the parallelism to pytest's workers: small operators on more threads than cores wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

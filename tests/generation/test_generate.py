@@ -91,7 +91,12 @@ def test_sampling_arguments_give_stock_tokens(model, name):
 
 
 def test_scores_logits_and_sequences_are_stocks(model):
-    arguments = SAMPLING | {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "top_p": 0.9}
+    arguments = SAMPLING | {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "top_p": 0.9,
+    }
     stock, shared, call = both(model, lambda: arguments)
     assert call.path == "shared"
     assert torch.equal(shared.sequences, stock.sequences)
@@ -165,7 +170,9 @@ def test_tokens_through_the_embedding(model):
     """One prompt of m tokens and n samples of t new tokens: m + n*(t-1) tokens, where stock runs n*(m + t - 1)."""
     m, n, t = 80, 8, 16
     counted = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, out: counted.append(args[0].numel()))
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: counted.append(args[0].numel())
+    )
     try:
         both(model, lambda: SAMPLING | {"num_return_sequences": n, "max_new_tokens": t})
     finally:

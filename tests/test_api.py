@@ -1,0 +1,252 @@
+"""`enable` and `disable`: on the instance only, idempotent, undone exactly."""
+
+import copy
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_fastdecode as fd
+
+from .tiny_models import ragged_prompts, seeded, tiny_model
+
+PROMPT = ragged_prompts(80)
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
+
+
+def snapshot(model):
+    """Everything that enabling could touch, by identity."""
+    return {
+        "instance": {name: id(value) for name, value in vars(model).items()},
+        "class": {name: id(value) for kind in type(model).__mro__ for name, value in vars(kind).items()},
+        "modules": [
+            (id(module), {name: id(value) for name, value in vars(module).items()}) for module in model.modules()
+        ],
+        "config": {name: id(value) for name, value in vars(model.config).items()},
+        "generation config": {name: id(value) for name, value in vars(model.generation_config).items()},
+        "attention functions": {name: id(value) for name, value in ALL_ATTENTION_FUNCTIONS.items()},
+        "mask functions": {name: id(value) for name, value in ALL_MASK_ATTENTION_FUNCTIONS.items()},
+        "registries": [dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)],
+    }
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama-gqa")
+
+
+def test_disable_restores_every_object(model):
+    before = snapshot(model)
+    assert fd.enable(model) is model
+    assert snapshot(model) != before
+    model.generate(**PROMPT, **SAMPLING)
+    assert fd.disable(model) is model
+    assert snapshot(model) == before
+
+
+def test_between_calls_only_the_instance_differs(model):
+    before = snapshot(model)
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        during = snapshot(model)
+    changed = {key for key in before if before[key] != during[key]}
+    assert changed == {"instance", "modules"}  # the model is the first of its own modules
+    assert before["modules"][1:] == during["modules"][1:]
+
+
+class Boom(BaseException):
+    """Not an Exception: what a user's Ctrl-C is."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Boom], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("where", ["body", "layer in prefill", "layer in decode", "processor"])
+def test_an_exception_leaves_nothing_behind(model, error, where):
+    layer = model.model.layers[1]
+    calls = []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) > (1 if where == "layer in decode" else 0):
+            raise error("on purpose")
+
+    def processor(input_ids, scores):
+        raise error("on purpose")
+
+    before = snapshot(model)
+    hook = layer.register_forward_pre_hook(fail) if where.startswith("layer") else None
+    with pytest.raises(error, match="on purpose"), fd.enabled(model):  # noqa: PT012
+        extra = {"logits_processor": [processor]} if where == "processor" else {}
+        model.generate(**PROMPT, **SAMPLING, **extra)
+        raise error("on purpose")
+    if hook is not None:
+        hook.remove()
+    assert snapshot(model) == before
+    stock = tiny_model("llama-gqa")
+    assert torch.equal(*(seeded(lambda m=m: m.generate(**PROMPT, **SAMPLING)) for m in (model, stock)))
+
+
+def test_enabled_after_a_failed_call_still_works(model):
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**PROMPT, **SAMPLING, stopping_criteria=[lambda ids, scores: 1 / 0 and None])
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_enable_twice_disable_once(model):
+    before = snapshot(model)
+    fd.enable(fd.enable(model), min_saved_tokens=1000)
+    model.generate(**PROMPT, **SAMPLING)
+    assert fd.explain(model).last_call.path == "stock"  # the second call's options hold
+    fd.disable(fd.disable(model))
+    assert snapshot(model) == before
+
+
+def test_nested_blocks_restore_the_outer_options(model):
+    before = snapshot(model)
+    with fd.enabled(model, min_saved_tokens=1000):
+        with fd.enabled(model):
+            model.generate(**PROMPT, **SAMPLING)
+            assert fd.explain(model).last_call.path == "shared"
+        model.generate(**PROMPT, **SAMPLING)
+        assert fd.explain(model).last_call.path == "stock"
+    assert snapshot(model) == before
+
+
+def test_a_forward_of_the_instances_own_is_kept(model):
+    """accelerate puts a forward on the instance; it runs, and it is there afterwards."""
+    calls = []
+    stock_forward = model.forward
+
+    def own_forward(*args, **kwargs):
+        calls.append(1)
+        return stock_forward(*args, **kwargs)
+
+    model.forward = own_forward
+    own_forward.__signature__ = inspect.signature(stock_forward)
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    calls.clear()
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert len(calls) == 6
+    assert model.forward is own_forward
+
+
+def test_two_models_of_one_config_do_not_disturb_each_other(model):
+    other = type(model)(model.config).eval()
+    expected = seeded(lambda: other.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        assert torch.equal(seeded(lambda: other.generate(**PROMPT, **SAMPLING)), expected)
+    assert not fd.explain(other).enabled
+
+
+def test_a_deep_copy_is_enabled_by_itself(model):
+    fd.enable(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    stock = copy.deepcopy(fd.disable(model))
+    stock.load_state_dict(twin.state_dict())
+    expected = seeded(lambda: stock.generate(**PROMPT, **SAMPLING))
+    assert torch.equal(seeded(lambda: twin.generate(**PROMPT, **SAMPLING)), expected)
+    assert fd.explain(twin).last_call.path == "shared"
+    fd.disable(twin)
+    assert "forward" not in vars(twin)
+
+
+def test_training_goes_through_the_stock_forward(model):
+    ids = PROMPT["input_ids"]
+    model(ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        model(ids, labels=ids).loss.backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_saving_and_loading_an_enabled_model(model, tmp_path):
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert "hf_fastdecode" not in (tmp_path / "config.json").read_text()
+    assert torch.equal(*(seeded(lambda m=m: m.generate(**PROMPT, **SAMPLING)) for m in (model, loaded)))
+
+
+def test_a_call_keeps_no_memory_alive(model):
+    with fd.enabled(model):
+        cache = weakref.ref(
+            model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True).past_key_values,
+        )
+        gc.collect()
+        assert cache() is None
+
+
+def test_generate_shows_its_own_signature(model):
+    stock = inspect.signature(model.forward)
+    with fd.enabled(model):
+        assert inspect.signature(model.forward) == stock
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fast"}, r"backend must be one of auto, .*, got 'fast'"),
+        ({"min_shared_tokens": 0}, "min_shared_tokens must be an integer of at least 1, got 0"),
+        ({"min_saved_tokens": -1}, "min_saved_tokens must be an integer of at least 0, got -1"),
+        ({"max_prefill_tokens": 1.5}, r"max_prefill_tokens must be an integer of at least 1, got 1\.5"),
+    ],
+)
+def test_options_out_of_bounds(model, options, message):
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        fd.enable(model, **options)
+    assert snapshot(model) == before
+
+
+def test_an_unknown_option_is_a_type_error(model):
+    with pytest.raises(TypeError):
+        fd.enable(model, turbo=True)
+
+
+@pytest.mark.parametrize("call", [fd.enable, fd.explain, lambda model: fd.prefill(model, PROMPT["input_ids"])])
+def test_only_transformers_models(call):
+    with pytest.raises(TypeError, match="expected a transformers PreTrainedModel, got Linear"):
+        call(torch.nn.Linear(2, 2))
+
+
+def test_a_forced_backend_runs_or_raises(model):
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    for backend in ("plain", "cpu"):
+        with fd.enabled(model, backend=backend):
+            assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+            assert backend in "".join(fd.explain(model).last_call.layers)
+    with fd.enabled(model, backend="cudnn"), pytest.raises(ValueError, match="backend='cudnn' cannot run"):
+        model.generate(**PROMPT, **SAMPLING)
+
+
+def test_explain_reads_as_text(model):
+    assert "not enabled" in str(fd.explain(model))
+    with fd.enabled(model):
+        assert "no generate call yet" in str(fd.explain(model))
+        model.generate(**PROMPT, **SAMPLING)
+        report = fd.explain(model)
+        text = str(report)
+        assert "layers 0-1: prefill" in text
+        assert "1 node(s) of 80 tokens at depth 0 by cpu" in text
+        assert "tokens prefilled: 80 (stock: 240)" in text
+        per_token = 2 * 2 * 2 * 16 * 4
+        assert report.last_call.nbytes.stored == (80 + 3 * 5) * per_token
+        assert report.last_call.nbytes.stock == 3 * 85 * per_token
+        model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
+        assert "stock (generation mode 'beam_search' is not accelerated yet)" in str(fd.explain(model))
