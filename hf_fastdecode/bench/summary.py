@@ -1,0 +1,122 @@
+"""What the README shows of the committed rows: tables between markers, and a picture.
+
+``python -m hf_fastdecode.bench.summary README.md`` rewrites both; a test fails when they do not match the rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .generate import RESULTS
+from .rows import read_rows
+
+PICTURE = RESULTS / "generate.png"
+_MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+) -->\n).*?(<!-- end rows -->)", re.DOTALL)
+
+Row = dict[str, str]
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table of `generate` rows: one line for each case, stock beside shared."""
+    lines = [
+        "| model | context | n | time to first token | a step | whole call | KV cache |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stock, shared in paired(rows):
+        cells = [
+            stock["shape"],
+            f"{int(stock['context']):,}",
+            stock["samples"],
+            _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
+            _change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms"),
+            _change(stock, shared, "total_s", lambda value: f"{value:.1f} s"),
+            f"{_stock_kv(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    first = rows[0]
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+    return "\n".join(lines) + f"\n\n{where}, {first['new_tokens']} new tokens; stock → shared, medians.\n"
+
+
+def paired(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """The stock and the shared row of each case, in the order of the rows."""
+    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "dtype"))
+        cases.setdefault(key, {})[row["way"]] = row
+    return [(pair["stock"], pair["shared"]) for pair in cases.values()]
+
+
+def _change(stock: Row, shared: Row, column: str, shown: Callable[[float], str]) -> str:
+    before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
+    return f"{before} → {shown(float(shared[column]))}"
+
+
+def _stock_kv(stock: Row, shared: Row) -> float:
+    """Bytes of a stock cache: measured, or where it did not fit, what its tokens would take."""
+    if stock["status"] == "ok":
+        return float(stock["kv_bytes"])
+    context, samples, new = (int(stock[name]) for name in ("context", "samples", "new_tokens"))
+    per_token = float(shared["floor_kv_bytes"]) / (context + samples * new)
+    return samples * (context + new) * per_token
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw KV memory and the time of the whole call, stock beside shared, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    pairs = paired(rows)
+    labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, _ in pairs]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    width, grey, green = 0.38, "#b8bcc2", "#1b7f5c"
+    for index, (stock, shared) in enumerate(pairs):
+        fits = stock["status"] == "ok"
+        before = _stock_kv(stock, shared) / 2**30
+        after = float(shared["kv_bytes"]) / 2**30
+        left.bar(index - width / 2, before, width, color=grey, hatch=None if fits else "///", edgecolor="white")
+        left.bar(index + width / 2, after, width, color=green)
+        left.text(index, max(before, after) * 1.08, f"{before / after:.0f}x", ha="center", fontsize=9)
+        if fits:
+            before_s, after_s = float(stock["total_s"]), float(shared["total_s"])
+            right.bar(index - width / 2, before_s, width, color=grey)
+            right.text(index, before_s * 1.05, f"{before_s / after_s:.1f}x", ha="center", fontsize=9)
+        else:
+            right.text(index - width / 2, 0.5, "out of memory", rotation=90, ha="center", va="bottom", fontsize=8)
+        right.bar(index + width / 2, float(shared["total_s"]), width, color=green)
+    left.set_yscale("log")
+    left.set_title("KV cache, GiB (hatched: did not fit)")
+    right.set_title(f"generate, {rows[0]['new_tokens']} new tokens, seconds")
+    for axes in (left, right):
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.margins(y=0.15)
+    right.margins(y=0.12)
+    handles = [Patch(color=grey, label="stock transformers"), Patch(color=green, label="hf_fastdecode")]
+    right.legend(handles=handles, frameon=False, loc="upper left")
+    figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']}, random weights", fontsize=10, color="#555")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def refreshed(text: str) -> str:
+    """The text with every table between markers made anew from its CSV file."""
+    return _MARKER.sub(lambda match: match[1] + table(read_rows(RESULTS / match["file"])) + match[3], text)
+
+
+def main(readme: Annotated[Path, typer.Argument(help="File whose marked tables to rewrite.")]) -> None:
+    """Rewrite the tables and the picture from the committed rows."""
+    draw(read_rows(RESULTS / "generate.csv"), PICTURE)
+    readme.write_text(refreshed(readme.read_text()))
+
+
+if __name__ == "__main__":
+    typer.run(main)
