@@ -1,10 +1,33 @@
 """Fast decoding for Hugging Face Transformers where many sequences share context."""
 
-from .api import disable, enable, enabled, explain, prefill
-from .assets import load_embedded
-from .cache.shared import SharedContextCache
-from .generation.report import Report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import disable, enable, enabled, explain, prefill
+    from .assets import load_embedded
+    from .cache.shared import SharedContextCache
+    from .generation.report import Report
 
 __version__ = "0.1.0"
 
 __all__ = ["Report", "SharedContextCache", "disable", "enable", "enabled", "explain", "load_embedded", "prefill"]
+
+# torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
+_MODULES = {
+    "Report": "generation.report",
+    "SharedContextCache": "cache.shared",
+    "load_embedded": "assets",
+    **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

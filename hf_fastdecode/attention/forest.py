@@ -9,7 +9,7 @@ A forest is a small, immutable description on the host. It says where a node's t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -93,6 +93,12 @@ class Forest:
         """The nodes by depth, each level in row order."""
         depth = max((node.depth for node in self.nodes), default=-1) + 1
         return tuple(tuple(node for node in self.nodes if node.depth == level) for level in range(depth))
+
+    @cached_property
+    def batches(self) -> tuple[tuple[tuple[Node, ...], ...], ...]:
+        """Each level cut into runs of *alike* nodes: neighbours in rows and evenly spaced in one segment, as long and
+        for as many rows, so that one call with a batch dimension serves them."""
+        return tuple(tuple(_alike(level)) for level in self.levels)
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
@@ -184,6 +190,28 @@ def path_prefix(path: Path, length: int) -> Path:
         kept.append(span[:length])
         length -= span.length
     return tuple(kept)
+
+
+def _alike(level: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
+    run: list[Node] = []
+    for node in level:
+        if run and not _continues(run, node):
+            yield tuple(run)
+            run = []
+        run.append(node)
+    if run:
+        yield tuple(run)
+
+
+def _continues(run: list[Node], node: Node) -> bool:
+    last = run[-1]
+    spacing = node.span.start - last.span.start
+    return (
+        (node.span.segment, node.span.length, node.row_count, node.row_start)
+        == (last.span.segment, last.span.length, last.row_count, last.row_stop)
+        and spacing >= node.span.length
+        and (len(run) == 1 or spacing == run[1].span.start - run[0].span.start)
+    )
 
 
 def _joined(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,16 +28,29 @@ class ForestKV:
 
     Attributes:
         forest: Which rows attend to which spans.
-        segments: Storage that the forest's spans point into.
+        segments: Storage that the forest's spans point into, by number.
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each of keys and values; row ``i`` holds
             ``suffix_lengths[i]`` tokens from the start, what lies behind them is undefined.
-        suffix_lengths: Tokens in each row's suffix.
+        suffix_lengths: Tokens in each row's suffix; one number when all are as long.
     """
 
     forest: Forest
-    segments: Sequence[Segment]
+    segments: Sequence[Segment] | Mapping[int, Segment]
     suffix: Segment
-    suffix_lengths: Sequence[int]
+    suffix_lengths: int | Sequence[int]
+
+    @property
+    def suffix_bounds(self) -> tuple[int, int]:
+        """The shortest and the longest suffix, in tokens."""
+        if isinstance(self.suffix_lengths, int):
+            return self.suffix_lengths, self.suffix_lengths
+        return min(self.suffix_lengths, default=0), max(self.suffix_lengths, default=0)
+
+    def lengths(self) -> list[int]:
+        """Tokens in each row's suffix."""
+        if isinstance(self.suffix_lengths, int):
+            return [self.suffix_lengths] * self.forest.rows
+        return list(self.suffix_lengths)
 
     def node(self, span: Span) -> Segment:
         """Keys and values of a span, each ``[kv_heads, length, head_dim]``."""

@@ -53,9 +53,7 @@ def merge(first: Partial, *rest: Partial) -> Partial:
 
 
 def _merge_two(a: Partial, b: Partial) -> Partial:
-    lse = torch.logaddexp(a.lse, b.lse)
-    # Where both sets are empty, -inf - (-inf) is nan: any finite pivot makes both weights exp(-inf) = 0.
-    pivot = lse.clamp_min(torch.finfo(lse.dtype).min)
-    weight_a = (a.lse - pivot).exp_().unsqueeze(-1)
-    weight_b = (b.lse - pivot).exp_().unsqueeze(-1)
-    return Partial((a.out * weight_a).addcmul_(b.out, weight_b), lse)
+    # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty, -inf - (-inf)
+    # is nan: any weight is right then, both outputs being 0.
+    weight_b = torch.sigmoid(b.lse - a.lse).nan_to_num_(0.0)
+    return Partial(torch.lerp(a.out, b.out, weight_b.unsqueeze(-1)), torch.logaddexp(a.lse, b.lse))

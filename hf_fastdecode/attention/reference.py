@@ -27,9 +27,10 @@ def forest_attention(
     """
     rows, heads, queries, head_dim = query.shape
     scale = head_dim**-0.5 if scale is None else scale
+    suffix_lengths = kv.lengths()
     outs, lses = [], []
     for row in range(rows):
-        own = kv.suffix_lengths[row]
+        own = suffix_lengths[row]
         parts = [kv.node(span) for span in kv.forest.paths[row]]
         keys = torch.cat([part.keys for part in parts] + [kv.suffix.keys[row, :, :own]], dim=1).double()
         values = torch.cat([part.values for part in parts] + [kv.suffix.values[row, :, :own]], dim=1).double()

@@ -7,7 +7,7 @@ attention, section 4.2; Hydragen, section 3.2). Shared keys are never copied and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -214,21 +214,20 @@ def forest_attention(
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
     scores = ForestScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
-    if rows and min(kv.suffix_lengths) < queries:
-        raise ValueError(
-            f"each row's suffix must hold its {queries} queries' own tokens, got a suffix of {min(kv.suffix_lengths)}"
-        )
+    shortest, _ = kv.suffix_bounds
+    if rows and shortest < queries:
+        raise ValueError(f"each row's suffix must hold its {queries} queries' own tokens, got a suffix of {shortest}")
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
     total = _suffix_partial(packed, queries, kv, scores)
-    for level in kv.forest.levels:
-        total = merge(total, _level_partial(packed, level, kv, scores))
+    for batches in kv.forest.batches:
+        total = merge(total, _level_partial(packed, batches, kv, scores))
     return Partial(total.out.reshape(rows, heads, queries, -1), total.lse.reshape(rows, heads, queries))
 
 
-def _level_partial(packed: Tensor, level: tuple[Node, ...], kv: ForestKV, scores: ForestScores) -> Partial:
+def _level_partial(packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: ForestScores) -> Partial:
     """Attention of all rows over the nodes of one depth; rows without a node there get the empty partial."""
     outs, lses, row = [], [], 0
-    for batch in _alike(level):
+    for batch in batches:
         part = _nodes_partial(packed[batch[0].row_start : batch[-1].row_stop], batch, kv, scores)
         if gap := batch[0].row_start - row:
             outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
@@ -242,27 +241,7 @@ def _level_partial(packed: Tensor, level: tuple[Node, ...], kv: ForestKV, scores
     return Partial(torch.cat(outs), torch.cat(lses)) if len(outs) > 1 else Partial(outs[0], lses[0])
 
 
-def _alike(level: tuple[Node, ...]) -> Iterator[list[Node]]:
-    """The nodes of a level in batches that one call serves: as long, as many rows, evenly spaced in one segment."""
-    batch: list[Node] = []
-    for node in level:
-        if batch:
-            last, first = batch[-1], batch[0]
-            spacing = node.span.start - last.span.start
-            if (
-                (node.span.segment, node.span.length, node.row_count, node.row_start)
-                != (last.span.segment, last.span.length, last.row_count, last.row_stop)
-                or spacing < node.span.length
-                or (len(batch) > 1 and spacing != batch[1].span.start - first.span.start)
-            ):
-                yield batch
-                batch = []
-        batch.append(node)
-    if batch:
-        yield batch
-
-
-def _nodes_partial(packed: Tensor, nodes: list[Node], kv: ForestKV, scores: ForestScores) -> Partial:
+def _nodes_partial(packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: ForestScores) -> Partial:
     """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
     rows, kv_heads, each, _ = packed.shape
@@ -278,7 +257,7 @@ def _nodes_partial(packed: Tensor, nodes: list[Node], kv: ForestKV, scores: Fore
     )
 
 
-def _batched(stored: Tensor, nodes: list[Node]) -> Tensor:
+def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
     """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
     first = nodes[0].span
     spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
@@ -290,7 +269,7 @@ def _batched(stored: Tensor, nodes: list[Node]) -> Tensor:
 
 def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: ForestScores) -> Partial:
     """Attention of each row over its own suffix, causal among its last `queries` tokens."""
-    longest, shortest = max(kv.suffix_lengths, default=0), min(kv.suffix_lengths, default=0)
+    shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1:
         return scores.partial(packed, keys, values)
@@ -298,10 +277,10 @@ def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: ForestSc
         # Tokens before the queries' own are visible to all of them, which leaves a small causal square.
         old = longest - queries
         earlier = scores.partial(packed, keys[:, :, :old], values[:, :, :old])
-        keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * len(kv.suffix_lengths)
+        keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * packed.shape[0]
     else:
         scores.need_plain("suffixes of unequal length")
-        earlier, lengths = None, list(kv.suffix_lengths)
+        earlier, lengths = None, kv.lengths()
     position = torch.arange(queries, device=packed.device).repeat(packed.shape[2] // queries)  # of each packed query
     last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position  # [rows, p*queries]
     visible = torch.arange(keys.shape[2], device=packed.device) <= last_seen[..., None]

@@ -69,7 +69,7 @@ class SharedContextLayer(CacheLayerMixin):
     def __init__(self, state: SharedState):
         super().__init__()
         self.state = state
-        self.segments: list[Segment | None] = []
+        self.segments: dict[int, Segment] = {}
         self.suffix: Segment | None = None
         self.suffix_length = 0
         self.ran: dict[str, str] = {}  # for reports: phase -> what computed it
@@ -110,8 +110,7 @@ class SharedContextLayer(CacheLayerMixin):
             start += item.span.length
 
     def _segment(self, index: int, keys: Tensor, values: Tensor) -> Segment:
-        self.segments.extend([None] * (index + 1 - len(self.segments)))
-        segment = self.segments[index]
+        segment = self.segments.get(index)
         if segment is None:
             length = self.state.segment_lengths[index]
             segment = Segment(
@@ -163,10 +162,7 @@ class SharedContextLayer(CacheLayerMixin):
         """
         if self.state.forest is None or self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
-        segments = [segment for segment in self.segments if segment is not None]
-        if len(segments) != len(self.segments):
-            raise ValueError("a node of this cache was not prefilled")
-        return ForestKV(self.state.forest, segments, self.suffix, (self.suffix_length,) * self.state.forest.rows)
+        return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
 
     def suffixes_as_segment(self) -> Segment:
         """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
@@ -187,7 +183,7 @@ class SharedContextLayer(CacheLayerMixin):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in this layer; 0 before anything is stored."""
-        stored = self.suffix or next((segment for segment in self.segments if segment is not None), None)
+        stored = self.suffix or next(iter(self.segments.values()), None)
         if stored is None:
             return 0
         keys, values = stored
@@ -211,7 +207,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.segments, self.suffix, self.suffix_length, self.is_initialized = [], None, 0, False
+        self.segments, self.suffix, self.suffix_length, self.is_initialized = {}, None, 0, False
 
     def offload(self) -> None:
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")

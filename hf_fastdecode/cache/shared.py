@@ -126,12 +126,11 @@ class SharedContextCache(Cache):
         fork.state.segment_lengths = list(self.state.segment_lengths)
         for layer in self.layers:
             twin = SharedContextLayer(fork.state)
-            twin.segments = list(layer.segments)
+            twin.segments = dict(layer.segments)
             if layer.is_initialized:
                 twin.dtype, twin.device, twin.is_initialized = layer.dtype, layer.device, True
             if layer.suffix_length:
-                twin.segments.extend([None] * (len(self.segment_tokens) - len(twin.segments)))
-                twin.segments.append(layer.suffixes_as_segment())
+                twin.segments[len(self.segment_tokens)] = layer.suffixes_as_segment()
             fork.layers.append(twin)
         paths = list(self.forest.paths)
         if own := self.suffix_length:

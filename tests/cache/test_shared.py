@@ -75,11 +75,11 @@ def test_batch_select_by_mask(model, pair):
 
 def test_batch_repeat_interleave_copies_no_node(model, pair):
     shared, _stock = pair
-    before = [segment.keys.data_ptr() for segment in shared.layers[0].segments]
+    before = [segment.keys.data_ptr() for segment in shared.layers[0].segments.values()]
     for cache in pair:
         cache.batch_repeat_interleave(4)
     assert shared.rows == 12
-    assert [segment.keys.data_ptr() for segment in shared.layers[0].segments] == before
+    assert [segment.keys.data_ptr() for segment in shared.layers[0].segments.values()] == before
     assert shared.forest.stored_tokens == 33 + 3 * 7
     assert_same(model, *pair, rows=12)
 
@@ -130,10 +130,10 @@ def test_deepcopy(model, pair):
 
 
 def test_reset(model, pair):
-    for cache in pair:
-        cache.reset()
-        assert cache.get_seq_length() == 0
-    assert_same(model, *pair, rows=2)  # any number of rows fits an empty cache
+    shared, _ = pair
+    shared.reset()
+    assert (shared.get_seq_length(), shared.rows, shared.nbytes.stored) == (0, 0, 0)
+    assert_same(model, shared, DynamicCache(config=model.config), rows=2)  # any number of rows fits an empty cache
 
 
 def test_an_empty_cache_works_like_a_stock_one(model):

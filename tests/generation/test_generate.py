@@ -402,6 +402,17 @@ def test_a_conversation_goes_on_from_the_returned_cache(model):
         assert fd.explain(model).last_call.prefilled_tokens == 4 * 8  # the last token drawn was never fed
 
 
+def test_a_conversation_from_a_cache_that_needed_no_prefill(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        arguments = SAMPLING | {"past_key_values": cache, "return_dict_in_generate": True}
+        first = seeded(lambda: model.generate(**PROMPT, **arguments))
+        more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
+        arguments = SAMPLING | {"num_return_sequences": 2}
+        shared = seeded(lambda: model.generate(more, **arguments, past_key_values=first.past_key_values))
+    assert torch.equal(shared, seeded(lambda: model.generate(more, **arguments)))
+
+
 def test_ragged_prompts_prefilled_together(model):
     prompts = ragged_prompts(70, 90, 55)
     stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
