@@ -240,18 +240,24 @@ def _collect() -> None:
         torch.cuda.empty_cache()
 
 
+def _point(text: str) -> tuple[int, int]:
+    context, cross, samples = text.partition("x")
+    if not (cross and context.isdigit() and samples.isdigit() and int(context) and int(samples)):
+        raise typer.BadParameter(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+    return int(context), int(samples)
+
+
 def main(
     shape: Annotated[list[str], typer.Option(help=f"Model shape, repeatable: {', '.join(SHAPES)} or embedded.")],
-    context: Annotated[list[int], typer.Option(help="Prompt length in tokens, repeatable.")],
-    n: Annotated[list[int], typer.Option(help="Samples per prompt, repeatable.")],
+    point: Annotated[list[str], typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.")],
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
     repeats: Annotated[int, typer.Option(help="Timed runs of each call.", min=1)] = 3,
     out: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "generate.csv",
 ) -> None:
-    """Measure generate for every combination of shape, context and n, stock beside shared."""
-    cases = [Case(s, c, k, new_tokens, dtype) for s in shape for c in context for k in n]
+    """Measure generate at every point of every shape, stock beside shared."""
+    cases = [Case(name, *_point(text), new_tokens, dtype) for name in shape for text in point]
     rows: list[dict[str, Any]] = []
     for row in run(cases, device=device, repeats=repeats):
         rows.append(row)
