@@ -1,0 +1,68 @@
+"""The README's numbers are the committed rows'."""
+
+from pathlib import Path
+
+import pytest
+
+from hf_fastdecode.bench import summary
+from hf_fastdecode.bench.generate import RESULTS
+from hf_fastdecode.bench.rows import read_rows, write_rows
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_tables_in_the_readme_are_made_from_the_rows():
+    text = README.read_text()
+    assert summary.refreshed(text) == text, "run python -m hf_fastdecode.bench.summary README.md"
+    for path in RESULTS.glob("generate*.csv"):
+        assert f"<!-- rows: {path.name} -->" in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_every_row_says_where_it_comes_from(path):
+    rows = read_rows(path)
+    assert rows
+    for row in rows:
+        for column in ("device", "torch", "transformers", "hf_fastdecode", "commit", "command"):
+            assert row[column], (column, row)
+        assert "unknown" not in row["commit"]
+
+
+def test_a_table_names_what_did_not_fit(tmp_path):
+    case = {"shape": "x", "context": 100, "samples": 4, "new_tokens": 10, "dtype": "float32", "device": "d"}
+    case |= {"torch": "1", "transformers": "2"}
+    stock = case | {"way": "stock", "status": "out of memory"}
+    shared = case | {"way": "shared", "status": "ok", "prefill_s": 0.5, "ms_per_step": 2.0, "total_s": 0.52}
+    shared |= {"kv_bytes": 2**30 * 140 / 44, "floor_kv_bytes": 2**30 * 140 / 44}
+    write_rows(tmp_path / "rows.csv", [stock, shared])
+    text = summary.table(read_rows(tmp_path / "rows.csv"))
+    # Stock would hold 4 * 110 tokens, the shared cache holds 140: as many GiB as tokens / 44.
+    line = (
+        "| x | 100 | 4 | out of memory → 0.50 s | out of memory → 2.0 ms | out of memory → 0.5 s | 10.00 → 3.18 GiB |"
+    )
+    assert line in text
+
+
+def test_the_picture_is_drawn(tmp_path):
+    summary.draw(read_rows(RESULTS / "generate.csv"), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_an_interrupted_write_leaves_the_old_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [{"a": 1}])
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(path, Interrupted([{"a": 2}]))
+    assert read_rows(path) == [{"a": "1"}]
+
+
+class Interrupted(list):
+    """Rows during whose writing the user presses Ctrl-C: the second pass over them, after the column names, breaks."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from super().__iter__()
+        if self.passes > 1:
+            raise KeyboardInterrupt
