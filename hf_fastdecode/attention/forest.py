@@ -23,6 +23,10 @@ class Span:
     start: int
     length: int
 
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 0:
+            raise ValueError(f"a span's start and length must be at least 0, got {self.start} and {self.length}")
+
     @property
     def stop(self) -> int:
         return self.start + self.length
@@ -159,6 +163,8 @@ class Forest:
 
     def drop_last(self, tokens: Sequence[int]) -> Forest:
         """The forest in which row ``i`` has lost the last ``tokens[i]`` tokens of its path."""
+        if min(tokens, default=0) < 0:
+            raise ValueError(f"a row can lose 0 tokens or more, got {min(tokens)}")
         kept = [
             path_prefix(path, length - count)
             for path, length, count in zip(self.paths, self.context_lengths, tokens, strict=True)

@@ -54,6 +54,6 @@ def merge(first: Partial, *rest: Partial) -> Partial:
 
 def _merge_two(a: Partial, b: Partial) -> Partial:
     # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty, -inf - (-inf)
-    # is nan: any weight is right then, both outputs being 0.
-    weight_b = torch.sigmoid(b.lse - a.lse).nan_to_num_(0.0)
+    # would be nan; the clamp makes it -inf, and changes no other weight.
+    weight_b = torch.sigmoid(b.lse - a.lse.clamp_min(torch.finfo(a.lse.dtype).min))
     return Partial(torch.lerp(a.out, b.out, weight_b.unsqueeze(-1)), torch.logaddexp(a.lse, b.lse))

@@ -2,7 +2,8 @@
 
 Every part of the work is one *dense* call: the queries of all rows of a node, and of a group of query heads that use
 one KV head, are laid side by side as the queries of one sequence, so that the node's keys are read once (Bifurcated
-attention, section 4.2; Hydragen, section 3.2). Shared keys are never copied and never repeated over heads.
+attention, section 4.2; Hydragen, section 3.2). Shared keys are never repeated over rows or heads, and the fused
+operators read them where they lie; the plain path, for what those cannot compute, casts a node to fp32 first.
 """
 
 from __future__ import annotations
@@ -156,11 +157,12 @@ def dense_partial(
         causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
         backend: One of `BACKENDS`.
     """
+    operator = choose_operator(backend, query, keys, values)
     # Fused operators crash on empty keys (CPU) or call their log-sum-exp +inf (flash).
     if keys.shape[-2] == 0 or query.shape[-2] == 0:
         dtype = torch.promote_types(query.dtype, torch.float32)
         return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
-    return _OPERATORS[choose_operator(backend, query, keys, values)](query, keys, values, scale, causal)
+    return _OPERATORS[operator](query, keys, values, scale, causal)
 
 
 @dataclass(frozen=True)
@@ -214,14 +216,22 @@ def forest_attention(
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
     scores = ForestScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
-    shortest, _ = kv.suffix_bounds
-    if rows and shortest < queries:
-        raise ValueError(f"each row's suffix must hold its {queries} queries' own tokens, got a suffix of {shortest}")
+    shortest, longest = kv.suffix_bounds
+    if kv.forest.rows != rows or kv.suffix.keys.shape[0] != rows:
+        raise ValueError(
+            f"got queries of {rows} rows, a forest of {kv.forest.rows}, suffixes of {len(kv.suffix.keys)}"
+        )
+    if rows and not queries <= shortest <= longest <= kv.suffix.keys.shape[2]:
+        raise ValueError(
+            f"suffixes must hold at least their {queries} queries' own tokens and at most their capacity of "
+            f"{kv.suffix.keys.shape[2]}, got {shortest} to {longest}"
+        )
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
     total = _suffix_partial(packed, queries, kv, scores)
     for batches in kv.forest.batches:
         total = merge(total, _level_partial(packed, batches, kv, scores))
-    return Partial(total.out.reshape(rows, heads, queries, -1), total.lse.reshape(rows, heads, queries))
+    value_dim = total.out.shape[-1]
+    return Partial(total.out.reshape(rows, heads, queries, value_dim), total.lse.reshape(rows, heads, queries))
 
 
 def _level_partial(packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: ForestScores) -> Partial:
@@ -260,6 +270,8 @@ def _nodes_partial(packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores
 def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
     """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
     first = nodes[0].span
+    if nodes[-1].span.stop > stored.shape[1]:
+        raise ValueError(f"{nodes[-1].span} lies outside its segment of {stored.shape[1]} tokens")
     spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
     return stored[:, first.start :].as_strided(
         (len(nodes), stored.shape[0], first.length, stored.shape[2]),
@@ -340,8 +352,9 @@ def causal_attention(
 
 def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backend: str = "auto") -> str:
     """One line for reports: which operator attends to which part in `forest_attention` with these arguments."""
-    rows, heads, _, _ = query.shape
-    group = heads // kv.suffix.keys.shape[1]
+    rows, heads, queries, _ = query.shape
+    each = heads // kv.suffix.keys.shape[1] * queries
+    shortest, longest = kv.suffix_bounds
 
     def operator(packed: int, keys: Tensor, values: Tensor) -> str:
         if softcap is not None:
@@ -350,8 +363,10 @@ def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backe
 
     parts = []
     for depth, level in enumerate(kv.forest.levels):
-        names = sorted({operator(node.row_count * group, *kv.node(node.span)) for node in level})
+        names = sorted({operator(node.row_count * each, *kv.node(node.span)) for node in level})
         tokens = sum(node.span.length for node in level)
         parts.append(f"{len(level)} node(s) of {tokens} tokens at depth {depth} by {'/'.join(names)}")
-    parts.append(f"{rows} suffixes by {operator(group, *kv.suffix)}")
+    own = [part[:, :, :longest] for part in kv.suffix]
+    suffix = operator(each, *own) if shortest == longest else "plain (unequal lengths)"
+    parts.append(f"{rows} suffixes by {suffix}")
     return ", ".join(parts) + ", merged by log-sum-exp"

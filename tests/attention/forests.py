@@ -80,9 +80,9 @@ class Case:
             nodes.append(Node(storage.span(37, segment=1), 0, self.rows))
         return Forest(self.rows, nodes)
 
-    def suffix_lengths(self) -> list[int]:
+    def suffix_lengths(self) -> int | list[int]:
         if not self.ragged:
-            return [self.suffix] * self.rows
+            return self.suffix
         rng = random.Random(self.suffix)
         return [self.suffix, *(rng.randint(self.queries, self.suffix) for _ in range(self.rows - 1))]
 
@@ -131,7 +131,7 @@ def random_forest(rng: random.Random, rows: int, depth: int, longest: int = 20) 
 
 def make_inputs(
     forest: Forest,
-    suffix_lengths: Sequence[int],
+    suffix_lengths: int | Sequence[int],
     *,
     heads: int,
     kv_heads: int,
@@ -158,13 +158,14 @@ def make_inputs(
         for span in own:
             unused[span.start : span.stop] = False
         segments.append(poisoned(Segment(normal(kv_heads, size, head_dim), normal(kv_heads, size, value_dim)), unused))
-    capacity = max(suffix_lengths, default=0) + _GAP
+    lengths = [suffix_lengths] * forest.rows if isinstance(suffix_lengths, int) else list(suffix_lengths)
+    capacity = max(lengths, default=0) + _GAP
     suffix = Segment(
         normal(forest.rows, kv_heads, capacity, head_dim), normal(forest.rows, kv_heads, capacity, value_dim)
     )
-    unused = torch.arange(capacity) >= torch.tensor(suffix_lengths, dtype=torch.long)[:, None]
+    unused = torch.arange(capacity) >= torch.tensor(lengths, dtype=torch.long)[:, None]
     query = normal(forest.rows, heads, queries, head_dim)
-    return query, ForestKV(forest, segments, poisoned(suffix, unused[:, None]), tuple(suffix_lengths))
+    return query, ForestKV(forest, segments, poisoned(suffix, unused[:, None]), suffix_lengths)
 
 
 def poisoned(segment: Segment, unused: Tensor) -> Segment:
@@ -176,7 +177,7 @@ def poisoned(segment: Segment, unused: Tensor) -> Segment:
 
 def own_keys_and_values(kv: ForestKV, row: int) -> tuple[Tensor, Tensor]:
     """All keys and values of a row, each ``[kv_heads, context + suffix, head_dim]``: the physical copy."""
-    length = kv.suffix_lengths[row]
+    length = kv.lengths()[row]
     parts = [kv.node(span) for span in kv.forest.paths[row]]
     parts.append(Segment(kv.suffix.keys[row, :, :length], kv.suffix.values[row, :, :length]))
     return torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1)

@@ -137,6 +137,28 @@ def test_a_staircase_is_as_deep_as_it_has_rows() -> None:
     assert_well_formed(forest)
 
 
+# batches
+
+
+@PROPERTY
+@given(forest=FORESTS)
+def test_batches_are_the_levels_cut_into_runs_of_alike_nodes(forest: Forest) -> None:
+    for level, batches in zip(forest.levels, forest.batches, strict=True):
+        assert tuple(node for batch in batches for node in batch) == level
+        for batch in batches:
+            assert len({(node.span.segment, node.span.length, node.row_count) for node in batch}) == 1
+            assert all(left.row_stop == right.row_start for left, right in pairwise(batch))
+            spacing = {right.span.start - left.span.start for left, right in pairwise(batch)}
+            assert len(spacing) <= 1 and all(apart >= batch[0].span.length for apart in spacing)
+
+
+def test_evenly_spaced_prompts_of_one_length_make_one_batch() -> None:
+    prompts = [Node(Span(0, 10 * prompt, 8), 3 * prompt, 3) for prompt in range(4)]
+    assert Forest(12, prompts).batches == ((tuple(prompts),),)
+    odd = Node(Span(0, 41, 8), 12, 3)
+    assert Forest(15, [*prompts, odd]).batches == ((tuple(prompts), (odd,)),)
+
+
 # select_rows, drop_last, path_prefix
 
 
@@ -213,7 +235,6 @@ SPAN = Span(0, 0, 4)
     [
         pytest.param(-1, [], r"rows >= 0, got -1", id="negative-rows"),
         pytest.param(2, [Node(Span(0, 3, 0), 0, 2)], r"at least one token.*length=0", id="empty-node"),
-        pytest.param(2, [Node(Span(0, 3, -1), 0, 2)], r"at least one token.*length=-1", id="negative-length"),
         pytest.param(2, [Node(SPAN, 0, 3)], r"row_count=3.*inside 0\.\.2", id="beyond-the-rows"),
         pytest.param(2, [Node(SPAN, -1, 2)], r"row_start=-1.*inside 0\.\.2", id="before-the-rows"),
         pytest.param(2, [Node(SPAN, 1, 0)], r"row_count=0.*non-empty", id="no-rows"),
@@ -248,3 +269,13 @@ def test_no_rows_and_no_nodes_are_forests() -> None:
     assert Forest.from_paths([]) == Forest(0)
     assert Forest.from_paths([(), ()]) == Forest(2)
     assert (Forest(2).levels, Forest(2).paths, Forest(2).stored_tokens) == ((), ((), ()), 0)
+
+
+def test_spans_begin_inside_their_segment():
+    with pytest.raises(ValueError, match="at least 0, got -3 and 5"):
+        Span(0, -3, 5)
+
+
+def test_rows_cannot_lose_fewer_than_no_tokens():
+    with pytest.raises(ValueError, match="0 tokens or more, got -1"):
+        Forest.from_paths([(Span(0, 0, 5),)]).drop_last([-1])

@@ -164,3 +164,10 @@ def test_partials_broadcast() -> None:
     spread = Partial(one.out.expand(5, HEAD_DIM), one.lse.expand(5))
     for merged, expected in ((merge(one, many), merge(spread, many)), (merge(many, one), merge(many, spread))):
         assert torch.equal(merged.out, expected.out) and torch.equal(merged.lse, expected.lse)
+
+
+def test_nan_is_not_hidden():
+    broken = Partial(torch.ones(1, 2), torch.tensor([torch.nan]))
+    for merged in (merge(broken, Partial(torch.zeros(1, 2), torch.zeros(1))), merge(empty_partial((1, 2)), broken)):
+        assert merged.out.isnan().all()
+        assert merged.lse.isnan().all()
