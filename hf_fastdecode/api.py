@@ -38,8 +38,9 @@ def enable(
 
     Args:
         model: A decoder-only transformers model, on any device.
-        backend: Which operators attend: ``auto`` chooses by device, dtype and size; ``flash``, ``cudnn``,
-            ``efficient``, ``cpu`` and ``plain`` force one, which runs or raises.
+        backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
+            package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
+            forced one runs or raises.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.

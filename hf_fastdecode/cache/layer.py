@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import torch_ops
+from ..attention import torch_ops, triton_ops
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
@@ -45,6 +45,7 @@ class SharedState:
         forest: Which rows attend to which spans; None while the number of rows is unknown.
         max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
         backend: One of `torch_ops.BACKENDS`.
+        tables: What the kernels read beside keys and values.
         packed: While prefilling, the items whose tokens lie end to end in the forward pass.
         segment_lengths: Tokens of each storage segment.
     """
@@ -52,8 +53,14 @@ class SharedState:
     forest: Forest | None = None
     max_suffix: int | None = None
     backend: str = "auto"
+    tables: triton_ops.ForestTables = field(default_factory=triton_ops.ForestTables)
     packed: Sequence[PrefillItem] = ()
     segment_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def torch_backend(self) -> str:
+        """The backend for what PyTorch's operators compute, prefill always among it."""
+        return "auto" if self.backend == "triton" else self.backend
 
 
 class SharedContextLayer(CacheLayerMixin):
@@ -72,6 +79,7 @@ class SharedContextLayer(CacheLayerMixin):
         self.segments: dict[int, Segment] = {}
         self.suffix: Segment | None = None
         self.suffix_length = 0
+        self.nodes: triton_ops.NodeTable | None = None
         self.ran: dict[str, str] = {}  # for reports: phase -> what computed it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -97,8 +105,8 @@ class SharedContextLayer(CacheLayerMixin):
             handle = _PrefillKV(self, key_states[0], value_states[0])
             self._store_nodes(key_states[0], value_states[0])
         else:
-            self._append(key_states, value_states)
-            handle = _DecodeKV(self)
+            handle = _DecodeKV(self, key_states, value_states, before=self.suffix_length)
+            self._make_room(key_states, value_states)
         return handle, handle
 
     def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
@@ -120,7 +128,8 @@ class SharedContextLayer(CacheLayerMixin):
             self.segments[index] = segment
         return segment
 
-    def _append(self, keys: Tensor, values: Tensor) -> None:
+    def _make_room(self, keys: Tensor, values: Tensor) -> None:
+        """Lengthen the suffixes by the tokens of `keys`, which whatever attends writes."""
         rows, _, queries, _ = keys.shape
         if self.state.forest is None:
             self.state.forest = Forest(rows)
@@ -129,17 +138,14 @@ class SharedContextLayer(CacheLayerMixin):
                 f"the cache holds {self.state.forest.rows} rows, got keys for {rows}; expand it with "
                 "batch_repeat_interleave, or pass it to generate, which does"
             )
-        stop = self.suffix_length + queries
-        suffix = self._suffix_with_room(stop, keys, values)
-        suffix.keys[:, :, self.suffix_length : stop] = keys
-        suffix.values[:, :, self.suffix_length : stop] = values
-        self.suffix_length = stop
+        self._grow_suffix(self.suffix_length + queries, keys, values)
+        self.suffix_length += queries
 
-    def _suffix_with_room(self, tokens: int, keys: Tensor, values: Tensor) -> Segment:
-        """The suffix buffers, grown when `tokens` do not fit: doubled, but not past the known bound."""
+    def _grow_suffix(self, tokens: int, keys: Tensor, values: Tensor) -> None:
+        """Grow the suffix buffers when `tokens` do not fit: doubled, but not past the known bound."""
         capacity = 0 if self.suffix is None else self.suffix.keys.shape[2]
         if self.suffix is not None and tokens <= capacity:
-            return self.suffix
+            return
         capacity = max(tokens, 2 * capacity, _FIRST_CAPACITY)
         if self.state.max_suffix is not None:
             capacity = max(tokens, min(capacity, self.state.max_suffix))
@@ -152,7 +158,6 @@ class SharedContextLayer(CacheLayerMixin):
             grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
             grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
         self.suffix = grown
-        return grown
 
     def forest_kv(self) -> ForestKV:
         """Keys and values as the attention operators take them.
@@ -216,17 +221,40 @@ class SharedContextLayer(CacheLayerMixin):
 
 
 class _DecodeKV(SharedKV):
-    """A decode step: every row's queries over its path and its suffix."""
+    """A decode step: every row's queries over its path and its suffix, to which their keys and values are written."""
 
-    def __init__(self, layer: SharedContextLayer):
-        self.layer = layer
+    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor, before: int):
+        self.layer, self.keys, self.values, self.before = layer, keys, values, before
 
     def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
-        state, kv = self.layer.state, self.layer.forest_kv()
+        kv = self.layer.forest_kv()
+        if self._by_kernels(kv.forest, query):
+            if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
+                self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
+            self.layer.ran.setdefault(
+                "decode", f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton"
+            )
+            tables, nodes = self.layer.state.tables, self.layer.nodes
+            out = tables.attend(query, self.keys, self.values, nodes, kv.suffix, self.before, scale, softcap)
+            return out.transpose(1, 2)
+        after = self.before + self.keys.shape[2]
+        kv.suffix.keys[:, :, self.before : after] = self.keys
+        kv.suffix.values[:, :, self.before : after] = self.values
+        backend = self.layer.state.torch_backend
         if "decode" not in self.layer.ran:
-            self.layer.ran["decode"] = torch_ops.describe(query, kv, softcap=softcap, backend=state.backend)
-        out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=state.backend).out
+            self.layer.ran["decode"] = torch_ops.describe(query, kv, softcap=softcap, backend=backend)
+        out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=backend).out
         return out.to(query.dtype).transpose(1, 2)
+
+    def _by_kernels(self, forest: Forest, query: Tensor) -> bool:
+        backend = self.layer.state.backend
+        if backend not in ("auto", "triton"):
+            return False
+        reason = triton_ops.refusal(self.keys, self.values)
+        if backend == "triton" and reason is not None:
+            raise torch_ops.BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
+        group = query.shape[1] // self.keys.shape[1] * query.shape[2]
+        return reason is None and (backend == "triton" or triton_ops.is_faster(forest, group, query.device))
 
 
 class _PrefillKV(SharedKV):
@@ -248,7 +276,7 @@ class _PrefillKV(SharedKV):
                     scale,
                     context=context,
                     softcap=softcap,
-                    backend=state.backend,
+                    backend=state.torch_backend,
                 )
             )
             start = own.stop

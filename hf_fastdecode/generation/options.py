@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.torch_ops import BACKENDS
+from ..attention import torch_ops
+
+BACKENDS = ("auto", "triton", *torch_ops.BACKENDS[1:])
+"""What ``backend=`` takes."""
 
 
 @dataclass(frozen=True)
@@ -12,8 +15,9 @@ class Options:
     """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`.
 
     Attributes:
-        backend: Which operators attend: ``auto`` chooses by device, dtype and size; ``flash``, ``cudnn``,
-            ``efficient``, ``cpu`` and ``plain`` force one, which runs or raises.
+        backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
+            package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
+            forced one runs or raises.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to become a node.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.

@@ -1,0 +1,147 @@
+"""Attention over a forest with this package's kernels: what stays the same over a step's layers and over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal
+from .forest import Forest
+from .kv import Segment
+
+__all__ = ["ForestTables", "NodeTable", "is_faster", "refusal"]
+
+# With this many packed queries over this many keys the work is arithmetic, and cuDNN's prefix is faster.
+_LIBRARY_QUERIES = 2048
+_LIBRARY_KEYS = 4096
+
+
+def is_faster(forest: Forest, group: int, device: torch.device) -> bool:
+    """Whether the kernels are expected to beat PyTorch's operators on this forest.
+
+    Args:
+        forest: The nodes.
+        group: Packed queries of one row for a KV head.
+        device: The layer's device; on others than CUDA the kernels are interpreted.
+    """
+    wide = any(
+        node.row_count * group >= _LIBRARY_QUERIES and node.span.length >= _LIBRARY_KEYS for node in forest.nodes
+    )
+    return device.type == "cuda" and not wide
+
+
+class NodeTable:
+    """Device addresses of one layer's nodes.
+
+    Args:
+        forest: The nodes.
+        segments: Where their tokens are stored.
+        device: The layer's device.
+    """
+
+    def __init__(self, forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], device: torch.device):
+        self.forest = forest
+        views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
+        addresses = [
+            [view.keys.data_ptr() for view in views],
+            [view.values.data_ptr() for view in views],
+            [view.keys.stride(0) for view in views],
+        ]
+        self.keys, self.values, self.strides = torch.tensor(addresses, dtype=torch.int64).to(device)
+
+
+class ForestTables:
+    """Schedules and lengths that all layers of a cache share, by device and head counts."""
+
+    def __init__(self) -> None:
+        self._forest: Forest | None = None
+        self._schedules: dict[tuple[object, ...], tuple[object, object]] = {}
+        self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
+
+    def lengths(self, rows: int, before: int, device: torch.device) -> Tensor:
+        """``[rows]`` int32 on the device, all `before`: filled once a step, for the first layer that asks."""
+        known = self._lengths.get(device)
+        if known is not None and known[0] == before and len(known[1]) == rows:
+            return known[1]
+        tensor = known[1] if known is not None and len(known[1]) == rows else torch.empty(rows, dtype=torch.int32)
+        tensor = tensor.to(device).fill_(before)
+        self._lengths[device] = before, tensor
+        return tensor
+
+    def attend(
+        self,
+        query: Tensor,
+        new_keys: Tensor,
+        new_values: Tensor,
+        nodes: NodeTable,
+        suffix: Segment,
+        before: int,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append new keys and values behind `before` tokens of the suffixes, and attend.
+
+        Args:
+            query: ``[rows, heads, queries, head_dim]``.
+            new_keys: ``[rows, kv_heads, queries, head_dim]``.
+            new_values: The same shape.
+            nodes: This layer's nodes.
+            suffix: ``[rows, kv_heads, capacity, head_dim]`` each, with room for the new tokens.
+            before: Tokens in every suffix.
+            scale: Factor on the scores.
+            softcap: Soft cap on the scores, if any.
+
+        Returns:
+            ``[rows, heads, queries, head_dim]`` in the query's dtype.
+        """
+        from ..kernels.forest_decode.api import forest_decode
+
+        rows, heads, queries, head_dim = query.shape
+        kv_heads = new_keys.shape[1]
+        schedule, config = self._schedule(nodes.forest, kv_heads, heads // kv_heads * queries, head_dim, query.device)
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
+            new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+        out, _ = forest_decode(
+            query,
+            new_keys,
+            new_values,
+            nodes.keys,
+            nodes.values,
+            nodes.strides,
+            suffix.keys,
+            suffix.values,
+            self.lengths(rows, before, query.device),
+            schedule,
+            config,
+            scale=scale,
+            soft_cap=softcap,
+        )
+        return out
+
+    def _schedule(self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device):  # type: ignore[no-untyped-def]
+        from ..kernels.forest_decode.api import choose_config
+        from ..kernels.forest_decode.schedule import NodeShape, make_schedule
+
+        if self._forest is not forest:
+            self._forest, self._schedules = forest, {}
+        key = (kv_heads, each, head_dim, device)
+        if key not in self._schedules:
+            widest = max((node.row_count for node in forest.nodes), default=1) * each
+            overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
+            config = choose_config(widest, head_dim, overlap=overlap)
+            schedule = make_schedule(
+                [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes],
+                forest.rows,
+                kv_heads=kv_heads,
+                queries=each,
+                block_m=config.block_m,
+                block_n=config.block_n,
+                programs=config.per_sm * multiprocessors(device),
+                device=device,
+            )
+            self._schedules[key] = schedule, config
+        return self._schedules[key]

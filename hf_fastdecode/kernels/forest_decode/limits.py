@@ -1,0 +1,56 @@
+"""What the kernels can compute, asked before they are chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MAX_QUERIES = 16
+MAX_HEAD_DIM = 256
+
+
+def refusal(keys: Tensor, values: Tensor) -> str | None:
+    """Why `forest_decode` cannot append these, or None when it can.
+
+    Args:
+        keys: New keys ``[rows, kv_heads, queries, head_dim]``.
+        values: New values.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not _installed():
+        return "triton is not installed"
+    if keys.device.type != "cuda" and not interpreted:
+        return f"it runs on CUDA devices, got {keys.device.type!r}"
+    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted:
+        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton multiplies float32 in tf32
+    if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
+        return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
+    head_dim, queries = keys.shape[-1], keys.shape[-2]
+    if values.shape[-1] != head_dim:
+        return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"it takes head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}"
+    if queries > MAX_QUERIES:
+        return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
+    return None
+
+
+@lru_cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; a few where Triton interprets."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,162 @@
+"""The work of a decode step over a forest, cut into equal shares (LeanAttention, section 4.2).
+
+A *unit* is a query tile of a node for one KV head: the packed queries that read the same keys. All units' key tiles,
+laid end to end, are cut into as many equal shares as the grid has programs, whatever the nodes' lengths. A share that
+ends inside a unit leaves a *piece* of it; a unit's pieces are merged in their order.
+
+Nodes do not change while their rows decode, so the schedule is made once and serves all steps and all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class NodeShape(NamedTuple):
+    """What of a node decides the work: its depth, its rows, and its length in tokens."""
+
+    depth: int
+    row_start: int
+    row_count: int
+    length: int
+
+
+PIECE = (
+    "node",
+    "kv_head",
+    "query_tile",
+    "first_key_tile",
+    "last_key_tile",  # the last one + 1
+    "length",  # tokens of the node
+    "row_start",
+    "row_count",
+    "slot",  # where the partial goes
+    "next",  # the program's next piece, or -1
+)
+"""The columns of a row of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tables that the kernels read, int32 on one device.
+
+    Attributes:
+        pieces: ``[pieces, 16]``, columns `PIECE`: program ``i`` begins with row ``i`` and follows ``next``.
+        unit_slots: ``[units + 1]``: unit ``i`` left its partials in slots ``unit_slots[i] .. unit_slots[i + 1] - 1``.
+        row_units: ``[depths, rows]``: the unit of KV head 0 that holds the row's first packed query; -1 without one.
+        row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
+        row_tiles: ``[depths, rows]``: query tiles of the row's node.
+        queries: Packed queries of one row for one KV head: query heads of the group times query length.
+        block_m: Packed queries of a tile.
+        block_n: Keys of a tile.
+        programs: Programs to launch.
+    """
+
+    pieces: Tensor
+    unit_slots: Tensor
+    row_units: Tensor
+    row_offsets: Tensor
+    row_tiles: Tensor
+    queries: int
+    block_m: int
+    block_n: int
+    programs: int
+
+    @property
+    def piece_count(self) -> int:
+        return self.pieces.shape[0]
+
+
+def make_schedule(
+    nodes: Sequence[NodeShape],
+    rows: int,
+    *,
+    kv_heads: int,
+    queries: int,
+    block_m: int,
+    block_n: int,
+    programs: int,
+    device: torch.device | str,
+) -> Schedule:
+    """Cut the work over these nodes into shares.
+
+    Args:
+        nodes: In order of depth, then of rows.
+        rows: Rows of the batch.
+        kv_heads: KV heads of the layer.
+        queries: Packed queries of one row for one KV head.
+        block_m: Packed queries of a tile.
+        block_n: Keys of a tile.
+        programs: Most programs to launch; fewer when the work would leave them under two tiles each.
+        device: Where the tables go.
+    """
+    depths = max((node.depth for node in nodes), default=-1) + 1
+    query_tiles = np.array([-(-node.row_count * queries // block_m) for node in nodes], dtype=np.int64)
+    key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
+    units_of_node = kv_heads * query_tiles
+    unit_base = np.concatenate([[0], np.cumsum(units_of_node)]).astype(np.int64)
+    unit_node = np.repeat(np.arange(len(nodes)), units_of_node)
+    unit_in_node = np.arange(unit_base[-1]) - unit_base[unit_node]
+    unit_start = np.concatenate([[0], np.cumsum(key_tiles[unit_node])]).astype(np.int64)
+
+    total = int(unit_start[-1])
+    programs = max(1, min(programs, total // 2))
+    share_start = np.arange(programs + 1, dtype=np.int64) * total // programs
+    cuts = np.union1d(unit_start, share_start)
+    begin, end = cuts[:-1], cuts[1:]
+    unit = np.searchsorted(unit_start, begin, side="right") - 1
+    share = np.searchsorted(share_start, begin, side="right") - 1
+    # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
+    is_first = np.diff(share, prepend=-1) > 0
+    row_of_slot = np.empty(len(begin), dtype=np.int64)
+    row_of_slot[is_first] = np.arange(is_first.sum())
+    row_of_slot[~is_first] = is_first.sum() + np.arange((~is_first).sum())
+    follows = np.append(share[1:] == share[:-1], False) if len(share) else np.zeros(0, dtype=bool)
+    pieces = np.zeros((len(begin), 16), dtype=np.int64)
+    if len(begin):
+        node = unit_node[unit]
+        tiles = query_tiles[node]
+        shapes = np.array([(shape.length, shape.row_start, shape.row_count) for shape in nodes], dtype=np.int64)
+        pieces[row_of_slot, : len(PIECE)] = np.column_stack(
+            [
+                node,
+                unit_in_node[unit] // tiles,
+                unit_in_node[unit] % tiles,
+                begin - unit_start[unit],
+                end - unit_start[unit],
+                shapes[node],
+                np.arange(len(begin)),
+                np.where(follows, np.append(row_of_slot[1:], 0), -1),
+            ]
+        )
+
+    row_units = np.full((depths, rows), -1, dtype=np.int64)
+    row_offsets = np.zeros((depths, rows), dtype=np.int64)
+    row_tiles = np.zeros((depths, rows), dtype=np.int64)
+    for index, shape in enumerate(nodes):
+        own = slice(shape.row_start, shape.row_start + shape.row_count)
+        offsets = np.arange(shape.row_count) * queries
+        row_offsets[shape.depth, own] = offsets
+        row_units[shape.depth, own] = unit_base[index] + offsets // block_m
+        row_tiles[shape.depth, own] = query_tiles[index]
+
+    def table(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
+
+    return Schedule(
+        pieces=table(pieces),
+        unit_slots=table(np.searchsorted(begin, unit_start)),
+        row_units=table(row_units),
+        row_offsets=table(row_offsets),
+        row_tiles=table(row_tiles),
+        queries=queries,
+        block_m=block_m,
+        block_n=block_n,
+        programs=programs,
+    )

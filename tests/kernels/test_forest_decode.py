@@ -1,0 +1,251 @@
+"""The decode kernels against the fp64 oracle: interpreted on the CPU, and over many random forests on a GPU."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.triton_ops import NodeTable
+from hf_fastdecode.kernels.forest_decode.limits import multiprocessors, refusal
+
+from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, random_forest
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
+from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
+
+INTERPRETED = not torch.cuda.is_available()
+
+
+def decode(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None):
+    """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = kv.suffix.keys.shape[1]
+    each = heads // kv_heads * queries
+    before = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device) - queries
+    at = before[:, None] + torch.arange(queries, device=query.device)
+    index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
+    new = [part.gather(2, index) for part in kv.suffix]
+    suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
+    widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
+    config = config or choose_config(widest, head_dim, overlap=query.is_cuda)
+    schedule = make_schedule(
+        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
+        rows,
+        kv_heads=kv_heads,
+        queries=each,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors(query.device),
+        device=query.device,
+    )
+    nodes = NodeTable(kv.forest, kv.segments, query.device)
+    out, lse = forest_decode(
+        query,
+        *new,
+        nodes.keys,
+        nodes.values,
+        nodes.strides,
+        *suffix,
+        before,
+        schedule,
+        config,
+        scale=head_dim**-0.5,
+        soft_cap=softcap,
+        return_lse=True,
+    )
+    for written, part in zip(suffix, new, strict=True):
+        assert torch.equal(written.gather(2, index), part), "the new tokens were not appended"
+    return out, lse
+
+
+def check(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None) -> None:
+    out, lse = decode(query, kv, softcap=softcap, config=config)
+    again, lse_again = decode(query, kv, softcap=softcap, config=config)
+    assert torch.equal(out, again), "not the same bits twice"
+    assert torch.equal(lse, lse_again), "not the same bits twice"
+    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)
+    yardstick = pytorch_attention(query, kv, softcap=softcap)
+    assert_error_rule(out, yardstick, oracle, oracle_lse)
+    # Scores of fp16 and bf16 inputs are exact products summed in fp32: the log-sum-exp is right to fp32 rounding.
+    torch.testing.assert_close(lse.double(), oracle_lse, rtol=1e-5, atol=1e-5)
+
+
+def random_case(seed: int, device: str):
+    """Inputs drawn from everything the kernels take; small where they are interpreted."""
+    rng = random.Random(seed)
+    big = device == "cuda"
+    rows = rng.choice((1, 2, 3, 7, 33, 130)) if big else rng.choice((1, 2, 5))
+    queries = rng.choice((1, 1, 1, 2, 5, 16)) if big else rng.choice((1, 1, 3))
+    group, kv_heads = rng.choice(((1, 4), (4, 2), (8, 1), (3, 2))) if big else rng.choice(((1, 2), (2, 1), (4, 1)))
+    head_dim = rng.choice((16, 64, 80, 96, 128, 256)) if big else rng.choice((16, 48))
+    forest = random_forest(rng, rows, rng.randint(0, 3), longest=rng.choice((1, 63, 300, 1000)) if big else 90)
+    longest = rng.choice((1, 17, 64, 200)) if big else rng.choice((1, 20))
+    lengths = [queries + rng.randint(0, longest) for _ in range(rows)]
+    # Triton's interpreter takes the bits of bfloat16 operands of a dot for integers.
+    dtype = rng.choice((torch.float16, torch.bfloat16)) if big else torch.float16
+    query, kv = make_inputs(
+        forest,
+        lengths,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        queries=queries,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    return query, kv, rng.choice((None, None, 20.0))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the same cases are among the many")
+@pytest.mark.parametrize("seed", range(16))
+def test_random_forests_interpreted(seed):
+    query, kv, softcap = random_case(seed, "cpu")
+    check(query, kv, softcap=softcap, config=Config(16, block_n=16, suffix_block_n=16, merge=2, overlap=False))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="float32 is multiplied in tf32 on a GPU, and refused")
+@pytest.mark.parametrize("block_m", [16, 32])
+def test_interpreted_in_fp32(block_m):
+    """Queries of a row across two query tiles, several pieces of a unit, several depths."""
+    forest = random_forest(random.Random(3), 9, 3, longest=70)
+    query, kv = make_inputs(forest, 13, heads=6, kv_heads=2, head_dim=16, queries=3)
+    config = Config(block_m, block_n=16, suffix_block_n=16, merge=2, per_sm=3, overlap=False)
+    out, lse = decode(query, kv, config=config)
+    oracle, oracle_lse = reference.forest_attention(query, kv)
+    torch.testing.assert_close(out.double(), oracle, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), oracle_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", range(25))
+def test_random_forests_on_a_gpu(block):
+    """Five hundred cases, twenty at a time."""
+    for seed in range(20 * block, 20 * block + 20):
+        query, kv, softcap = random_case(seed, "cuda")
+        try:
+            check(query, kv, softcap=softcap)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {tuple(query.shape)} {query.dtype} {kv.forest} {error}") from error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_every_tile_size_on_a_gpu(block_m, overlap):
+    forest = random_forest(random.Random(5), 70, 2, longest=900)
+    query, kv = make_inputs(forest, 40, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    check(query, kv, config=replace(choose_config(block_m, 128, overlap=overlap), block_m=block_m))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
+    rng = random.Random(seed)
+    rows, kv_heads, queries = rng.randint(1, 40), rng.randint(1, 4), rng.randint(1, 9)
+    forest = random_forest(rng, rows, rng.randint(0, 3), longest=rng.choice((3, 200)))
+    nodes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
+    sizes = {"kv_heads": kv_heads, "queries": queries, "block_m": 16, "block_n": rng.choice((16, 32))}
+    schedule = make_schedule(nodes, rows, **sizes, programs=rng.randint(1, 50), device="cpu")
+    pieces, slots = schedule.pieces.tolist(), schedule.unit_slots.tolist()
+
+    done, tiles_of_program, seen = set(), [], []
+    for program in range(schedule.programs if pieces else 0):
+        tiles, row = 0, program
+        while row >= 0:
+            node, head, query_tile, first, last, length, row_start, row_count, slot, row_next = pieces[row][:10]
+            assert (length, row_start, row_count) == (nodes[node].length, *nodes[node][1:3])
+            work = {(node, head, query_tile, tile) for tile in range(first, last)}
+            assert work
+            assert not work & done
+            done |= work
+            tiles += len(work)
+            seen.append(slot)
+            row = row_next
+        tiles_of_program.append(tiles)
+    assert done == {
+        (index, head, query_tile, tile)
+        for index, node in enumerate(nodes)
+        for head in range(kv_heads)
+        for query_tile in range(-(-node.row_count * queries // 16))
+        for tile in range(-(-node.length // sizes["block_n"]))
+    }
+    assert sorted(seen) == list(range(len(pieces)))
+    if pieces:
+        assert max(tiles_of_program) - min(tiles_of_program) <= 1
+        assert schedule.programs == 1 or min(tiles_of_program) >= 2
+
+    # Every row finds, for every node and query, the slots of exactly that work.
+    of_slot = {piece[8]: tuple(piece[:3]) for piece in pieces}
+    for depth, level in enumerate(forest.levels):
+        inside = {row: node for node in level for row in range(node.row_start, node.row_stop)}
+        for row in range(rows):
+            unit = schedule.row_units[depth, row].item()
+            assert (unit >= 0) == (row in inside)
+            if unit < 0:
+                continue
+            offset = schedule.row_offsets[depth, row].item()
+            for head in range(kv_heads):
+                for query in range(queries):
+                    own = unit + head * schedule.row_tiles[depth, row].item() + (offset + query) // 16 - offset // 16
+                    expected = (forest.nodes.index(inside[row]), head, (offset + query) // 16)
+                    assert {of_slot[slot] for slot in range(slots[own], slots[own + 1])} == {expected}
+
+
+@pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])
+def test_generate_gives_stock_tokens(name):
+    """Interpreted in fp32, where the tokens must be stock's."""
+    if not INTERPRETED:
+        pytest.skip("float32 is refused on a GPU")
+    model = tiny_model(name)
+    arguments = {**ragged_prompts(41, 36, shared=33), "num_return_sequences": 2, "max_new_tokens": 4}
+    arguments |= {"do_sample": True, "top_k": 0}
+    stock = seeded(lambda: model.generate(**arguments))
+    with fd.enabled(model, backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**arguments)), stock)
+        assert "by triton" in "".join(fd.explain(model).last_call.layers)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((1, 2, 1, 24), torch.bfloat16, "multiples of 16, got 24"),
+        ((1, 2, 1, 512), torch.bfloat16, "up to 256 in multiples of 16, got 512"),
+        ((1, 2, 17, 64), torch.bfloat16, "up to 16 queries at once, got 17"),
+        ((1, 2, 1, 64), torch.float32, "takes float16 and bfloat16, got torch.float32"),
+        ((1, 2, 1, 64), torch.bfloat16, "runs on CUDA devices, got 'cpu'"),
+    ],
+)
+def test_refusals_name_value_and_bound(shape, dtype, reason, monkeypatch):
+    if "CUDA" in reason:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    elif "float32" in reason:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        if INTERPRETED:
+            pytest.skip("needs a CUDA device")
+    device = "cuda" if not INTERPRETED and "CUDA" not in reason else "cpu"
+    keys = torch.empty(shape, dtype=dtype, device=device)
+    assert reason in refusal(keys, keys)
+
+
+def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model("llama-gqa")
+    with (
+        fd.enabled(model, backend="triton"),
+        pytest.raises(ValueError, match="backend='triton' cannot run: it runs on"),
+    ):
+        model.generate(**ragged_prompts(80), num_return_sequences=2, max_new_tokens=3, do_sample=True)
+
+
+def test_no_nodes():
+    query, kv = make_inputs(Forest(3), 5, heads=2, kv_heads=1, head_dim=16, device="cpu" if INTERPRETED else "cuda")
+    half = ForestKV(kv.forest, [], Segment(*(part.half() for part in kv.suffix)), 5)
+    check(query.half(), half, config=Config(16, overlap=False))
