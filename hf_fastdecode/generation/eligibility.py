@@ -34,6 +34,8 @@ def model_reason(model: PreTrainedModel) -> str | None:
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(model, "_is_stateful", False):
         return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
+    if getattr(text, "kv_lora_rank", None):
+        return "its cache holds latents from which keys and values are made (multi-head latent attention)"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{text.num_kv_shared_layers} of its layers take keys and values from other layers"
     return None

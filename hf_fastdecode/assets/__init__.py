@@ -1,0 +1,85 @@
+"""The embedded model and the embedded tasks: what runs without a download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from .prompt import SEPARATOR, Task, solved_example, task_prompt
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["MODEL_PATH", "Task", "embedded_tasks", "few_shot_prompt", "fewshot_tasks", "load_embedded"]
+
+_HERE: Final = Path(__file__).parent
+MODEL_PATH: Final = _HERE / "model"
+
+
+def load_embedded(
+    dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Load the embedded Llama model (multi-head attention, RoPE, head_dim 64) and its tokenizer.
+
+    Args:
+        dtype: of the parameters; None means torch.float32 (the file stores float16).
+        device: where the parameters go.
+
+    Returns:
+        The model in eval mode and its tokenizer (left padding, eos ``[DONE]``).
+
+    Raises:
+        FileNotFoundError: the installation lacks the weights.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    if not (MODEL_PATH / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"no weights at {MODEL_PATH}; reinstall the package with its data files, "
+            "or train them with python -m hf_fastdecode.assets.recipe.train"
+        )
+    model = LlamaForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32 if dtype is None else dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_PATH)
+
+
+def embedded_tasks() -> list[Task]:
+    """The held-out tasks, in MBPP's schema; the model saw none of their compositions in training."""
+    return [dict(task) for task in _read("tasks.jsonl")]
+
+
+def fewshot_tasks() -> list[Task]:
+    """The tasks that few-shot prompts are built from, in MBPP's schema; they come from the training distribution."""
+    return [dict(task) for task in _read("fewshot.jsonl")]
+
+
+def few_shot_prompt(task: Task, shots: int | Sequence[Task] = 3) -> str:
+    """The prompt for a task: solved examples, then the task up to where its completion starts.
+
+    Args:
+        task: fields ``text`` and ``test_list`` are read.
+        shots: the solved tasks to show, or how many of `fewshot_tasks` (each about 150 tokens; the model was
+            trained on contexts of 2048 tokens, about 12 examples).
+
+    Raises:
+        ValueError: `shots` is negative or more than there are few-shot tasks.
+    """
+    if isinstance(shots, int):
+        available = _read("fewshot.jsonl")
+        if not 0 <= shots <= len(available):
+            raise ValueError(
+                f"shots must be between 0 and {len(available)}, got {shots}; pass your own tasks for more"
+            )
+        shots = available[:shots]
+    examples = [solved_example(shot["text"], shot["test_list"], shot["code"]) for shot in shots]
+    return SEPARATOR.join([*examples, task_prompt(task["text"], task["test_list"])])
+
+
+@lru_cache
+def _read(name: str) -> tuple[Task, ...]:
+    lines = (_HERE / name).read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line) for line in lines)

@@ -1,0 +1,1 @@
+"""The recipe of the embedded model: corpus grammar, tokenizer training, model training."""

@@ -1,0 +1,162 @@
+"""The bytes of keys and values, and what a decode step reads of them, with and without sharing.
+
+Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` numbers, ``b`` rows, ``m_c`` tokens of shared
+context, ``m_d`` tokens that each row has added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_LOCAL = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}  # by layer type
+# With one of these fields, layers differ in what they store, or store something else than keys and values of heads.
+_UNCOUNTED = ("kv_lora_rank", "num_kv_shared_layers", "cross_attention_layers", "swa_num_key_value_heads")
+
+
+class StockShared(NamedTuple):
+    """One quantity where every row holds the context, as in stock transformers, and where it is stored once."""
+
+    stock: int
+    shared: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times stock is of shared."""
+        return self.stock / self.shared
+
+
+def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
+    """Elements of K that one layer reads in one decode step; of V it reads as many.
+
+    Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``.
+
+    Args:
+        kv_heads: ``g``.
+        head_dim: ``k``.
+        rows: ``b``.
+        context: ``m_c``, in tokens.
+        decoded: ``m_d``, in tokens.
+    """
+    return StockShared(
+        stock=kv_heads * head_dim * rows * (context + decoded),
+        shared=kv_heads * head_dim * (context + rows * decoded),
+    )
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the attention layers of a decoder store.
+
+    Attributes:
+        layers: Layers that store keys and values.
+        query_heads: ``h``.
+        kv_heads: ``g``.
+        head_dim: Numbers in one head's key, and in its value.
+        local_layers: How many of the layers attend to a window only.
+        window: That window in tokens; None when there are no such layers.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    local_layers: int = 0
+    window: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Any) -> KVShape:
+        """Read the shape from a transformers config; the model is not built.
+
+        Raises:
+            ValueError: The model is no decoder, or its layers do not all store keys and values of the same heads.
+        """
+        name = config.model_type
+        if config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder; only the KV of decoder-only models is counted")
+        text = config.get_text_config(decoder=True)
+        if odd := [field for field in _UNCOUNTED if getattr(text, field, None)]:
+            raise ValueError(
+                f"{name} has {odd[0]} = {getattr(text, odd[0])}; only layers that all store keys and values of the "
+                "same heads are counted"
+            )
+        layers, heads = _count(text, "num_hidden_layers"), _count(text, "num_attention_heads")
+        window = _window(text)
+        # Without layer types, a window is that of all layers.
+        types = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+        if other := sorted(set(types) - set(_LOCAL)):
+            raise ValueError(f"{name} has layers of type {', '.join(other)}; only attention layers are counted")
+        local = layers * sum(_LOCAL[kind] for kind in types) // len(types) if window is not None else 0
+        return cls(layers, heads, _kv_heads(text, heads), _head_dim(text, heads), local, window if local else None)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head, ``p = h / g``."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def kind(self) -> str:
+        """``MHA``, ``GQA`` or ``MQA``."""
+        if self.kv_heads == self.query_heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    def bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+    def kv_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
+        """Bytes of all keys and values that a step attends to: stored by then, and read in that step.
+
+        Equations 5 and 6, for K and V, over the layers. A stock cache keeps no more than the window of a local layer.
+        The shared figure is for contexts that no window cuts; beyond a window, calls run stock.
+
+        Args:
+            rows: Samples of one context, ``b``.
+            context: Tokens they share, ``m_c``.
+            decoded: Tokens that each has added, ``m_d``.
+            element_bytes: Bytes of one number.
+        """
+        own = memory_io(self.kv_heads, self.head_dim, rows, context, decoded)
+        cut = own.stock
+        if self.window is not None:
+            cut = memory_io(self.kv_heads, self.head_dim, rows, 0, min(self.window, context + decoded)).stock
+        stock = (self.layers - self.local_layers) * own.stock + self.local_layers * cut
+        return StockShared(2 * stock * element_bytes, 2 * self.layers * own.shared * element_bytes)
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field, or None; some configs refuse to name one value where layers differ."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return "one for each layer"
+
+
+def _count(config: Any, name: str) -> int:
+    value = _field(config, name)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{config.model_type} has {name} = {value}; one positive number for all layers is needed")
+    return value
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    if _field(config, "num_key_value_heads") is not None:
+        return _count(config, "num_key_value_heads")
+    return 1 if getattr(config, "multi_query", False) else heads  # gpt_bigcode names the choice, not the number
+
+
+def _head_dim(config: Any, heads: int) -> int:
+    given = _field(config, "head_dim") is not None
+    head_dim = _count(config, "head_dim") if given else _count(config, "hidden_size") // heads
+    if _field(config, "v_head_dim") not in (None, head_dim):
+        raise ValueError(f"{config.model_type} has v_head_dim = {config.v_head_dim}, not head_dim = {head_dim}")
+    return head_dim
+
+
+def _window(config: Any) -> int | None:
+    """Tokens that a local layer attends to, or None when the config has no window in use."""
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    sizes = (_field(config, name) for name in ("sliding_window", "attention_chunk_size"))
+    return next((size for size in sizes if isinstance(size, int)), None)

@@ -1,0 +1,259 @@
+"""hf-fastdecode: demo, generate, inspect.
+
+torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import __version__
+from .commands.console import ManyValues, OneLineErrors, progress_bar, quiet_libraries
+from .commands.errors import CommandError
+from .commands.prompts import read_prompts
+from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_MODEL_HELP = "`embedded`, a folder, or an id on the Hugging Face Hub."
+_DEVICE_HELP = "`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ..."
+_SEED_HELP = "Of torch's random generator; the same seed draws the same completions."
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"hf-fastdecode {__version__} (transformers {_installed('transformers')}, torch {_installed('torch')})")
+        raise typer.Exit
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    """Fast decoding for Hugging Face Transformers where many sequences share context.
+
+    Many completions of one prompt read the same keys and values: hf_fastdecode computes, stores and reads them once.
+
+    Start with `hf-fastdecode demo`.
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def demo(
+    n: Annotated[int, typer.Option(help="Completions to draw.")] = 32,
+    shots: Annotated[int, typer.Option(help="Solved examples before the task, of about 150 tokens each.")] = 9,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens in one completion.")] = 96,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; above 0.")] = TEMPERATURE,
+    top_p: Annotated[float, typer.Option(help="Draw from the smallest set of this probability; 1 is off.")] = TOP_P,
+    seed: Annotated[int, typer.Option(help=_SEED_HELP)] = 0,
+    task_id: Annotated[int | None, typer.Option(help="One of the embedded tasks.", show_default="the first")] = None,
+    best: Annotated[int, typer.Option(help="Completions to show, best mean log-probability first.")] = 5,
+    device: Annotated[str, typer.Option(help=_DEVICE_HELP)] = "auto",
+) -> None:
+    """Compare stock and shared decoding on the embedded model. Needs no download.
+
+    Draws N completions of one few-shot task twice, with stock transformers and with shared context, in float32: shows
+    tokens prefilled, bytes of KV cache and seconds, checks that both drew the same tokens (exit code 1 if not), ranks
+    the completions by mean log-probability, and runs the task's tests on them. Where other programs keep the CPU busy,
+    OMP_NUM_THREADS=1 in the environment makes the seconds steadier.
+
+    Examples:
+
+        hf-fastdecode demo
+        hf-fastdecode demo --n 128 --shots 12
+        hf-fastdecode demo --task-id 117 --seed 3 --best 10
+    """
+    sampling = Sampling(n, max_new_tokens, temperature, top_p, seed=seed)
+    check_positive("best", best)
+    with quiet_libraries():
+        from rich.console import Console
+
+        from .commands.demo import pick_task, run_demo
+        from .commands.models import EMBEDDED, load_model, machine, pick_device
+        from .commands.render import demo_text
+
+        task = pick_task(task_id, shots)
+        place = pick_device(device)
+        model, tokenizer = load_model(EMBEDDED, "float32", place)
+        found = run_demo(
+            model,
+            tokenizer,
+            task,
+            sampling,
+            shots=shots,
+            bar=progress_bar,
+            check_progress=sys.stderr.isatty(),
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
+    Console().print(demo_text(found, machine=machine(place), model=name, best=best))
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)] = "embedded",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; repeat it for more, which are padded on the left.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file: one prompt, taken verbatim. Without either: stdin.")
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option(help="Completions of each prompt.", show_default="4, with --greedy 1")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens in one completion.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(help="Divides the logits; above 0.", show_default=str(TEMPERATURE))
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the smallest set of this probability; 1 is off.", show_default=str(TOP_P)),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw from this many most likely tokens. 0 is off; transformers' own default is 50, which cuts the "
+            "tail without a word.",
+            show_default="0",
+        ),
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token at each step.")] = False,
+    seed: Annotated[int, typer.Option(help=_SEED_HELP)] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends a completion and is cut off; repeat it for more.")
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own "
+            "for others."
+        ),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help=_DEVICE_HELP)] = "auto",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
+            "(natural log, of the model's own probabilities), finish (stop or length).",
+        ),
+    ] = False,
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock", help="Run without hf_fastdecode; in float32 the same seed draws the same completions."
+        ),
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
+) -> None:
+    """Draw completions of prompts with any decoder-only model.
+
+    Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Of a
+    checkpoint's own generation defaults only the special tokens are used: what is drawn is what the options say.
+
+    Examples:
+
+        hf-fastdecode generate --prompt "def add(a, b):" --n 8 --max-new-tokens 32
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
+        cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
+    """
+    sampling = sampling_from_options(
+        n=n,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        greedy=greedy,
+        seed=seed,
+    )
+    if explain and stock:
+        raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
+    if "" in (stops := stop or []):
+        raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
+    texts = read_prompts(prompt or [], prompt_file, sys.stdin)
+    with quiet_libraries(warnings=True):
+        from .commands.generate import generate as run
+        from .commands.models import load_model, machine, pick_device
+        from .commands.render import completion_heading, summary
+
+        place = pick_device(device)
+        loaded, tokenizer = load_model(model, dtype, place)
+        with progress_bar("generate", max_new_tokens) as on_step:
+            generated = run(loaded, tokenizer, texts, sampling, stop=stops, stock=stock, on_step=on_step)
+    for completion in generated.completions:
+        if as_json:
+            print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}))
+        else:
+            if len(generated.completions) > 1:
+                print(completion_heading(completion), file=sys.stderr, flush=True)
+            print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
+    if explain:
+        print(generated.report, file=sys.stderr)
+    print(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")), file=sys.stderr)
+
+
+@app.command(cls=ManyValues)
+def inspect(
+    model: Annotated[str, typer.Argument(help=f"{_MODEL_HELP} Or a config.json.")],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens that the samples share; several may follow.", show_default="up to 3 that fit"),
+    ] = None,
+    n: Annotated[list[int] | None, typer.Option(help="Samples; several may follow.", show_default="16 128")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each sample adds.")] = 256,
+    dtype: Annotated[
+        str, typer.Option(help="Of keys and values: float32, bfloat16, float16, or `auto`, the config's own.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with sizes in bytes.")] = False,
+) -> None:
+    """Count what a model's keys and values take, with and without sharing.
+
+    Reads the config only: no weights are downloaded or loaded. Sizes are in bytes (1 KiB = 1024 bytes).
+
+    Examples:
+
+        hf-fastdecode inspect embedded
+        hf-fastdecode inspect meta-llama/Llama-3.1-8B --context 2048 8192 --n 16 128
+        hf-fastdecode inspect path/to/config.json --dtype bfloat16 --json
+    """
+    contexts, samples = context or [], n or [16, 128]
+    check_positive("context", *contexts)
+    check_positive("n", *samples)
+    check_positive("new-tokens", new_tokens)
+    with quiet_libraries():
+        from rich.console import Console
+
+        from .commands.inspect import inspect_model
+        from .commands.models import load_config
+        from .commands.render import inspection_text
+
+        found = inspect_model(model, load_config(model), contexts, samples, new_tokens=new_tokens, dtype=dtype)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        Console().print(inspection_text(found))

@@ -1,0 +1,239 @@
+"""Drawing completions with `model.generate`, their log-probabilities, and their texts."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from .errors import CommandError
+from .models import max_positions
+from .sampling import Sampling
+
+_ANCHOR: Final = 4  # prompt tokens decoded before a completion, so that its first space is kept
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion.
+
+    Attributes:
+        prompt: Index of its prompt.
+        sample: Index among the samples of its prompt.
+        text: Without special tokens, up to the stop string if one ended it.
+        tokens: Number of tokens drawn, with the one that ended it.
+        mean_logp: Mean over these tokens of the natural log of the model's own probability: at temperature 1, before
+            top-p and top-k.
+        finish: ``stop`` (an end token or a stop string), or ``length``.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    tokens: int
+    mean_logp: float
+    finish: str
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one `generate` call gave.
+
+    Attributes:
+        sequences: ``[prompts * n, prompt_length + steps]`` int64.
+        prompt_length: With padding.
+        log_probs: ``[prompts * n, steps]`` float32.
+        cache: The keys and values at the end.
+        first_token_s: Seconds until the logits of the first token.
+        total_s: Seconds of the call.
+    """
+
+    sequences: Tensor
+    prompt_length: int
+    log_probs: Tensor
+    cache: Any
+    first_token_s: float
+    total_s: float
+
+
+class TokenLogProbs(LogitsProcessor):
+    """Raw log-probabilities of the tokens that a `generate` call draws.
+
+    The same as from ``output_logits=True``, which keeps the logits of all steps: gigabytes for many rows and a large
+    vocabulary. As the first processor of the call it sees the model's own logits.
+
+    Args:
+        on_step: Called at each step with the number of tokens drawn before it.
+    """
+
+    def __init__(self, on_step: Callable[[int], None]):
+        self.on_step = on_step
+        self._drawn: list[Tensor] = []
+        self._latest: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Note the logits ``[rows, vocabulary]`` and pass them on."""
+        self._note(input_ids[:, -1:])
+        self._latest = scores.float().log_softmax(-1)
+        self.on_step(len(self._drawn))
+        return scores
+
+    def finish(self, tokens: Tensor) -> Tensor:
+        """``[rows, steps]`` float32 log-probabilities of the drawn ``tokens`` ``[rows, steps]``."""
+        # On a GPU, generate may run a step too many and drop it.
+        if len(self._drawn) < tokens.shape[1]:
+            self._note(tokens[:, -1:])
+        return torch.cat(self._drawn[: tokens.shape[1]], dim=1)
+
+    def _note(self, tokens: Tensor) -> None:
+        if self._latest is not None:
+            self._drawn.append(self._latest.gather(1, tokens))
+
+
+def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
+
+    Raises:
+        CommandError: A prompt has no tokens, or not enough room for the completion.
+    """
+    # One line tells of a prompt that is too long, so the tokenizer need not warn of it.
+    ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
+    limit = max_positions(model.config)
+    for index, own in enumerate(ids):
+        if not own:
+            raise CommandError(f"prompt {index} is empty; a completion needs at least one token to follow")
+        if limit is not None and len(own) + max_new_tokens > limit:
+            raise CommandError(
+                f"prompt {index} has {len(own)} tokens, and with {max_new_tokens} new ones that is more than the "
+                f"{limit} positions of this model (max_position_embeddings); shorten one of them"
+            )
+    batch = tokenizer(list(prompts), padding=True, return_tensors="pt", verbose=False)
+    return {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+
+
+def draw(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Draw:
+    """Run `model.generate` from a seed and leave torch's generators as they were.
+
+    Args:
+        model: Enabled or not.
+        inputs: From `encode`.
+        sampling: What to draw.
+        stop: Strings that end a completion; they need the tokenizer.
+        tokenizer: The model's.
+        on_step: Called at each step with the number of tokens drawn before it.
+    """
+    device = model.device
+    first_token: list[float] = []
+
+    def step(drawn: int) -> None:
+        if not first_token:
+            first_token.append(_now(device))
+        on_step(drawn)
+
+    log_probs = TokenLogProbs(step)
+    options: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        options = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+    if stop:
+        options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(sampling.seed)
+        start = _now(device)
+        try:
+            out = model.generate(
+                **inputs,
+                **options,
+                max_new_tokens=sampling.max_new_tokens,
+                num_return_sequences=sampling.n,
+                return_dict_in_generate=True,
+                logits_processor=LogitsProcessorList([log_probs]),
+            )
+        except torch.OutOfMemoryError as error:
+            raise CommandError(
+                f"{len(inputs['input_ids']) * sampling.n} rows do not fit in the memory of {device}; "
+                "lower --n or --max-new-tokens",
+                exit_code=1,
+            ) from error
+        total = _now(device) - start
+    length = inputs["input_ids"].shape[1]
+    drawn = log_probs.finish(out.sequences[:, length:])
+    return Draw(out.sequences, length, drawn, out.past_key_values, first_token[0] - start, total)
+
+
+def read_completions(
+    drawn: Draw, tokenizer: Any, sampling: Sampling, *, end_tokens: Sequence[int], stop: Sequence[str] = ()
+) -> list[Completion]:
+    """The completions in row order: the samples of the first prompt, then those of the next."""
+    completions = []
+    for row, sequence in enumerate(drawn.sequences.tolist()):
+        ids = sequence[drawn.prompt_length :]
+        length, finish = _length(tokenizer, ids, end_tokens, stop)
+        text = _continuation(tokenizer, sequence[: drawn.prompt_length], ids[:length])
+        cuts = [text.index(string) for string in stop if string in text]
+        completions.append(
+            Completion(
+                prompt=row // sampling.n,
+                sample=row % sampling.n,
+                text=text[: min(cuts)] if cuts else text,
+                tokens=length,
+                mean_logp=drawn.log_probs[row, :length].double().mean().item(),
+                finish=finish,
+            )
+        )
+    return completions
+
+
+def end_tokens_of(model: Any) -> list[int]:
+    """The ids that end a completion."""
+    end = model.generation_config.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, str]:
+    """Tokens up to the one that ended the completion, and what that was; behind it there is padding."""
+    length = next((index + 1 for index, token in enumerate(ids) if token in end_tokens), len(ids))
+    ended = bool(ids) and ids[length - 1] in end_tokens
+
+    def stopped(tokens: int) -> bool:
+        text = tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)
+        return any(string in text for string in stop)
+
+    if stop and stopped(length):
+        return bisect.bisect_left(range(length), True, key=stopped), "stop"
+    return length, "stop" if ended else "length"
+
+
+def _continuation(tokenizer: Any, prompt: list[int], ids: list[int]) -> str:
+    """The text that these tokens add to their prompt's; tokenizers strip a space from the start of a text."""
+
+    def text(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    before = text(prompt[-_ANCHOR:])
+    both = text(prompt[-_ANCHOR:] + ids)
+    return both[len(before) :] if both.startswith(before) else text(ids)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

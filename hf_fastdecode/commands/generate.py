@@ -1,0 +1,60 @@
+"""`hf-fastdecode generate`: completions of prompts, by any decoder-only model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_fastdecode.api import enabled, explain
+from hf_fastdecode.generation.report import Report
+
+from .completions import Completion, draw, encode, end_tokens_of, read_completions
+from .sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `generate` gave.
+
+    Attributes:
+        completions: The samples of the first prompt, then those of the next.
+        seconds: Of the `generate` call, without loading the model.
+        report: Which path ran and why; None for stock transformers.
+    """
+
+    completions: list[Completion]
+    seconds: float
+    report: Report | None
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    stock: bool = False,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Generated:
+    """Draw completions with shared context, or with stock transformers.
+
+    Args:
+        model: From `load_model`; it is enabled for the call only.
+        tokenizer: Its tokenizer.
+        prompts: Texts; shorter ones are padded on the left.
+        sampling: What to draw.
+        stop: Strings that end a completion.
+        stock: Run without hf_fastdecode.
+        on_step: Called at each step with the number of tokens drawn before it.
+    """
+    inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
+    options: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
+    if stock:
+        drawn, report = draw(model, inputs, sampling, **options), None
+    else:
+        with enabled(model):
+            drawn, report = draw(model, inputs, sampling, **options), explain(model)
+    completions = read_completions(drawn, tokenizer, sampling, end_tokens=end_tokens_of(model), stop=stop)
+    return Generated(completions, drawn.total_s, report)

@@ -1,0 +1,177 @@
+"""`hf-fastdecode inspect`: what a model's keys and values take, with and without sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
+from hf_fastdecode.generation.eligibility import model_reason, rope_limit
+from hf_fastdecode.generation.options import Options
+
+from .errors import CommandError, one_line
+from .models import DTYPES, max_positions
+
+_CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
+_SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context length and number of samples.
+
+    Attributes:
+        context: Tokens that the samples share.
+        samples: Rows.
+        kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
+        step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6).
+        step_bytes: Bytes of keys and values that all layers read in that step.
+        stock_reason: Why such a call runs stock, or None when it shares.
+    """
+
+    context: int
+    samples: int
+    kv_bytes: StockShared
+    step_elements: StockShared
+    step_bytes: StockShared
+    stock_reason: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` tells.
+
+    Attributes:
+        model: As named on the command line.
+        model_type: transformers' name of the architecture.
+        shape: Layers and heads.
+        dtype: Of the keys and values.
+        bytes_per_token: Of one token's keys and values, in all layers.
+        max_positions: Most tokens in a row, or None.
+        new_tokens: Tokens that each row adds.
+        can_share: Whether calls with this model can share context; None when that could not be found out.
+        reason: Why it cannot, or why that is unknown; empty when it can.
+        rows: For each context, each number of samples.
+    """
+
+    model: str
+    model_type: str
+    shape: KVShape
+    dtype: str
+    bytes_per_token: int
+    max_positions: int | None
+    new_tokens: int
+    can_share: bool | None
+    reason: str
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, with bytes as integers and ratios beside them."""
+        fields = asdict(self)
+        shape = fields.pop("shape") | {"group_size": self.shape.group_size, "attention": self.shape.kind}
+        for row, own in zip(fields["rows"], self.rows, strict=True):
+            for name in ("kv_bytes", "step_elements", "step_bytes"):
+                pair: StockShared = getattr(own, name)
+                row[name] = {**pair._asdict(), "ratio": round(pair.ratio, 4)}
+        return {**fields, **shape}
+
+
+def inspect_model(
+    name: str, config: Any, contexts: Sequence[int], samples: Sequence[int], *, new_tokens: int, dtype: str
+) -> Inspection:
+    """Count for one config.
+
+    Args:
+        name: Of the model, for the report.
+        config: From `load_config`.
+        contexts: Tokens, each at least 1; when empty, up to three lengths that the model takes.
+        samples: Numbers of rows, each at least 1.
+        new_tokens: Tokens that each row adds, at least 1.
+        dtype: One of `DTYPES`, or ``auto``: what the config says, else float32.
+
+    Raises:
+        CommandError: The config is not one that can be counted, or the dtype is unknown.
+    """
+    try:
+        shape = KVShape.from_config(config)
+    except ValueError as error:
+        raise CommandError(f"cannot count the KV of {name}: {error}") from error
+    element = _dtype(config, dtype)
+    can_share, reason = _sharing(config)
+    limit = max_positions(config)
+    rows = []
+    for context in contexts or _default_contexts(limit, new_tokens):
+        for count in samples:
+            halfway = new_tokens // 2
+            rows.append(
+                Row(
+                    context=context,
+                    samples=count,
+                    kv_bytes=shape.kv_bytes(count, context, new_tokens, element.itemsize),
+                    step_elements=memory_io(shape.kv_heads, shape.head_dim, count, context, halfway),
+                    step_bytes=shape.kv_bytes(count, context, halfway, element.itemsize),
+                    stock_reason=reason
+                    if can_share is False
+                    else _stock_reason(config, shape, context, new_tokens, count),
+                )
+            )
+    return Inspection(
+        model=name,
+        model_type=config.model_type,
+        shape=shape,
+        dtype=str(element).removeprefix("torch."),
+        bytes_per_token=shape.bytes_per_token(element.itemsize),
+        max_positions=limit,
+        new_tokens=new_tokens,
+        can_share=can_share,
+        reason=reason,
+        rows=rows,
+    )
+
+
+def _dtype(config: Any, name: str) -> torch.dtype:
+    if name == "auto":
+        given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+        return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
+    if name not in DTYPES:
+        raise CommandError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return getattr(torch, name)
+
+
+def _sharing(config: Any) -> tuple[bool | None, str]:
+    """Whether the model can share, and why not; the model is built without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever the model's own code raises
+        return None, f"the model could not be built from its config: {one_line(error)}"
+    reason = model_reason(model)
+    return reason is None, reason or ""
+
+
+def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
+    if limit is None:
+        return _CONTEXTS[:_SHOWN]
+    return [context for context in _CONTEXTS if context + new_tokens <= limit][-_SHOWN:] or [
+        max(1, limit - new_tokens)
+    ]
+
+
+def _stock_reason(config: Any, shape: KVShape, context: int, new_tokens: int, samples: int) -> str | None:
+    """Why a call of this size runs stock although the model can share, or None."""
+    longest = context + new_tokens
+    limit, rope = max_positions(config), rope_limit(config.get_text_config(decoder=True))
+    least = Options().min_saved_tokens
+    if limit is not None and longest > limit:
+        return f"{longest} tokens are more than max_position_embeddings, {limit}"
+    if rope is not None and longest > rope:
+        return f"its position embedding changes beyond {rope} tokens"
+    if shape.window is not None and longest > shape.window:
+        return f"a window of {shape.window} tokens is shorter than {longest}"
+    if (saved := context * (samples - 1)) < least:
+        return f"sharing would save {saved} tokens, fewer than {least}"
+    return None

@@ -1,0 +1,167 @@
+"""What the commands found, as tables and lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from hf_fastdecode.cache.accounting import StockShared
+
+from .completions import Completion
+from .demo import Candidate, Demo, Side
+from .generate import Generated
+from .inspect import Inspection
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with three digits or more, in the largest binary unit that leaves one digit before the point."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
+
+
+def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
+    """The demo's two calls side by side, then its best completions."""
+    title = (
+        f"{demo.samples} completions of one prompt: {demo.prompt_length:,} tokens ({demo.shots} solved examples and "
+        f"task {demo.task['task_id']})"
+    )
+    closing = Text(
+        f"{model}, float32, {machine}; one timed call each, after a tiny one to warm up. "
+        f"Both calls drew the same {demo.drawn_tokens:,} tokens from the same seed."
+    )
+    if demo.shared.path != "shared":
+        closing.append(f"\nhf_fastdecode ran this call stock: {demo.shared.reason}.", style="yellow")
+    heading = Text.assemble(
+        "\n",
+        (f"Task {demo.task['task_id']}", "bold"),
+        f": {demo.task['text']}\n",
+        *(f"  {test}\n" for test in demo.task["test_list"]),
+        f"\n{demo.passing} of {demo.samples} completions pass its tests, "
+        f"{sum(candidate.check.passed for candidate in demo.candidates)} of the {len(demo.candidates)} distinct ones. "
+        "The best by mean log-probability:",
+    )
+    return Group(_sides(demo, title), closing, heading, _candidates(demo.candidates[:best]))
+
+
+def _sides(demo: Demo, title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("stock transformers", "hf_fastdecode", "stock / ours"):
+        table.add_column(name, justify="right")
+
+    def add(label: str, value: Callable[[Side], float], text: Callable[[float], str], style: str = "") -> None:
+        stock, ours = value(demo.stock), value(demo.shared)
+        table.add_row(label, text(stock), text(ours), f"{stock / ours:.1f}×", style=style)
+
+    add("prompt tokens prefilled", lambda side: side.prompt_tokens, "{:,}".format)
+    add("KV cache at the end", lambda side: side.kv_bytes, bytes_text)
+    add("to the first token", lambda side: side.first_token_s, "{:.2f} s".format)
+    if demo.steps > 1:
+        steps = f"the {demo.steps - 1} steps after it"
+        add(steps, lambda side: side.total_s - side.first_token_s, "{:.2f} s".format)
+    add("total", lambda side: side.total_s, "{:.2f} s".format, style="bold")
+    return table
+
+
+def _candidates(candidates: list[Candidate]) -> Table:
+    table = Table(show_lines=True)
+    for name in ("#", "mean log-p", "drawn"):
+        table.add_column(name, justify="right")
+    table.add_column("tests", max_width=24)
+    table.add_column("completion", ratio=1)
+    for rank, candidate in enumerate(candidates, 1):
+        passed = candidate.check.passed
+        table.add_row(
+            str(rank),
+            f"{candidate.completion.mean_logp:.3f}",
+            f"{candidate.count}×",
+            Text("pass", style="green") if passed else Text(f"fail: {candidate.check.reason}", style="red"),
+            Syntax(_printable(candidate.completion.text.strip("\n")), "python", theme="ansi_dark", word_wrap=True),
+        )
+    return table
+
+
+def inspection_text(found: Inspection) -> RenderableType:
+    """A model's shape, then a table over contexts and numbers of samples."""
+    shape = found.shape
+    facts = Table.grid(padding=(0, 2))
+    for label, value in (
+        ("model", f"{found.model} ({found.model_type})"),
+        (
+            "attention",
+            f"{shape.kind}: {shape.layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV "
+            f"heads, p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
+        ),
+        *_window_fact(found),
+        ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, K and V, all layers)"),
+        ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
+        ("can share", {True: "yes", False: f"no: {found.reason}", None: f"unknown: {found.reason}"}[found.can_share]),
+    ):
+        facts.add_row(Text(label, style="bold"), value)
+    halfway = found.new_tokens // 2
+    table = Table(
+        title=f"n samples of one context, {found.new_tokens} new tokens each",
+        caption=f"reads: of one step, halfway ({halfway} tokens in); Bifurcated attention, equations 5 and 6",
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+    )
+    sizes = (f"{what}\n{column}" for what in ("KV", "reads") for column in ("stock", "shared", "ratio"))
+    for name in ("\ncontext", "\nn", *sizes):
+        table.add_column(name, justify="right")
+    notes: dict[str, int] = {}
+    for row in found.rows:
+        mark = "" if row.stock_reason is None else f"[{notes.setdefault(row.stock_reason, len(notes) + 1)}]"
+        table.add_row(f"{row.context:,}", str(row.samples), *_pair(row.kv_bytes, mark), *_pair(row.step_bytes, mark))
+    lines = [Text(f"[{number}] runs stock: {reason}") for reason, number in notes.items()]
+    return Group(facts, Text(), table, *lines)
+
+
+def _window_fact(found: Inspection) -> Iterator[tuple[str, str]]:
+    if found.shape.window is not None:
+        yield "window", f"{found.shape.local_layers} of the layers attend to {found.shape.window:,} tokens only"
+
+
+def _pair(pair: StockShared, mark: str) -> tuple[Text, Text, Text]:
+    if mark:
+        return Text(bytes_text(pair.stock)), Text("stock"), Text(mark)
+    return Text(bytes_text(pair.stock)), Text(bytes_text(pair.shared)), Text(f"{pair.ratio:.1f}×")
+
+
+def completion_heading(completion: Completion) -> str:
+    """One line that stands before a completion's text."""
+    return (
+        f"--- prompt {completion.prompt}, sample {completion.sample}: {_count(completion.tokens, 'token')}, "
+        f"mean log-p {completion.mean_logp:.3f}, ended by {completion.finish}"
+    )
+
+
+def summary(generated: Generated, *, machine: str, dtype: str) -> str:
+    """One line about a `generate` call."""
+    tokens = sum(completion.tokens for completion in generated.completions)
+    call = generated.report.last_call if generated.report is not None else None
+    path = "stock transformers, as asked" if call is None else f"{call.path} ({call.reason})"
+    return (
+        f"{_count(len(generated.completions), 'completion')}, {_count(tokens, 'token')} in {generated.seconds:.2f} s; "
+        f"{path}; "
+        f"{dtype}, {machine}"
+    )
+
+
+def _printable(text: str) -> str:
+    """Without characters that would move the cursor."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Evaluation: checking completions, pass@k and its kin, workloads."""

@@ -1,0 +1,146 @@
+"""The embedded model and tasks: what they are, and that training never saw the held-out compositions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
+from hf_fastdecode.assets.prompt import SEPARATOR
+from hf_fastdecode.assets.recipe import corpus
+from hf_fastdecode.assets.recipe.data import separator_ids
+from hf_fastdecode.evals.check import check_completion
+from hf_fastdecode.evals.embedded import measure, sample, seeded, table
+
+FIELDS = {"task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list"}
+
+
+@lru_cache
+def loaded() -> tuple[Any, Any]:
+    return load_embedded()
+
+
+def test_tasks_follow_mbpps_schema() -> None:
+    tasks, shots = embedded_tasks(), fewshot_tasks()
+    assert len(tasks) >= 100
+    assert len(shots) >= 12
+    for task in (*tasks, *shots):
+        assert set(task) == FIELDS
+        assert len(task["test_list"]) == 3
+        assert all(test.startswith("assert ") for test in task["test_list"])
+        assert task["test_setup_code"] == ""
+        assert task["challenge_test_list"] == []
+    ids = [task["task_id"] for task in (*tasks, *shots)]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("tasks", [embedded_tasks(), fewshot_tasks()], ids=["held-out", "few-shot"])
+def test_reference_code_passes_its_tests(tasks: list[corpus.Task]) -> None:
+    # One process for all: each task runs in a namespace of its own.
+    runs = [f"exec({task['code'] + chr(10) + chr(10).join(task['test_list'])!r}, {{}})" for task in tasks]
+    together = {"test_list": ["assert done"]}
+    assert check_completion(together, "\n".join([*runs, "done = True"]), timeout_s=30).reason == "passed"
+
+
+def test_stored_tasks_are_what_the_recipe_makes() -> None:
+    held_out = corpus.held_out_examples(0, corpus.TASKS_PRECISE, corpus.TASKS_VAGUE)
+    stored = [task | {"task_id": 0} for task in embedded_tasks()]
+    assert stored == [example.as_task(0) for example in held_out]
+    shots = [task | {"task_id": 0} for task in fewshot_tasks()]
+    assert shots == [example.as_task(0) for example in corpus.few_shot_examples(0, corpus.TASKS_FEW_SHOT)]
+    assert all(corpus.is_held_out(example.signature) for example in held_out)
+
+
+def test_training_does_not_contain_held_out_tasks() -> None:
+    held_out = corpus.held_out_examples(0, corpus.TASKS_PRECISE, corpus.TASKS_VAGUE)
+    counts = corpus.check_disjoint(held_out, corpus.training_blocks(0, 4))
+    assert counts["examples"] == 4 * corpus.BLOCK
+    assert counts["signatures"] == counts["bodies"] == 0
+    shots = corpus.few_shot_examples(0, corpus.TASKS_FEW_SHOT)
+    assert corpus.check_disjoint(held_out, iter([shots]))["bodies"] == 0
+
+
+def test_the_corpus_does_not_depend_on_what_was_drawn_before() -> None:
+    assert corpus.training_block(3, 1)[:5] == corpus.training_block(3, 1)[:5]
+    assert corpus.training_block(3, 1)[:5] != corpus.training_block(3, 2)[:5]
+
+
+def test_the_model_is_small_multi_head_and_rotary() -> None:
+    assert (MODEL_PATH / "model.safetensors").stat().st_size <= 8_000_000
+    model, _ = loaded()
+    config = model.config
+    assert config.model_type == "llama"
+    assert config.num_key_value_heads == config.num_attention_heads
+    assert config.head_dim == 64
+    assert config.num_attention_heads * config.head_dim == config.hidden_size
+    assert config.rope_parameters["rope_type"] == "default"
+    assert config.max_position_embeddings == 4096
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_done_is_one_token_and_ends_generation() -> None:
+    model, tokenizer = loaded()
+    assert tokenizer.eos_token == "[DONE]"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    prompt = few_shot_prompt(embedded_tasks()[0], 3)
+    ids = tokenizer(prompt).input_ids
+    assert ids.count(tokenizer.eos_token_id) == 3
+    assert tokenizer.decode(ids) == prompt
+
+
+def test_examples_tokenize_alone_as_in_a_prompt() -> None:
+    _, tokenizer = loaded()
+    prompt = few_shot_prompt(embedded_tasks()[0], 2)
+    parts = [tokenizer(part).input_ids for part in prompt.split(SEPARATOR + "You are")]
+    separator = separator_ids(tokenizer.backend_tokenizer)
+    heads = tokenizer("You are").input_ids
+    assert tokenizer(prompt).input_ids == parts[0] + [t for part in parts[1:] for t in (*separator, *heads, *part)]
+
+
+def test_few_shot_prompts_count_their_shots() -> None:
+    task = embedded_tasks()[0]
+    assert few_shot_prompt(task, 0).endswith(task["test_list"][2] + "\n[BEGIN]\n")
+    assert few_shot_prompt(task, 12).count("[DONE]\n\n") == 12
+    assert few_shot_prompt(task, fewshot_tasks()[:2]) == few_shot_prompt(task, 2)
+    with pytest.raises(ValueError, match="between 0 and 40, got 41"):
+        few_shot_prompt(task, 41)
+
+
+def test_generate_stops_by_itself_and_solves_some_tasks() -> None:
+    model, tokenizer = loaded()
+    tasks = embedded_tasks()[:12]
+    inputs = tokenizer(few_shot_prompt(tasks[0], 3), return_tensors="pt")
+    out = model.generate(**inputs, do_sample=False)
+    assert out[0, -1] == tokenizer.eos_token_id
+    assert out.shape[1] - inputs.input_ids.shape[1] < model.generation_config.max_new_tokens
+    completions = sample(
+        model, tokenizer, [few_shot_prompt(task, 1) for task in tasks], 1, temperature=0, progress=False
+    )
+    assert sum(measure(tasks, completions, progress=False)) >= 2
+
+
+def test_sampling_from_one_seed_repeats_and_finds_more_than_one_try() -> None:
+    model, tokenizer = loaded()
+    tasks = embedded_tasks()[:6]
+    prompts = [few_shot_prompt(task, 0) for task in tasks]
+    with seeded(0):
+        first = sample(model, tokenizer, prompts, 8, progress=False)
+    with seeded(0):
+        assert sample(model, tokenizer, prompts, 8, progress=False) == first
+    figures = table(measure(tasks, first, progress=False), 8)
+    assert figures["pass@8"] > figures["pass@1"]
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone() -> None:
+    model, tokenizer = loaded()
+    prompts = [few_shot_prompt(task, shots) for shots, task in enumerate(embedded_tasks()[:3])]
+    together = sample(model, tokenizer, prompts, 2, temperature=0, prompts_per_batch=3, progress=False)
+    for prompt, completions in zip(prompts, together, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=128)
+        alone = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        assert completions == [alone, alone]

@@ -1,0 +1,106 @@
+"""Bytes of keys and values, against hand-computed numbers and against transformers' own caches."""
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+from hf_fastdecode.cache.accounting import KVShape, memory_io
+
+from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
+
+LLAMA = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 96}
+
+
+def shape(model_type: str, **arguments: object) -> KVShape:
+    return KVShape.from_config(AutoConfig.for_model(model_type, **arguments))
+
+
+def test_equations_5_and_6_by_hand():
+    io = memory_io(kv_heads=4, head_dim=64, rows=16, context=2000, decoded=10)
+    assert io.stock == 4 * 64 * 16 * 2010 == 8_232_960
+    assert io.shared == 4 * 64 * (2000 + 160) == 552_960
+    assert io.ratio == 2010 * 16 / 2160
+
+
+def test_one_row_gains_nothing_and_b_rows_at_most_b():
+    assert memory_io(2, 8, rows=1, context=100, decoded=7).ratio == 1
+    assert memory_io(2, 8, rows=32, context=100, decoded=0).ratio == 32
+    assert memory_io(2, 8, rows=32, context=0, decoded=7).ratio == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "group_size", "head_dim", "bytes_per_token"),
+    [
+        ({"num_key_value_heads": 8}, "MHA", 1, 64, 2 * 6 * 8 * 64 * 2),
+        ({"num_key_value_heads": 2}, "GQA", 4, 64, 2 * 6 * 2 * 64 * 2),
+        ({"num_key_value_heads": 1}, "MQA", 8, 64, 2 * 6 * 1 * 64 * 2),
+        ({"num_key_value_heads": 2, "head_dim": 96}, "GQA", 4, 96, 2 * 6 * 2 * 96 * 2),
+    ],
+    ids=["mha", "gqa", "mqa", "head-dim"],
+)
+def test_shape_of_a_llama_config(arguments, kind, group_size, head_dim, bytes_per_token):
+    found = shape("llama", **LLAMA, **arguments)
+    assert (found.layers, found.query_heads, found.kind, found.group_size) == (6, 8, kind, group_size)
+    assert found.head_dim == head_dim
+    assert found.bytes_per_token(2) == bytes_per_token
+
+
+def test_kv_bytes_by_hand():
+    found = shape("llama", **LLAMA, num_key_value_heads=2)  # 3,072 bytes per token at 2 bytes a number
+    kv = found.kv_bytes(rows=16, context=2048, decoded=256, element_bytes=2)
+    assert kv.stock == 16 * 2304 * 3072 == 113_246_208
+    assert kv.shared == (2048 + 16 * 256) * 3072 == 18_874_368
+    assert kv.ratio == 6
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bytes_per_token_are_those_of_a_real_cache(name):
+    model = tiny_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, VOCABULARY, (3, 7)), past_key_values=cache, use_cache=True)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    found = KVShape.from_config(model.config)
+    assert found.bytes_per_token(4) * 3 * 7 == real
+    assert found.kv_bytes(rows=3, context=5, decoded=2, element_bytes=4).stock == real
+
+
+def test_a_window_bounds_what_stock_reads():
+    model = tiny_model("mistral", sliding_window=8)
+    found = KVShape.from_config(model.config)
+    assert (found.local_layers, found.window) == (2, 8)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, VOCABULARY, (3, 20)), past_key_values=cache, use_cache=True)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)  # a step adds one token to these
+    assert kept == found.kv_bytes(rows=3, context=7, decoded=0, element_bytes=4).stock
+    read = found.kv_bytes(rows=3, context=18, decoded=2, element_bytes=4).stock
+    assert read == found.kv_bytes(rows=3, context=8, decoded=0, element_bytes=4).stock
+
+
+def test_local_and_wide_layers_are_counted_apart():
+    types = ["sliding_attention", "full_attention"] * 3
+    found = shape("llama", **LLAMA, num_key_value_heads=8)
+    mixed = KVShape(6, 8, 8, 64, local_layers=3, window=100)
+    assert shape("gemma2", **LLAMA, head_dim=64, num_key_value_heads=8, sliding_window=100, layer_types=types) == mixed
+    wide, both = found.kv_bytes(4, 1000, 10, 2), mixed.kv_bytes(4, 1000, 10, 2)
+    assert both.stock == wide.stock // 2 + wide.stock // 2 * 100 // 1010
+
+
+def test_a_window_not_in_use_does_not_count():
+    found = shape("qwen2", **LLAMA, use_sliding_window=False, sliding_window=64)
+    assert (found.local_layers, found.window) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("t5", "t5 is an encoder-decoder"),
+        ("deepseek_v3", "deepseek_v3 has kv_lora_rank = 512"),
+        ("mamba2", "mamba2 has num_attention_heads = None"),
+        ("qwen3_next", "qwen3_next has layers of type linear_attention"),
+    ],
+)
+def test_what_is_not_counted_is_refused(model_type, message):
+    with pytest.raises(ValueError, match=message):
+        shape(model_type)

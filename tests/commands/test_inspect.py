@@ -1,0 +1,114 @@
+"""What `inspect` finds out from a config."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import hf_fastdecode as fd
+from hf_fastdecode.commands.errors import CommandError
+from hf_fastdecode.commands.inspect import Inspection, inspect_model
+
+from ..tiny_models import tiny_model
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 97,
+}
+
+
+def inspect(
+    model_type: str = "llama", contexts=(100,), samples=(8,), new_tokens=10, dtype="auto", **other
+) -> Inspection:
+    config = AutoConfig.for_model(model_type, **LLAMA | other)
+    return inspect_model("tiny", config, contexts, samples, new_tokens=new_tokens, dtype=dtype)
+
+
+def test_rows_by_hand():
+    found = inspect(contexts=(100, 200), samples=(8, 16), dtype="bfloat16")
+    assert found.bytes_per_token == 2 * 2 * 2 * 16 * 2 == 256
+    assert [(row.context, row.samples) for row in found.rows] == [(100, 8), (100, 16), (200, 8), (200, 16)]
+    row = found.rows[0]
+    assert row.kv_bytes == (8 * 110 * 256, (100 + 8 * 10) * 256)
+    assert row.step_elements == (2 * 16 * 8 * 105, 2 * 16 * (100 + 8 * 5))
+    assert row.step_bytes == (8 * 105 * 256, (100 + 8 * 5) * 256)
+    assert (found.can_share, found.reason, row.stock_reason) == (True, "", None)
+
+
+def test_json_has_numbers_and_ratios():
+    fields = json.loads(json.dumps(inspect().to_json()))
+    assert (fields["layers"], fields["query_heads"], fields["kv_heads"], fields["group_size"]) == (2, 4, 2, 2)
+    assert (fields["attention"], fields["head_dim"], fields["dtype"], fields["max_positions"]) == (
+        "GQA",
+        16,
+        "float32",
+        512,
+    )
+    assert fields["rows"][0]["kv_bytes"] == {"stock": 450560, "shared": 92160, "ratio": 4.8889}
+
+
+def test_default_contexts_fit_the_model():
+    assert [row.context for row in inspect(contexts=(), max_position_embeddings=20000).rows] == [512, 2048, 8192]
+    assert [row.context for row in inspect(contexts=()).rows] == [502], "none of the usual lengths fits 512 positions"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"samples": (1,)}, "sharing would save 0 tokens, fewer than 64"),
+        ({"contexts": (600,)}, "610 tokens are more than max_position_embeddings, 512"),
+        ({"model_type": "mistral", "sliding_window": 109}, "a window of 109 tokens is shorter than 110"),
+    ],
+    ids=["one-sample", "too-long", "window"],
+)
+def test_calls_that_run_stock(options, reason):
+    found = inspect(**options)
+    assert found.can_share is True
+    assert found.rows[0].stock_reason == reason
+
+
+@pytest.mark.parametrize("window", [109, 110])
+def test_the_window_binds_where_generate_says_so(window):
+    model = tiny_model("mistral", sliding_window=window)
+    found = inspect_model("tiny", model.config, [100], [8], new_tokens=10, dtype="auto")
+    with fd.enabled(model):
+        model.generate(
+            input_ids=torch.randint(3, 97, (1, 100)),
+            max_new_tokens=10,
+            num_return_sequences=8,
+            do_sample=True,
+            top_k=0,
+        )
+        call = fd.explain(model).last_call
+    assert (call.path == "shared") == (found.rows[0].stock_reason is None)
+
+
+def test_a_model_that_cannot_share():
+    config = AutoConfig.for_model("bloom", n_layer=2, hidden_size=64, n_head=4, vocab_size=97)
+    found = inspect_model("tiny", config, [100], [8], new_tokens=10, dtype="float16")
+    assert found.can_share is False
+    assert "attention interface" in found.reason
+    assert found.rows[0].stock_reason == found.reason
+
+
+def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ImportError("it needs another package\nand more")
+
+    monkeypatch.setattr("hf_fastdecode.commands.inspect.AutoModelForCausalLM.from_config", fail)
+    found = inspect()
+    assert found.can_share is None
+    assert found.reason == "the model could not be built from its config: it needs another package and more"
+
+
+def test_what_cannot_be_counted():
+    with pytest.raises(CommandError, match="cannot count the KV of tiny: deepseek_v3 has kv_lora_rank"):
+        inspect("deepseek_v3")
+    with pytest.raises(CommandError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+        inspect(dtype="int8")

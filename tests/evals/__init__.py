@@ -1,0 +1,1 @@
+"""Tests of checking and of pass@k."""

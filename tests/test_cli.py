@@ -1,0 +1,261 @@
+"""hf-fastdecode from the outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner, Result
+
+import hf_fastdecode
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.attention.interface import ATTENTION_NAME
+from hf_fastdecode.cli import app
+
+from .commands.checkpoint import embed, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "assert length('red') == 3\n" * 8
+needs_weights = pytest.mark.skipif(
+    not (MODEL_PATH / "model.safetensors").is_file(), reason="the embedded model's weights are not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False)
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A fresh interpreter with this checkout on its path."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes)
+
+
+# --- help and version ------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands():
+    for arguments in ((), ("--help",), ("-h",)):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        for command in ("demo", "generate", "inspect"):
+            assert command in result.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect"])
+def test_help_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.stdout
+    assert f"hf-fastdecode {command}" in result.stdout
+    assert "default" in result.stdout
+
+
+def test_version():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"hf-fastdecode {hf_fastdecode.__version__} (transformers ")
+
+
+def test_help_does_not_import_torch():
+    process = python(
+        "from hf_fastdecode.cli import app\n"
+        "try:\n    app(['generate', '--help'])\n"
+        "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "--max-new-tokens" in output
+
+
+def test_public_names_load_when_used():
+    process = python(
+        "import hf_fastdecode as fd\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(fd.__all__) <= set(dir(fd))\n"
+        "assert not hasattr(fd, 'nosuch')"
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert callable(hf_fastdecode.enable)
+    assert ATTENTION_NAME in ALL_ATTENTION_FUNCTIONS
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate --prompt x --n 0", "--n must be at least 1, got 0"),
+        ("generate --prompt x --n many", "got 'many'; see "),
+        ("generate --prompt x --n=many", "got 'many'; see "),
+        ("generate --prompt x --temperature -1", "--temperature must be above 0"),
+        ("generate --prompt x --top-p 2", "--top-p must be above 0 and at most 1, got 2"),
+        ("generate --prompt x --greedy --n 2", "use --n 1"),
+        ("generate --prompt x --prompt-file y", "were both given"),
+        ("generate --prompt x --stock --explain", "leave one out"),
+        ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
+        ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
+        ("generate --prompt x --device nonsense", "device 'nonsense' is not available"),
+        ("generate", "prompt 0 (from stdin) is empty"),
+        ("demo --task-id 1000000", "there is no task 1000000; the embedded tasks have ids from"),
+        ("demo --shots -1", "--shots must be between 0 and"),
+        ("demo --n -4", "--n must be at least 1, got -4"),
+        ("demo --best 0", "--best must be at least 1"),
+        ("inspect", "Missing argument"),
+        ("inspect ./nosuch", "there is no file or folder ./nosuch"),
+        ("inspect embedded --context 0", "--context must be at least 1, got 0"),
+        ("inspect embedded --n 16 -2", "--n must be at least 1, got -2"),
+        ("inspect embedded --new-tokens 0", "--new-tokens must be at least 1, got 0"),
+        ("nosuch", "No such command 'nosuch'"),
+        ("demo --nosuch", "No such option: --nosuch"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-fastdecode: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_prompt_longer_than_the_model(checkpoint):
+    result = run("generate", "--model", checkpoint, "--prompt", "x", "--max-new-tokens", 1024)
+    assert result.exit_code == 2
+    assert "more than the 1024 positions" in result.stderr
+
+
+def test_ctrl_c(monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_fastdecode.cli.read_prompts", interrupt)
+    result = run("generate", "--prompt", "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_reader_that_goes_away():
+    process = python("from hf_fastdecode.cli import app; app(prog_name='hf-fastdecode')", "--version")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read() == ""
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def lines(result: Result) -> list[dict]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_same_seed_same_completions_with_and_without_stock(checkpoint):
+    common = ["generate", "--model", checkpoint, "--prompt", PROMPT, "--prompt", PROMPT[9:], "--n", 3]
+    common += ["--max-new-tokens", 6, "--seed", 7, "--json"]
+    shared, again, stock = run(*common), run(*common), run(*common, "--stock")
+    assert "shared (" in shared.stderr
+    assert "stock transformers, as asked" in stock.stderr
+    assert shared.stdout == again.stdout
+    found = lines(shared)
+    assert [(line["prompt"], line["sample"]) for line in found] == [(p, s) for p in range(2) for s in range(3)]
+    assert len({line["text"] for line in found}) > 1
+    for ours, theirs in zip(found, lines(stock), strict=True):
+        assert ours.pop("mean_logp") == pytest.approx(theirs.pop("mean_logp"), abs=2e-5)
+        assert ours == theirs
+    assert {line["text"] for line in lines(run(*common, "--seed", 8))} != {line["text"] for line in found}
+
+
+def test_texts_on_stdout_and_the_rest_on_stderr(checkpoint):
+    common = ["generate", "--model", checkpoint, "--n", 2, "--max-new-tokens", 4]
+    result = run(*common, "--explain", stdin=PROMPT)
+    assert result.exit_code == 0
+    texts = [line["text"] for line in lines(run(*common, "--json", stdin=PROMPT))]
+    assert result.stdout == "".join(text if text.endswith("\n") else text + "\n" for text in texts)
+    assert result.stderr.startswith("--- prompt 0, sample 0: 4 tokens, mean log-p -")
+    assert "last generate call: shared (" in result.stderr
+    assert "2 completions, 8 tokens in" in result.stderr
+
+
+def test_greedy_from_a_file(checkpoint, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    arguments = ["generate", "--model", checkpoint, "--prompt-file", file, "--greedy", "--max-new-tokens", 3, "--json"]
+    assert len(lines(run(*arguments))) == 1
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "attention", "bytes_per_token"),
+    [
+        ({}, "MHA", 2 * 3 * 8 * 8 * 4),
+        ({"num_key_value_heads": 2}, "GQA", 2 * 3 * 2 * 8 * 4),
+        ({"num_key_value_heads": 1, "head_dim": 24, "dtype": "bfloat16"}, "MQA", 2 * 3 * 1 * 24 * 2),
+    ],
+    ids=["mha", "gqa", "mqa-head-dim"],
+)
+def test_inspect_by_hand(tmp_path, fields, attention, bytes_per_token):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, **fields}))
+    options = ["inspect", file, "--context", 100, 1000, "--n", 4, 64, "--new-tokens", 20]
+    found = json.loads(run(*options, "--json").stdout)
+    assert (found["attention"], found["bytes_per_token"], found["can_share"]) == (attention, bytes_per_token, True)
+    assert [(row["context"], row["samples"]) for row in found["rows"]] == [(100, 4), (100, 64), (1000, 4), (1000, 64)]
+    last = found["rows"][-1]
+    assert last["kv_bytes"]["stock"] == 64 * 1020 * bytes_per_token
+    assert last["kv_bytes"]["shared"] == (1000 + 64 * 20) * bytes_per_token
+    assert last["step_bytes"]["ratio"] == pytest.approx(64 * 1010 / (1000 + 64 * 10), abs=1e-4)
+    table = run(*options)
+    assert table.exit_code == 0
+    assert f"KV per token  {bytes_per_token:,} bytes" in table.stdout
+    assert "can share     yes" in table.stdout
+
+
+@needs_weights
+def test_inspect_the_embedded_model():
+    found = json.loads(run("inspect", "embedded", "--json").stdout)
+    assert (found["attention"], found["can_share"]) == ("MHA", True)
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+def test_demo(checkpoint, monkeypatch):
+    embed(checkpoint, monkeypatch)
+    result = run("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    for text in ("3 completions of one prompt", "prompt tokens prefilled", "KV cache", "0 of 3 completions pass"):
+        assert text in result.stdout
+
+
+def test_demo_with_different_tokens(checkpoint, monkeypatch):
+    embed(checkpoint, monkeypatch)
+    monkeypatch.setattr("hf_fastdecode.commands.demo.torch.equal", lambda *tensors: False)
+    result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 2)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-fastdecode: stock and shared drew different tokens")
+    assert result.stderr.count("\n") == 1
+
+
+@needs_weights
+def test_demo_of_the_embedded_model():
+    result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 4)
+    assert result.exit_code == 0, result.stderr
+    assert "Both calls drew the same" in " ".join(result.stdout.split())
