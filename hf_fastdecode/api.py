@@ -126,8 +126,15 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     if reason := model_reason(model):
         raise ValueError(f"{type(model).__name__} cannot share context: {reason}")
     mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    input_ids, mask = mapping["input_ids"], mapping.get("attention_mask")
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"inputs must be a tensor of ids or what a tokenizer returns, got {type(inputs).__name__}")
+    input_ids, mask = mapping.get("input_ids"), mapping.get("attention_mask")
+    if (
+        not isinstance(input_ids, Tensor)
+        or input_ids.dim() != 2
+        or input_ids.numel() == 0
+        or input_ids.is_floating_point()
+    ):
         raise ValueError(
             "input_ids must be a tensor of shape [prompts, length]; call the tokenizer with return_tensors='pt'"
         )

@@ -4,9 +4,12 @@ import copy
 import gc
 import inspect
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -250,3 +253,54 @@ def test_explain_reads_as_text(model):
         assert report.last_call.nbytes.stock == 3 * 85 * per_token
         model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
         assert "stock (generation mode 'beam_search' is not accelerated yet)" in str(fd.explain(model))
+
+
+def test_threads_share_a_model(model):
+    """Shared and stock passes of several threads overlap on one config; each gets stock tokens, and nothing stays."""
+    before = snapshot(model)
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    rows = {key: value.repeat(3, 1) for key, value in PROMPT.items()}
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    expected = model.generate(**rows, **greedy)
+
+    def work(turn):
+        return [(model if turn % 2 else other).generate(**rows, **greedy) for _ in range(4)]
+
+    with fd.enabled(model), ThreadPoolExecutor(4) as pool:
+        outs = [out for outs in pool.map(work, range(4)) for out in outs]
+    assert all(torch.equal(out, expected) for out in outs)
+    assert snapshot(model) == before
+
+
+def test_what_others_put_on_the_instance_since_stays(model):
+    stock_forward = model.forward
+
+    def later(*args, **kwargs):
+        return stock_forward(*args, **kwargs)
+
+    fd.enable(model)
+    ours = model.forward
+    model.forward = later
+    fd.disable(model)
+    assert model.forward is later
+    assert torch.equal(ours(PROMPT["input_ids"]).logits, stock_forward(PROMPT["input_ids"]).logits)
+
+
+def test_accelerate_hooks_put_on_and_off_in_any_order(model):
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    fd.enable(model)
+    add_hook_to_module(model, ModelHook())
+    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+    assert fd.explain(model).last_call.path == "shared"
+    fd.disable(model)
+    remove_hook_from_module(model)
+    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+
+
+def test_an_offloaded_model(model):
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert fd.explain(model).last_call.path == "shared"

@@ -36,7 +36,7 @@ def state():
 
 
 before = state()
-import hf_fastdecode
+from hf_fastdecode import *  # the names are imported when they are first used
 after = state()
 
 changed = [name for name in before if after.get(name) is not before[name]]
@@ -75,6 +75,7 @@ def test_import_registers_names_and_changes_nothing(tmp_path: Path) -> None:
     assert seen["changed"] == []
     foreign = [name for name in seen["added"] if not str(name).partition(" registry: ")[2].startswith("hf_fastdecode")]
     assert foreign == []
+    assert "attention registry: hf_fastdecode" in seen["added"]
 
 
 def test_installation_exposes_only_the_package(tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ name the two functions only inside `active`, which it enters for the forward pas
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION_NAME = "hf_fastdecode"
 """The name under which the two functions stand in transformers' registries."""
@@ -24,8 +27,18 @@ ATTENTION_NAME = "hf_fastdecode"
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "alibi", "head_mask", "block_mask", "cache")
 
 
-class UnsupportedAttentionError(RuntimeError):
+class UnsupportedAttentionError(Exception):
     """A layer computes attention in a way that shared context cannot; the caller falls back to stock decoding."""
+
+
+class NotATensorError(UnsupportedAttentionError, AttributeError):
+    """Code that knows only tensors got hold of keys and values of a shared-context cache."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what}: keys and values of a SharedContextCache are not tensors; call the model itself (not a "
+            "submodule) after hf_fastdecode.enable(model)"
+        )
 
 
 class SharedKV(ABC):
@@ -36,15 +49,49 @@ class SharedKV(ABC):
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for attributes that do not exist: a stock attention function took this for a tensor.
-        raise AttributeError(
-            f"{name!r}: keys and values of a SharedContextCache are not tensors; call the model itself (not a "
-            "submodule) after hf_fastdecode.enable(model)"
-        )
+        raise NotATensorError(repr(name))  # reached only for attributes that do not exist
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotATensorError(getattr(func, "__name__", repr(func)))
 
 
-# The longest row that the active cache will hold; None outside `active`.
+# The longest row that the active cache will hold; None outside `active`, so also in other threads.
 _max_tokens: ContextVar[int | None] = ContextVar("hf_fastdecode_max_tokens", default=None)
+
+
+class _Switched:
+    """Configs that name our functions at the moment, with what they named before and how many passes want it so.
+
+    Passes of several threads, or of models that share a config, overlap in any order: the first one in switches a
+    config, the last one out switches it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entries: dict[int, tuple[str | None, int]] = {}
+
+    def enter(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            before, count = self._entries.get(id(config), (config._attn_implementation_internal, 0))
+            self._entries[id(config)] = before, count + 1
+            config._attn_implementation_internal = ATTENTION_NAME
+
+    def leave(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            before, count = self._entries.pop(id(config))
+            if count > 1:
+                self._entries[id(config)] = before, count - 1
+            else:
+                config._attn_implementation_internal = before
+
+    def before(self, config: PreTrainedConfig) -> str:
+        """What a switched config named; the default when nothing was named."""
+        with self._lock:
+            return self._entries.get(id(config), (None, 0))[0] or "sdpa"
+
+
+_switched = _Switched()
 
 
 @contextmanager
@@ -55,15 +102,16 @@ def active(configs: Iterable[PreTrainedConfig], max_tokens: int) -> Iterator[Non
         configs: The distinct config objects that the model's attention layers and mask creation read.
         max_tokens: The longest row that the cache will hold; a sliding window at least this long never binds.
     """
-    saved = [(config, config._attn_implementation_internal) for config in configs]
+    entered: list[PreTrainedConfig] = []
     token = _max_tokens.set(max_tokens)
     try:
-        for config, _ in saved:
-            config._attn_implementation_internal = ATTENTION_NAME
+        for config in configs:
+            _switched.enter(config)
+            entered.append(config)
         yield
     finally:
-        for config, implementation in saved:
-            config._attn_implementation_internal = implementation
+        for config in entered:
+            _switched.leave(config)
         _max_tokens.reset(token)
 
 
@@ -99,6 +147,11 @@ def shared_context_attention(
     Raises:
         UnsupportedAttentionError: The layer asks for something the operators do not compute.
     """
+    if not isinstance(key, SharedKV) and _max_tokens.get() is None:  # a stock pass of another thread
+        stock = _stock_attention(module)
+        extra = {"softcap": softcap, "sliding_window": sliding_window}
+        kwargs |= {name: given for name, given in extra.items() if given is not None}
+        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise UnsupportedAttentionError(f"{type(module).__name__} attends to keys that are not in the shared cache")
     if attention_mask is not None:
@@ -108,9 +161,9 @@ def shared_context_attention(
     for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"the layer's attention takes {name!r}, which is not supported")
-    _check_window(sliding_window)
+    _check_window(sliding_window or None)  # some configs write 0 for no window
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return key.attend(query, scale, softcap), None
+    return key.attend(query, scale, softcap).contiguous(), None  # some models take a view of it
 
 
 def shared_context_mask(
@@ -119,7 +172,7 @@ def shared_context_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
-) -> None:
+) -> Any:
     """The mask function: makes no mask, after checking that the model asks for plain causal attention.
 
     Args:
@@ -132,9 +185,18 @@ def shared_context_mask(
     Raises:
         UnsupportedAttentionError: The mask is not causal, or a window binds.
     """
+    if _max_tokens.get() is None:  # a stock pass of another thread
+        name = _switched.before(kwargs["config"])
+        given = {
+            "mask_function": mask_function,
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "local_size": local_size,
+        }
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
     _check_window(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedAttentionError("the model's mask is not plain causal attention")
+    return None
 
 
 def _check_window(window: int | None) -> None:
@@ -143,6 +205,13 @@ def _check_window(window: int | None) -> None:
         raise UnsupportedAttentionError(
             f"a sliding window of {window} tokens is shorter than the longest row, {longest} tokens"
         )
+
+
+def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function that a module's config named before it was switched."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    name = _switched.before(module.config)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
 AttentionInterface.register(ATTENTION_NAME, shared_context_attention)

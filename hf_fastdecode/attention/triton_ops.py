@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal
+from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal, shared_memory
 from .forest import Forest
 from .kv import Segment
 
@@ -18,16 +18,16 @@ _LIBRARY_QUERIES = 2048
 _LIBRARY_KEYS = 4096
 
 
-def is_faster(forest: Forest, group: int, device: torch.device) -> bool:
+def is_faster(forest: Forest, packed: int, device: torch.device) -> bool:
     """Whether the kernels are expected to beat PyTorch's operators on this forest.
 
     Args:
         forest: The nodes.
-        group: Packed queries of one row for a KV head.
+        packed: Packed queries of one row for a KV head.
         device: The layer's device; on others than CUDA the kernels are interpreted.
     """
     wide = any(
-        node.row_count * group >= _LIBRARY_QUERIES and node.span.length >= _LIBRARY_KEYS for node in forest.nodes
+        node.row_count * packed >= _LIBRARY_QUERIES and node.span.length >= _LIBRARY_KEYS for node in forest.nodes
     )
     return device.type == "cuda" and not wide
 
@@ -50,6 +50,10 @@ class NodeTable:
             [view.keys.stride(0) for view in views],
         ]
         self.keys, self.values, self.strides = torch.tensor(addresses, dtype=torch.int64).to(device)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Addresses mean nothing in a copy of the cache, whose tensors lie elsewhere: a copy of a table is None.
+        return type(None), ()
 
 
 class ForestTables:
@@ -105,21 +109,22 @@ class ForestTables:
             query = query.contiguous()
         if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
             new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-        out, _ = forest_decode(
-            query,
-            new_keys,
-            new_values,
-            nodes.keys,
-            nodes.values,
-            nodes.strides,
-            suffix.keys,
-            suffix.values,
-            self.lengths(rows, before, query.device),
-            schedule,
-            config,
-            scale=scale,
-            soft_cap=softcap,
-        )
+        with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
+            out, _ = forest_decode(
+                query,
+                new_keys,
+                new_values,
+                nodes.keys,
+                nodes.values,
+                nodes.strides,
+                suffix.keys,
+                suffix.values,
+                self.lengths(rows, before, query.device),
+                schedule,
+                config,
+                scale=scale,
+                soft_cap=softcap,
+            )
         return out
 
     def _schedule(self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device):  # type: ignore[no-untyped-def]
@@ -132,7 +137,7 @@ class ForestTables:
         if key not in self._schedules:
             widest = max((node.row_count for node in forest.nodes), default=1) * each
             overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
-            config = choose_config(widest, head_dim, overlap=overlap)
+            config = choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device))
             schedule = make_schedule(
                 [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes],
                 forest.rows,

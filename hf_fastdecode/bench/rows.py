@@ -30,8 +30,17 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_fastdecode": hf_fastdecode.__version__,
         "commit": _commit(),
-        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(), *_arguments()]),
     }
+
+
+def _arguments() -> list[str]:
+    """The arguments but for where the rows go, which says nothing about them."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return arguments
 
 
 def _module() -> str:
@@ -49,7 +58,7 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "*.py")
+        changed = git("status", "--porcelain", "--", ":/*.py")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

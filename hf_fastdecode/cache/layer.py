@@ -43,6 +43,7 @@ class SharedState:
 
     Attributes:
         forest: Which rows attend to which spans; None while the number of rows is unknown.
+        padding: By how much the rows' ``input_ids`` are wider than the longest row.
         max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
         backend: One of `torch_ops.BACKENDS`.
         tables: What the kernels read beside keys and values.
@@ -51,6 +52,7 @@ class SharedState:
     """
 
     forest: Forest | None = None
+    padding: int = 0
     max_suffix: int | None = None
     backend: str = "auto"
     tables: triton_ops.ForestTables = field(default_factory=triton_ops.ForestTables)
@@ -174,10 +176,10 @@ class SharedContextLayer(CacheLayerMixin):
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet")
         keys, values = (
-            part[:, :, : self.suffix_length].transpose(0, 1).reshape(part.shape[1], -1, part.shape[3])
+            part[:, :, : self.suffix_length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
             for part in self.suffix
         )
-        return Segment(keys, values)
+        return Segment(keys.flatten(1, 2), values.flatten(1, 2))
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, move or repeat the rows' suffixes; ``rows`` holds their indices."""
@@ -199,20 +201,19 @@ class SharedContextLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.state.forest.rows if self.state.forest is not None else -1
 
-    # What the abstract class asks of a layer. Lengths that depend on the forest are the cache's to know.
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         context = 0 if self.state.forest is None else max(self.state.forest.context_lengths, default=0)
-        return context + self.suffix_length
+        return context + self.state.padding + self.suffix_length
 
     def get_max_length(self) -> int:
         return -1
 
     def reset(self) -> None:
         self.segments, self.suffix, self.suffix_length, self.is_initialized = {}, None, 0, False
+        self.nodes = None
 
     def offload(self) -> None:
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
@@ -228,12 +229,10 @@ class _DecodeKV(SharedKV):
 
     def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
         kv = self.layer.forest_kv()
-        if self._by_kernels(kv.forest, query):
+        if self._by_kernels(kv, query):
             if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
-            self.layer.ran.setdefault(
-                "decode", f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton"
-            )
+                self.layer.ran["decode"] = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton"
             tables, nodes = self.layer.state.tables, self.layer.nodes
             out = tables.attend(query, self.keys, self.values, nodes, kv.suffix, self.before, scale, softcap)
             return out.transpose(1, 2)
@@ -246,15 +245,16 @@ class _DecodeKV(SharedKV):
         out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=backend).out
         return out.to(query.dtype).transpose(1, 2)
 
-    def _by_kernels(self, forest: Forest, query: Tensor) -> bool:
+    def _by_kernels(self, kv: ForestKV, query: Tensor) -> bool:
         backend = self.layer.state.backend
-        if backend not in ("auto", "triton"):
+        if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
             return False
-        reason = triton_ops.refusal(self.keys, self.values)
+        stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
+        reason = triton_ops.refusal(query, self.keys, self.values, stored)
         if backend == "triton" and reason is not None:
             raise torch_ops.BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
-        group = query.shape[1] // self.keys.shape[1] * query.shape[2]
-        return reason is None and (backend == "triton" or triton_ops.is_faster(forest, group, query.device))
+        packed = query.shape[1] // self.keys.shape[1] * query.shape[2]
+        return reason is None and (backend == "triton" or triton_ops.is_faster(kv.forest, packed, query.device))
 
 
 class _PrefillKV(SharedKV):

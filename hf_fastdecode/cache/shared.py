@@ -47,7 +47,6 @@ class SharedContextCache(Cache):
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
         self._suffix_tokens: list[Tensor] = []
-        self._padding = 0
 
     @property
     def forest(self) -> Forest:
@@ -106,7 +105,7 @@ class SharedContextCache(Cache):
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
         self.state.forest = forest
-        self._padding = 0 if length is None else length - longest
+        self.state.padding = 0 if length is None else length - longest
         self._suffix_tokens = []
         for layer in self.layers:
             layer.suffix, layer.suffix_length = None, 0
@@ -137,8 +136,19 @@ class SharedContextCache(Cache):
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
             paths = [(*path, Span(segment, row * own, own)) for row, path in enumerate(paths)]
         fork.state.forest = Forest.from_paths(paths)
-        fork._padding = self._padding
+        fork.state.padding = self.state.padding
         return fork
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Within, a forward pass appends tokens; when it fails half-way, no layer keeps any."""
+        lengths = [layer.suffix_length for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            for index, layer in enumerate(self.layers):
+                layer.suffix_length = lengths[index] if index < len(lengths) else 0
+            raise
 
     # --- what was stored ---------------------------------------------------------------------------------------
 
@@ -179,7 +189,7 @@ class SharedContextCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
         own = self.layers[layer_idx].suffix_length if layer_idx < len(self.layers) else 0
-        return max(self.forest.context_lengths, default=0) + self._padding + own
+        return max(self.forest.context_lengths, default=0) + self.state.padding + own
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of the mask that a stock model would build."""
@@ -207,13 +217,13 @@ class SharedContextCache(Cache):
             length = self.get_seq_length()
             forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
             self.state.forest = forest
-            self._padding = max(0, length - (count - own)) - max(forest.context_lengths, default=0)
+            self.state.padding = max(0, length - (count - own)) - max(forest.context_lengths, default=0)
 
     def reset(self) -> None:
         """Forget all tokens and rows."""
         super().reset()
         self.state.forest, self.state.segment_lengths = None, []
-        self.segment_tokens, self._suffix_tokens, self._padding = [], [], 0
+        self.segment_tokens, self._suffix_tokens, self.state.padding = [], [], 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied."""
@@ -226,7 +236,7 @@ class SharedContextCache(Cache):
         self._suffix_tokens = [part.index_select(0, index.to(part.device)) for part in self._suffix_tokens]
         for layer in self.layers:
             layer.select_rows(index)
-        self._padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
+        self.state.padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes row ``beam_idx[i]``."""

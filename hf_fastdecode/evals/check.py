@@ -1,7 +1,9 @@
 """Does a completion pass its task's tests? Runs it in a fresh Python process with a time limit.
 
 This is a time limit and not a sandbox: the program runs with your user's rights and may read and write files, start
-processes and open connections. Run untrusted models inside a container or a virtual machine.
+processes (one that leaves its process group outlives the check) and open connections. Run untrusted models inside a
+container or a virtual machine. Passing is decided by a nonce and not by an exit code, which keeps a program that exits
+early, prints or crashes from passing by accident. A program written to cheat can: it shares a process with its tests.
 """
 
 from __future__ import annotations

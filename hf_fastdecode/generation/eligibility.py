@@ -34,6 +34,10 @@ def model_reason(model: PreTrainedModel) -> str | None:
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(model, "_is_stateful", False):
         return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
+    if getattr(text, "attn_temperature_tuning", False):
+        return "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
+    if getattr(text, "add_cross_attention", False):
+        return "it has cross attention"
     if getattr(text, "kv_lora_rank", None):
         return "its cache holds latents from which keys and values are made (multi-head latent attention)"
     if getattr(text, "num_kv_shared_layers", 0):
@@ -68,6 +72,8 @@ def call_reason(
         return "gradient checkpointing in training mode drops the cache"
     if model.training and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
         return "the model is in training mode with dropout; call model.eval()"
+    if torch.is_autocast_enabled(model.device.type if model.device.type != "meta" else "cpu"):
+        return "torch.autocast is active, under which queries and keys differ in dtype"
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         return "its parameters are sharded over processes, which must run the same forward passes"
     limit = rope_limit(model.config.get_text_config(decoder=True))

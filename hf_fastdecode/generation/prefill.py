@@ -34,6 +34,9 @@ def prefill_nodes(
         ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
         group's last token was stored before, which leaves its logits unknown.
     """
+    # Offloaded models call themselves "meta"; their hooks move what they are given.
+    device = model.device if model.device.type != "meta" else model.get_input_embeddings().weight.device
+    device = torch.device("cpu") if device.type == "meta" else device
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
     logits: dict[int, Tensor] = {}
@@ -41,13 +44,13 @@ def prefill_nodes(
         offsets = torch.cat([torch.arange(item.span.start, item.span.stop) for item in items])  # into the new segment
         positions = torch.cat([torch.arange(item.position, item.position + item.span.length) for item in items])
         ends = [index for index, offset in enumerate(offsets.tolist()) if offset in plan.ends]
-        keep = torch.tensor(ends or [len(offsets) - 1], device=model.device)
+        keep = torch.tensor(ends or [len(offsets) - 1], device=device)
         # Logits of a whole context would take more room than its keys and values.
         keeps = model._supports_logits_to_keep()
         with cache.prefilling(items):
             output = model(
-                input_ids=plan.new_tokens[offsets][None].to(model.device),
-                position_ids=positions[None].to(model.device),
+                input_ids=plan.new_tokens[offsets][None].to(device),
+                position_ids=positions[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,

@@ -79,7 +79,8 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
         min_shared_tokens: Shortest common run, at any depth, that is worth a node of its own.
     """
     prompts = [group.tokens for group in groups]
-    known = [_longest_known(tokens, cache) for tokens in prompts]
+    stored_rows = [(path, cache.path_tokens(path)) for path in dict.fromkeys(cache.forest.paths)]
+    known = [_longest_known(tokens, stored_rows) for tokens in prompts]
     segment = len(cache.segment_tokens)
     paths: list[list[Span]] = [[] for _ in prompts]
     items: list[PrefillItem] = []
@@ -150,11 +151,11 @@ def _common_prefix(left: Tensor, right: Tensor) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _longest_known(tokens: Tensor, cache: SharedContextCache) -> tuple[Path, int]:
-    """The row of the cache that begins with the most of these tokens: its path, and how many."""
+def _longest_known(tokens: Tensor, stored_rows: Sequence[tuple[Path, Tensor]]) -> tuple[Path, int]:
+    """Of rows of a cache, paths with their tokens, the one that begins with the most of these: its path, how many."""
     best: tuple[Path, int] = ((), 0)
-    for path in dict.fromkeys(cache.forest.paths):
-        length = _common_prefix(tokens, cache.path_tokens(path))
+    for path, known in stored_rows:
+        length = _common_prefix(tokens, known)
         if length > best[1]:
             best = path, length
     return best

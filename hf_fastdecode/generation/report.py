@@ -21,6 +21,7 @@ class CallReport:
         prefilled_tokens: Tokens run through the model before the decode steps.
         layers: For each layer, what attended.
         context_width: Padded length of what the rows' nodes hold.
+        cache_id: ``id`` of the call's cache, while it runs.
         suffix_length: Tokens each row has appended.
         stored_tokens: Tokens in the nodes.
         bytes_per_token: Bytes of one token's keys and values in all layers.
@@ -34,6 +35,7 @@ class CallReport:
     prefilled_tokens: int = 0
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
+    cache_id: int = 0
     suffix_length: int = 0
     stored_tokens: int = 0
     bytes_per_token: int = 0

@@ -17,6 +17,7 @@ import logging
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -64,20 +65,22 @@ class Seams:
         setattr(model, STATE_ATTRIBUTE, self)
         for name, wrapper in _WRAPPERS.items():
             # A bound method follows a deep copy of the model, a closure over the model would not.
-            vars(model)[name] = types.MethodType(_wrapped(wrapper, getattr(type(model), name)), model)
+            vars(model)[name] = types.MethodType(_wrapped(wrapper, name, getattr(type(model), name)), model)
 
     def uninstall(self, model: PreTrainedModel) -> None:
-        """Put back what was there."""
+        """Put back what was there. A method that someone replaced since is theirs, and stays."""
         for name in _WRAPPERS:
+            if getattr(vars(model).get(name), "__func__", None) not in _OURS:
+                continue
             if name in self._saved:
                 vars(model)[name] = self._saved[name]
             else:
-                vars(model).pop(name, None)
+                del vars(model)[name]
         vars(model).pop(STATE_ATTRIBUTE, None)
 
     def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
         """The model's method as it was before `install`."""
-        return self._saved[name] if name in self._saved else getattr(type(model), name).__get__(model)
+        return self._saved[name] if name in self._saved else types.MethodType(getattr(type(model), name), model)
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
@@ -114,11 +117,11 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    with active(_configs(model), cache.longest_row(queries)):
+    with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
         output = original(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
-    if seams.last_call is not None and seams.last_call.path == "shared":
+    if seams.last_call is not None and seams.last_call.cache_id == id(cache):
         seams.last_call.observe(cache)
     return output
 
@@ -177,17 +180,19 @@ def _shared_prefill(
 ) -> ModelOutput | None:
     """The rows' first logits, with the cache to go on with; None, and the reason told, to run stock."""
     given = model_kwargs.get("past_key_values")
-    given = given if isinstance(given, SharedContextCache) else None
+    given = given if isinstance(given, SharedContextCache) and given.layers else None
     mask = model_kwargs.get("attention_mask")
     reason = input_reason(input_ids, mask, model_kwargs.get("position_ids"))
     if reason is not None:
         _stock(seams, call, reason, given)
         return None
 
+    if given is not None:
+        _check_shape(model, given)
     options, width = seams.options, input_ids.shape[1]
     groups = group_prompts(input_ids, mask)
     max_suffix = generation_config.max_length - width
-    cache = (given or SharedContextCache()).fork(max_suffix=max_suffix, backend=options.backend)
+    cache = (SharedContextCache() if given is None else given).fork(max_suffix=max_suffix, backend=options.backend)
     plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
     if given is not None and not all(plan.known_lengths):
         raise ValueError(
@@ -210,7 +215,7 @@ def _shared_prefill(
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
     call.rows, call.padded_length, call.forest = len(input_ids), input_ids.shape[1], repr(plan.forest)
-    call.context_width = width
+    call.context_width, call.cache_id = width, id(cache)
     call.prefilled_tokens, call.stored_tokens = len(plan.new_tokens), plan.forest.stored_tokens
     at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
     try:
@@ -231,6 +236,23 @@ def _shared_prefill(
     )
 
 
+def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
+    """Refuse a cache that another model's layers filled, as far as shapes tell."""
+    config = model.config.get_text_config(decoder=True)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
+            "hf_fastdecode.prefill(model, ...) of this model"
+        )
+    keys = next(iter(cache.layers[0].segments.values())).keys
+    kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
+    if keys.shape[0] != kv_heads or keys.dtype != model.dtype:
+        raise ValueError(
+            f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; make "
+            "it with hf_fastdecode.prefill(model, ...) of this model"
+        )
+
+
 def _stock(
     seams: Seams, call: CallReport, reason: str, given: SharedContextCache | None, level: int = logging.WARNING
 ) -> None:
@@ -239,16 +261,20 @@ def _stock(
     seams.tell(call, reason, level)
 
 
-def _wrapped(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(wrapper: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method that calls `wrapper` and looks like `original`: generate reads signatures."""
 
     @functools.wraps(original)
     def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if STATE_ATTRIBUTE not in vars(self):  # disabled, but another hook on the instance kept this method
+            return original(self, *args, **kwargs)
         return wrapper(self, *args, **kwargs)
 
+    _OURS.add(method)
     return method
 
 
+_OURS: WeakSet[Callable[..., Any]] = WeakSet()
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,

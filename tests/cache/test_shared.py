@@ -207,3 +207,30 @@ def test_tokens_of_an_unknown_origin_cannot_be_matched(model):
         model(inputs_embeds=embeds, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
         with pytest.raises(ValueError, match="holds 5 suffix tokens but knows the ids of 0"):
             cache.fork()
+
+
+def test_a_fork_of_one_row_is_a_copy_too(model):
+    with fd.enabled(model), torch.no_grad():
+        cache, stock = fd.prefill(model, PROMPTS[:1]), DynamicCache(config=model.config)
+        model(PROMPTS[:1], past_key_values=stock)
+        for each in (cache, stock):
+            step(model, each, 1)
+        fork = cache.fork()
+        cache.crop(-1)
+        other = torch.full((1, 1), 50)
+        model(other, past_key_values=cache, position_ids=torch.full((1, 1), 40))
+        assert_same(model, fork, stock, rows=1)
+
+
+def test_a_failed_forward_leaves_no_layer_ahead(model, pair):
+    shared, stock = pair
+
+    def fail(module, args):
+        raise RuntimeError("on purpose")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        step(model, shared, 3)
+    hook.remove()
+    assert [layer.suffix_length for layer in shared.layers] == [5, 5]
+    assert_same(model, shared, stock, rows=3)

@@ -340,6 +340,61 @@ def test_encoder_decoder_runs_stock():
     assert torch.equal(shared, stock)
 
 
+def test_latent_attention_runs_stock():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "first_k_dense_replace": 2}
+    config = DeepseekV3Config(vocab_size=VOCABULARY, **sizes, **ranks, pad_token_id=0, eos_token_id=None)
+    stock, shared, call = both(DeepseekV3ForCausalLM(config).eval(), lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "latent" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_attention_that_takes_the_cache_for_a_tensor_runs_stock():
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = DiffLlamaConfig(vocab_size=VOCABULARY, intermediate_size=64, **sizes, pad_token_id=0, eos_token_id=None)
+    stock, shared, call = both(DiffLlamaForCausalLM(config).eval(), lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "are not tensors" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_attention_that_scales_with_the_cache_runs_stock():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16}
+    config = Llama4TextConfig(vocab_size=VOCABULARY, **sizes, no_rope_layers=[0, 0], floor_scale=8, pad_token_id=0)
+    model = Llama4ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    stock, shared, call = both(model, lambda: SAMPLING, ragged_prompts(60, 75, shared=40))
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+
+
+def test_autocast_runs_stock(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+
+
+def test_a_cache_of_another_model_is_an_error(model):
+    other = tiny_model("llama-mqa")
+    with fd.enabled(other), fd.enabled(model):
+        cache = fd.prefill(other, PROMPT)
+        with pytest.raises(ValueError, match=r"the cache holds 1 KV heads in torch\.float32, the model has 2"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+
+
 def test_training_mode_with_dropout_runs_stock():
     model = tiny_model("gpt2").train()
     stock, shared, call = both(model, lambda: SAMPLING)
@@ -449,6 +504,9 @@ def test_prefill_refuses_what_is_no_prompt(model):
     with fd.enabled(model):
         with pytest.raises(ValueError, match=r"\[prompts, length\]"):
             fd.prefill(model, PROMPT["input_ids"][0])
+        for inputs in ({"ids": PROMPT["input_ids"]}, "text", PROMPT["input_ids"].float()):
+            with pytest.raises(ValueError, match="tokenizer"):
+                fd.prefill(model, inputs)
         with pytest.raises(ValueError, match="padding_side='left'"):
             fd.prefill(model, {"input_ids": PROMPT["input_ids"], "attention_mask": PROMPT["attention_mask"] * 0})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,14 +39,31 @@ class Config:
     overlap: bool = True
 
 
-def choose_config(packed: int, head_dim: int, *, overlap: bool) -> Config:
-    """Launch parameters for nodes whose widest has `packed` queries for a KV head."""
+def choose_config(packed: int, head_dim: int, *, overlap: bool, shared_memory: int = 227 * 1024) -> Config:
+    """Launch parameters, as measured on an H200, shrunk to what a program can hold elsewhere.
+
+    Args:
+        packed: Packed queries of the widest node for a KV head.
+        head_dim: Numbers per head.
+        overlap: Whether the device can overlap the two launches.
+        shared_memory: Bytes that a program may take.
+    """
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    if head_dim > 128:  # a tile of keys and values takes twice the shared memory
-        return Config(min(block_m, 64), block_n=32, stages=2, overlap=overlap)
     if block_m == 128:
-        return Config(128, warps=8, per_sm=1, overlap=overlap)
-    return Config(block_m, overlap=overlap)
+        config = Config(128, warps=8, per_sm=1, overlap=overlap)
+    else:
+        config = Config(block_m, overlap=overlap)
+
+    def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
+        return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
+
+    while needed() > shared_memory and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    while needed() > shared_memory and config.block_n > 32:
+        config = replace(config, block_n=config.block_n // 2)
+    if head_dim > 128:  # the accumulator fills the registers
+        config = replace(config, block_m=min(64, config.block_m), warps=8 if config.block_m > 32 else 4)
+    return config
 
 
 def forest_decode(
@@ -126,7 +143,7 @@ def forest_decode(
             **pdl,
         )
     each = group * queries
-    suffix_and_merge[(kv_heads, rows)](
+    suffix_and_merge[(rows * kv_heads,)](
         query,
         new_keys,
         new_values,
@@ -142,6 +159,7 @@ def forest_decode(
         out,
         lse if lse is not None else out,
         rows,
+        kv_heads,
         scale,
         soft_cap or 0.0,
         *query.stride()[:3],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -13,13 +14,20 @@ MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
 
 
-def refusal(keys: Tensor, values: Tensor) -> str | None:
-    """Why `forest_decode` cannot append these, or None when it can.
+def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor]) -> str | None:
+    """Why `forest_decode` cannot take these, or None when it can.
 
     Args:
+        query: ``[rows, heads, queries, head_dim]``.
         keys: New keys ``[rows, kv_heads, queries, head_dim]``.
         values: New values.
+        stored: Keys of the suffixes and of the segments that nodes lie in.
     """
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad):
+        return "it computes no gradients; call it under torch.no_grad()"
+    others = {(part.dtype, part.device) for part in (query, keys, values, *stored)}
+    if len(others) > 1:  # it reads raw memory, which it would take for the query's dtype
+        return f"query, keys and values need one dtype and device, got {', '.join(sorted(map(str, others)))}"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not _installed():
         return "triton is not installed"
@@ -48,6 +56,15 @@ def _installed() -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can take on a CUDA device; what an H200 has where Triton interprets."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 @lru_cache

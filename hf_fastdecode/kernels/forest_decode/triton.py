@@ -109,22 +109,21 @@ def node_partials(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         whole = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
-        for start in tl.range(first * BLOCK_N, whole * BLOCK_N, BLOCK_N, num_stages=STAGES):
-            at = (start + tl.arange(0, BLOCK_N))[:, None] * HEAD_DIM + dims[None, :]
+        tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
+        step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # a node may hold more numbers than 32 bits count
+        for key_tile in tl.range(first, whole, num_stages=STAGES):
             if HEAD_DIM == BLOCK_D:
-                k = tl.load(keys + at)
-                v = tl.load(values + at)
+                k = tl.load(keys + key_tile * step + tile_at)
+                v = tl.load(values + key_tile * step + tile_at)
             else:
-                k = tl.load(keys + at, mask=in_dim[None, :], other=0.0)
-                v = tl.load(values + at, mask=in_dim[None, :], other=0.0)
+                k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
+                v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
             scores = _scores(q, k, factor, scale, soft_cap, SOFT_CAP)
             top, total, acc = _see(scores, v, top, total, acc, element)
         if whole < last:
-            token = whole * BLOCK_N + tl.arange(0, BLOCK_N)
-            seen = token < length
-            at = token[:, None] * HEAD_DIM + dims[None, :]
-            k = tl.load(keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-            v = tl.load(values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            seen = whole * BLOCK_N + tl.arange(0, BLOCK_N) < length
+            k = tl.load(keys + whole * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            v = tl.load(values + whole * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
             scores = _scores(q, k, factor, scale, soft_cap, SOFT_CAP)
             top, total, acc = _see(tl.where(seen[None, :], scores, -float("inf")), v, top, total, acc, element)
 
@@ -151,6 +150,7 @@ def suffix_and_merge(
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
     rows,
+    kv_heads,
     scale,
     soft_cap,
     query_row_stride,
@@ -174,8 +174,8 @@ def suffix_and_merge(
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
+    head = tl.program_id(0) % kv_heads
+    row = tl.program_id(0) // kv_heads
     element = query.dtype.element_ty
     each: tl.constexpr = GROUP * QUERIES
     dims = tl.arange(0, BLOCK_D)
@@ -193,7 +193,7 @@ def suffix_and_merge(
     top = tl.full([BLOCK_P], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_P], tl.float32)
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    base = row64 * suffix_row_stride + head * suffix_head_stride
+    base = row64 * suffix_row_stride + head.to(tl.int64) * suffix_head_stride
     fresh = row64 * new_row_stride + head * new_head_stride
     for index in tl.static_range(QUERIES):
         new_key = tl.load(new_keys + fresh + index * new_stride + dims, mask=in_dim, other=0.0)
@@ -269,7 +269,7 @@ def suffix_and_merge(
                     top = new_top
 
     result = acc / total[:, None]
-    destination = (row64 * tl.num_programs(0) * GROUP + query_head) * QUERIES + position
+    destination = (row64 * kv_heads * GROUP + query_head) * QUERIES + position
     tl.store(
         out + destination[:, None] * HEAD_DIM + dims[None, :],
         result.to(element),
