@@ -16,15 +16,16 @@ def test_architectures_listed_are_the_tested_ones():
     assert names == sorted({model_type for model_type, _ in ARCHITECTURES.values()})
 
 
-def test_the_embedded_example_runs():
-    example = next(
-        block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "load_embedded" in block
-    )
+def test_the_examples_on_the_embedded_model_run():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first = next(index for index, block in enumerate(blocks) if "load_embedded" in block)
     torch.manual_seed(0)
     names: dict = {}
-    exec(example, names)
+    for block in blocks[first:]:
+        exec(block, names)
     assert len(names["completions"]) == 8
     assert len(set(names["completions"])) > 1
+    assert names["out"].shape[0] == 4
 
 
 def test_links_lead_somewhere():

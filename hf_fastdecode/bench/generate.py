@@ -254,7 +254,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
     repeats: Annotated[int, typer.Option(help="Timed runs of each call.", min=1)] = 3,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = RESULTS / "generate.csv",
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/generate.csv"),
 ) -> None:
     """Measure generate at every point of every shape, stock beside shared."""
     cases = [Case(name, *_point(text), new_tokens, dtype) for name in shape for text in point]

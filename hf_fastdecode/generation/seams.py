@@ -248,8 +248,8 @@ def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
     kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
     if keys.shape[0] != kv_heads or keys.dtype != model.dtype:
         raise ValueError(
-            f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; make "
-            "it with hf_fastdecode.prefill(model, ...) of this model"
+            f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; "
+            "make it with hf_fastdecode.prefill(model, ...) of this model"
         )
 
 

@@ -224,7 +224,7 @@ def main() -> None:
     print(json.dumps({**asdict(settings), "corpus_tokens": packer.total, "parameters": parameters}), flush=True)
     with (
         tqdm(total=steps, initial=trainer.step, unit="step", mininterval=10) as bar,
-        (args.out / "log.jsonl").open("a") as log,
+        (args.out / "log.jsonl").open("a", buffering=1) as log,
     ):
         while trainer.step < steps:
             code_loss = trainer.advance()

@@ -18,8 +18,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _soft_cap(scores, cap):
-    """``cap * tanh(scores / cap)``, by the logistic function."""
-    return cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / cap)) - 1.0)
+    """``cap * tanh(scores / cap)``: near 0 by its series, where the logistic function would lose digits."""
+    x = scores / cap
+    far = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    y = x * x
+    tail = 62.0 / 2835.0 - y * (1382.0 / 155925.0)
+    near = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0 - y * tail))))
+    return cap * tl.where(y < 0.16, near, far)
 
 
 @triton.jit
