@@ -22,6 +22,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.shared import cache_bytes
 
 from .rows import provenance, write_rows
 from .shapes import SHAPES, random_model
@@ -97,7 +99,8 @@ def measure(model: PreTrainedModel, case: Case, way: str, repeats: int) -> Measu
         ms_per_step_p80=steps[round(0.8 * (len(steps) - 1))],
         total_s=statistics.median(whole),
         kv_bytes=kv_bytes,
-        floor_kv_bytes=(case.context + case.samples * case.new_tokens) * _kv_bytes_per_token(model),
+        floor_kv_bytes=(case.context + case.samples * case.new_tokens)
+        * KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
         peak_bytes=peak_bytes,
         embedded_tokens=embedded,
     )
@@ -211,22 +214,10 @@ def _footprint(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, in
     finally:
         hook.remove()
     if not cuda:
-        return _counted_bytes(cache), None, sum(counted)
+        return cache_bytes(cache), None, sum(counted)
     peak = torch.cuda.max_memory_allocated(model.device) - before
     gc.collect()
     return torch.cuda.memory_allocated(model.device) - before, peak, sum(counted)
-
-
-def _counted_bytes(cache: Any) -> int:
-    if isinstance(cache, fd.SharedContextCache):
-        return cache.nbytes.allocated
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _kv_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
 def _synchronize(device: torch.device) -> None:

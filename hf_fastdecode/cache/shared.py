@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -254,3 +254,10 @@ class SharedContextCache(Cache):
 
     def __repr__(self) -> str:
         return f"SharedContextCache({self.forest!r}, suffix_length={self.suffix_length}, layers={len(self.layers)})"
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes allocated for the keys and values of a transformers cache, or of a shared-context one."""
+    if isinstance(cache, SharedContextCache):
+        return cache.nbytes.allocated
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

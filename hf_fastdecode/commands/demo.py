@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.assets import Task, embedded_tasks, few_shot_prompt, fewshot_tasks
-from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.evals.check import CheckResult, check_many
 
 from .completions import Completion, Draw, draw, encode, end_tokens_of, read_completions
@@ -226,13 +226,6 @@ def _embedded_tokens(model: Any) -> Iterator[Callable[[], int]]:
 
 def _side(path: str, reason: str, prompt_tokens: int, drawn: Draw) -> Side:
     return Side(path, reason, prompt_tokens, cache_bytes(drawn.cache), drawn.first_token_s, drawn.total_s)
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for the keys and values of a transformers cache, or of a shared-context one."""
-    if isinstance(cache, SharedContextCache):
-        return cache.nbytes.allocated
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _rank(completions: Sequence[Completion], task: Task, progress: bool) -> list[Candidate]:
