@@ -71,7 +71,7 @@ def demo(
     temperature: Annotated[float, typer.Option(help="Divides the logits; above 0.")] = TEMPERATURE,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of this probability; 1 is off.")] = TOP_P,
     seed: Annotated[int, typer.Option(help=_SEED_HELP)] = 0,
-    task_id: Annotated[int | None, typer.Option(help="One of the embedded tasks.", show_default="the first")] = None,
+    task_id: Annotated[int | None, typer.Option(help="One of the embedded tasks.", show_default="127")] = None,
     best: Annotated[int, typer.Option(help="Completions to show, best mean log-probability first.")] = 5,
     device: Annotated[str, typer.Option(help=_DEVICE_HELP)] = "auto",
 ) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.commands.completions import Completion
-from hf_fastdecode.commands.demo import _rank, check_same, pick_task, run_demo
+from hf_fastdecode.commands.demo import DEFAULT_TASK, _rank, check_same, pick_task, run_demo
 from hf_fastdecode.commands.errors import CommandError
 from hf_fastdecode.commands.sampling import Sampling
 
@@ -65,7 +65,8 @@ def test_candidates_are_distinct_ranked_and_checked():
 
 def test_tasks_and_shots():
     first, other = embedded_tasks()[0], embedded_tasks()[7]
-    assert pick_task(None, 3) == first
+    assert pick_task(None, 3)["task_id"] == DEFAULT_TASK
+    assert pick_task(first["task_id"], 3) == first
     assert pick_task(other["task_id"], 0) == other
     with pytest.raises(CommandError, match="there is no task 99999; the embedded tasks have ids from"):
         pick_task(99999, 3)
