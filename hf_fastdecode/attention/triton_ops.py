@@ -39,21 +39,43 @@ class NodeTable:
         forest: The nodes.
         segments: Where their tokens are stored.
         device: The layer's device.
+
+    Attributes:
+        addresses: ``[3, nodes]`` int64, as `forest_decode` takes them.
     """
 
     def __init__(self, forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], device: torch.device):
         self.forest = forest
-        views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
-        addresses = [
-            [view.keys.data_ptr() for view in views],
-            [view.values.data_ptr() for view in views],
-            [view.keys.stride(0) for view in views],
-        ]
-        self.keys, self.values, self.strides = torch.tensor(addresses, dtype=torch.int64).to(device)
+        self.addresses = torch.tensor(node_addresses(forest, segments), dtype=torch.int64).to(device)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Addresses mean nothing in a copy of the cache, whose tensors lie elsewhere: a copy of a table is None.
         return type(None), ()
+
+
+class SuffixTable:
+    """Device addresses of one layer's suffixes, ``[4]`` int64 in `addresses`, as `forest_decode` takes them."""
+
+    def __init__(self, suffix: Segment):
+        self.keys = suffix.keys
+        self.addresses = torch.tensor(suffix_addresses(suffix), dtype=torch.int64).to(suffix.keys.device)
+
+    __reduce__ = NodeTable.__reduce__
+
+
+def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment]) -> list[list[int]]:
+    """Of each node: addresses of its keys, of its values, and elements from one KV head to the next."""
+    views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
+    return [
+        [view.keys.data_ptr() for view in views],
+        [view.values.data_ptr() for view in views],
+        [view.keys.stride(0) for view in views],
+    ]
+
+
+def suffix_addresses(suffix: Segment) -> list[int]:
+    """Addresses of the suffixes' keys and values, and elements from one row and from one KV head to the next."""
+    return [suffix.keys.data_ptr(), suffix.values.data_ptr(), *suffix.keys.stride()[:2]]
 
 
 class ForestTables:
@@ -63,6 +85,7 @@ class ForestTables:
         self._forest: Forest | None = None
         self._schedules: dict[tuple[object, ...], tuple[object, object]] = {}
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
+        self._slots: dict[torch.device, Tensor] = {}
 
     def lengths(self, rows: int, before: int, device: torch.device) -> Tensor:
         """``[rows]`` int32 on the device, all `before`: filled once a step, for the first layer that asks."""
@@ -74,13 +97,19 @@ class ForestTables:
         self._lengths[device] = before, tensor
         return tensor
 
+    def slots(self, rows: int, device: torch.device) -> Tensor:
+        """``[rows]`` int32 on the device: every row's suffix lies in its own place."""
+        if device not in self._slots or len(self._slots[device]) != rows:
+            self._slots[device] = torch.arange(rows, dtype=torch.int32, device=device)
+        return self._slots[device]
+
     def attend(
         self,
         query: Tensor,
         new_keys: Tensor,
         new_values: Tensor,
         nodes: NodeTable,
-        suffix: Segment,
+        suffix: SuffixTable,
         before: int,
         scale: float,
         softcap: float | None,
@@ -92,7 +121,7 @@ class ForestTables:
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
             nodes: This layer's nodes.
-            suffix: ``[rows, kv_heads, capacity, head_dim]`` each, with room for the new tokens.
+            suffix: This layer's suffixes, with room for the new tokens.
             before: Tokens in every suffix.
             scale: Factor on the scores.
             softcap: Soft cap on the scores, if any.
@@ -114,11 +143,9 @@ class ForestTables:
                 query,
                 new_keys,
                 new_values,
-                nodes.keys,
-                nodes.values,
-                nodes.strides,
-                suffix.keys,
-                suffix.values,
+                nodes.addresses,
+                suffix.addresses,
+                self.slots(rows, query.device),
                 self.lengths(rows, before, query.device),
                 schedule,
                 config,

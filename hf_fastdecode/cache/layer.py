@@ -82,6 +82,7 @@ class SharedContextLayer(CacheLayerMixin):
         self.suffix: Segment | None = None
         self.suffix_length = 0
         self.nodes: triton_ops.NodeTable | None = None
+        self.own: triton_ops.SuffixTable | None = None
         self.ran: dict[str, str] = {}  # for reports: phase -> what computed it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -213,7 +214,7 @@ class SharedContextLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.segments, self.suffix, self.suffix_length, self.is_initialized = {}, None, 0, False
-        self.nodes = None
+        self.nodes = self.own = None
 
     def offload(self) -> None:
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
@@ -233,8 +234,10 @@ class _DecodeKV(SharedKV):
             if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
                 self.layer.ran["decode"] = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton"
-            tables, nodes = self.layer.state.tables, self.layer.nodes
-            out = tables.attend(query, self.keys, self.values, nodes, kv.suffix, self.before, scale, softcap)
+            if self.layer.own is None or self.layer.own.keys is not kv.suffix.keys:
+                self.layer.own = triton_ops.SuffixTable(kv.suffix)
+            tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
+            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scale, softcap)
             return out.transpose(1, 2)
         after = self.before + self.keys.shape[2]
         kv.suffix.keys[:, :, self.before : after] = self.keys

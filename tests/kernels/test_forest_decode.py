@@ -13,7 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.triton_ops import NodeTable
+from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
 from hf_fastdecode.kernels.forest_decode.limits import multiprocessors, refusal
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
@@ -21,12 +21,20 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
-from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule, needed_capacity
 
 INTERPRETED = not torch.cuda.is_available()
 
 
-def decode(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None):
+def decode(
+    query: Tensor,
+    kv: ForestKV,
+    *,
+    softcap: float | None = None,
+    config: Config | None = None,
+    slots: Tensor | None = None,
+    capacity: Capacity | None = None,
+):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
@@ -36,6 +44,11 @@ def decode(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config:
     index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
     new = [part.gather(2, index) for part in kv.suffix]
     suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
+    slots = torch.arange(rows, dtype=torch.int32, device=query.device) if slots is None else slots
+    taking = slots >= 0
+    stored = Segment(*(torch.full_like(part, torch.nan) for part in suffix))
+    for whole, part in zip(stored, suffix, strict=True):
+        whole[slots[taking].long()] = part[taking]
     widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
     config = config or choose_config(widest, head_dim, overlap=query.is_cuda)
     schedule = make_schedule(
@@ -47,15 +60,14 @@ def decode(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config:
         block_n=config.block_n,
         programs=config.per_sm * multiprocessors(query.device),
         device=query.device,
+        capacity=capacity,
     )
-    nodes = NodeTable(kv.forest, kv.segments, query.device)
     out, lse = forest_decode(
         query,
         *new,
-        nodes.keys,
-        nodes.values,
-        nodes.strides,
-        *suffix,
+        NodeTable(kv.forest, kv.segments, query.device).addresses,
+        SuffixTable(stored).addresses,
+        slots,
         before,
         schedule,
         config,
@@ -63,8 +75,9 @@ def decode(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config:
         soft_cap=softcap,
         return_lse=True,
     )
-    for written, part in zip(suffix, new, strict=True):
-        assert torch.equal(written.gather(2, index), part), "the new tokens were not appended"
+    for whole, part in zip(stored, new, strict=True):
+        written = whole[slots[taking].long()].gather(2, index[taking])
+        assert torch.equal(written, part[taking]), "the new tokens were not appended"
     return out, lse
 
 
@@ -138,6 +151,34 @@ def test_interpreted_in_fp32(block_m):
     assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
+    """What a captured graph changes between steps: storage slots, idle rows, tables wider than the work."""
+    device = "cpu" if INTERPRETED else "cuda"
+    rng = random.Random(seed)
+    forest = random_forest(rng, 6, 2, longest=90)
+    query, kv = make_inputs(
+        forest, 9, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device, seed=seed, queries=1
+    )
+    config = Config(16, block_n=16, suffix_block_n=16, merge=2, overlap=not INTERPRETED)
+    slots = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).int().to(device)
+    oracle, oracle_lse = reference.forest_attention(query, kv)
+    shapes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
+    needed = needed_capacity(shapes, kv_heads=2, queries=2, block_m=16)
+    room = Capacity(needed.depths + 1, needed.nodes + 3, needed.units + 5)
+    out, lse = decode(query, kv, config=config, slots=slots, capacity=room)
+    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
+    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+
+    slots[2] = slots[5] = -1
+    fewer, fewer_lse = decode(query, kv, config=config, slots=slots, capacity=room)
+    taking = slots >= 0
+    assert torch.equal(fewer[taking], out[taking])
+    assert torch.equal(fewer_lse[taking], lse[taking])
+    assert not fewer[~taking].any()
+    assert (fewer_lse[~taking] == -torch.inf).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", range(25))
 def test_random_forests_on_a_gpu(block):
@@ -166,12 +207,21 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
     forest = random_forest(rng, rows, rng.randint(0, 3), longest=rng.choice((3, 200)))
     nodes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
     sizes = {"kv_heads": kv_heads, "queries": queries, "block_m": 16, "block_n": rng.choice((16, 32))}
-    schedule = make_schedule(nodes, rows, **sizes, programs=rng.randint(1, 50), device="cpu")
+    needed = needed_capacity(nodes, kv_heads=kv_heads, queries=queries, block_m=16)
+    fixed = seed % 2 == 1  # tables of a fixed size, as a captured graph has them
+    room = Capacity(needed.depths + seed % 3, needed.nodes, needed.units + seed % 5) if fixed else None
+    schedule = make_schedule(nodes, rows, **sizes, programs=rng.randint(1, 50), device="cpu", capacity=room)
     pieces, slots = schedule.pieces.tolist(), schedule.unit_slots.tolist()
+    if fixed:
+        assert len(pieces) == schedule.programs + room.units
+        assert len(slots) == room.units + 1
+        assert len(schedule.row_units) == room.depths
 
     done, tiles_of_program, seen = set(), [], []
     for program in range(schedule.programs if pieces else 0):
-        tiles, row = 0, program
+        tiles, row = 0, program if pieces[program][0] >= 0 else -1
+        if fixed and row < 0:
+            continue
         while row >= 0:
             node, head, query_tile, first, last, length, row_start, row_count, slot, row_next = pieces[row][:10]
             assert (length, row_start, row_count) == (nodes[node].length, *nodes[node][1:3])
@@ -190,10 +240,10 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
         for query_tile in range(-(-node.row_count * queries // 16))
         for tile in range(-(-node.length // sizes["block_n"]))
     }
-    assert sorted(seen) == list(range(len(pieces)))
-    if pieces:
+    assert sorted(seen) == list(range(sum(piece[0] >= 0 for piece in pieces)))
+    if tiles_of_program:
         assert max(tiles_of_program) - min(tiles_of_program) <= 1
-        assert schedule.programs == 1 or min(tiles_of_program) >= 2
+        assert len(tiles_of_program) == 1 or min(tiles_of_program) >= 2
 
     # Every row finds, for every node and query, the slots of exactly that work.
     of_slot = {piece[8]: tuple(piece[:3]) for piece in pieces}

@@ -70,12 +70,10 @@ def forest_decode(
     query: Tensor,
     new_keys: Tensor,
     new_values: Tensor,
-    node_keys: Tensor,
-    node_values: Tensor,
-    node_strides: Tensor,
-    suffix_keys: Tensor,
-    suffix_values: Tensor,
-    suffix_lengths: Tensor,
+    nodes: Tensor,
+    suffix: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
     schedule: Schedule,
     config: Config,
     *,
@@ -85,18 +83,20 @@ def forest_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
 
-    Query ``j`` sees its row's nodes, the suffix as it was, and new tokens ``0..j``.
+    Query ``j`` sees its row's nodes, the suffix as it was, and new tokens ``0..j``. Nothing that differs between
+    steps, or between calls with as many rows, is an argument on the host: keys and values are found through device
+    addresses, so that a captured CUDA graph serves other prompts, lengths and storage.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
         new_values: The same shape and strides.
-        node_keys: ``[nodes]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``.
-        node_values: ``[nodes]`` int64, likewise.
-        node_strides: ``[nodes]`` int64: elements from one KV head to the next, in keys and in values.
-        suffix_keys: ``[rows, kv_heads, capacity, head_dim]`` contiguous; written at ``suffix_lengths``.
-        suffix_values: The same.
-        suffix_lengths: ``[rows]`` int32: tokens in each suffix before this step.
+        nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
+            values, and elements from one KV head to the next in both.
+        suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
+            values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
+        slots: ``[rows]`` int32: where in there each row's suffix lies; a row with -1 takes no part, its output is 0.
+        lengths: ``[rows]`` int32: tokens in each suffix before this step.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters; its blocks are the schedule's.
         scale: Factor on the scores.
@@ -108,7 +108,7 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]`` fp32.
     """
     rows, heads, queries, head_dim = query.shape
-    kv_heads = suffix_keys.shape[1]
+    kv_heads = new_keys.shape[1]
     group = heads // kv_heads
     out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
@@ -121,12 +121,11 @@ def forest_decode(
     if schedule.piece_count:
         node_partials[(schedule.programs,)](
             query,
-            node_keys,
-            node_values,
-            node_strides,
+            nodes,
             schedule.pieces,
             partial_out,
             partial_lse,
+            nodes.shape[1],
             scale,
             soft_cap or 0.0,
             *query.stride()[:3],
@@ -147,9 +146,9 @@ def forest_decode(
         query,
         new_keys,
         new_values,
-        suffix_keys,
-        suffix_values,
-        suffix_lengths,
+        suffix,
+        slots,
+        lengths,
         schedule.row_units,
         schedule.row_offsets,
         schedule.row_tiles,
@@ -164,7 +163,6 @@ def forest_decode(
         soft_cap or 0.0,
         *query.stride()[:3],
         *new_keys.stride()[:3],
-        *suffix_keys.stride()[:2],
         GROUP=group,
         QUERIES=queries,
         HEAD_DIM=head_dim,

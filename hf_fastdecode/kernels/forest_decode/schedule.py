@@ -42,12 +42,31 @@ PIECE = (
 """The columns of a row of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
 
 
+class Capacity(NamedTuple):
+    """Least sizes of a schedule's tables, so that another schedule can take their place in a captured graph.
+
+    Attributes:
+        depths: Levels of nodes.
+        nodes: Nodes, which the address tables hold.
+        units: Query tiles of nodes, over all KV heads.
+    """
+
+    depths: int = 0
+    nodes: int = 0
+    units: int = 0
+
+    def holds(self, other: Capacity) -> bool:
+        """Whether tables of this size take what needs `other`."""
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The tables that the kernels read, int32 on one device.
 
     Attributes:
-        pieces: ``[pieces, 16]``, columns `PIECE`: program ``i`` begins with row ``i`` and follows ``next``.
+        pieces: ``[pieces, 16]``, columns `PIECE`: program ``i`` begins with row ``i`` and follows ``next``. Node -1
+            marks a row without work.
         unit_slots: ``[units + 1]``: unit ``i`` left its partials in slots ``unit_slots[i] .. unit_slots[i + 1] - 1``.
         row_units: ``[depths, rows]``: the unit of KV head 0 that holds the row's first packed query; -1 without one.
         row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
@@ -72,6 +91,15 @@ class Schedule:
     def piece_count(self) -> int:
         return self.pieces.shape[0]
 
+    def copy_(self, other: Schedule) -> None:
+        """Take over another schedule's tables in place.
+
+        Args:
+            other: Made with the same capacity, rows, queries, blocks and programs.
+        """
+        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles"):
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+
 
 def make_schedule(
     nodes: Sequence[NodeShape],
@@ -83,6 +111,7 @@ def make_schedule(
     block_n: int,
     programs: int,
     device: torch.device | str,
+    capacity: Capacity | None = None,
 ) -> Schedule:
     """Cut the work over these nodes into shares.
 
@@ -95,8 +124,9 @@ def make_schedule(
         block_n: Keys of a tile.
         programs: Most programs to launch; fewer when the work would leave them under two tiles each.
         device: Where the tables go.
+        capacity: When given, the tables' sizes depend on it and not on the nodes, and all programs are launched.
     """
-    depths = max((node.depth for node in nodes), default=-1) + 1
+    depths = max(depths_of(nodes), capacity.depths if capacity else 0)
     query_tiles = np.array([-(-node.row_count * queries // block_m) for node in nodes], dtype=np.int64)
     key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
     units_of_node = kv_heads * query_tiles
@@ -106,19 +136,24 @@ def make_schedule(
     unit_start = np.concatenate([[0], np.cumsum(key_tiles[unit_node])]).astype(np.int64)
 
     total = int(unit_start[-1])
-    programs = max(1, min(programs, total // 2))
-    share_start = np.arange(programs + 1, dtype=np.int64) * total // programs
+    shares = max(1, min(programs, total // 2))
+    share_start = np.arange(shares + 1, dtype=np.int64) * total // shares
     cuts = np.union1d(unit_start, share_start)
     begin, end = cuts[:-1], cuts[1:]
     unit = np.searchsorted(unit_start, begin, side="right") - 1
     share = np.searchsorted(share_start, begin, side="right") - 1
     # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
+    launched, room, unit_room = shares if len(begin) else 0, len(begin), len(unit_start)
+    if capacity is not None:
+        launched, room, unit_room = programs, programs + capacity.units, capacity.units + 1
+        if capacity.units < unit_base[-1]:
+            raise ValueError(f"{int(unit_base[-1])} units do not fit a capacity of {capacity.units}")
     is_first = np.diff(share, prepend=-1) > 0
     row_of_slot = np.empty(len(begin), dtype=np.int64)
     row_of_slot[is_first] = np.arange(is_first.sum())
-    row_of_slot[~is_first] = is_first.sum() + np.arange((~is_first).sum())
+    row_of_slot[~is_first] = launched + np.arange((~is_first).sum())
     follows = np.append(share[1:] == share[:-1], False) if len(share) else np.zeros(0, dtype=bool)
-    pieces = np.zeros((len(begin), 16), dtype=np.int64)
+    pieces = np.full((room, 16), -1, dtype=np.int64)
     if len(begin):
         node = unit_node[unit]
         tiles = query_tiles[node]
@@ -146,17 +181,31 @@ def make_schedule(
         row_units[shape.depth, own] = unit_base[index] + offsets // block_m
         row_tiles[shape.depth, own] = query_tiles[index]
 
+    unit_slots = np.zeros(unit_room, dtype=np.int64)
+    unit_slots[: len(unit_start)] = np.searchsorted(begin, unit_start)
+
     def table(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
     return Schedule(
         pieces=table(pieces),
-        unit_slots=table(np.searchsorted(begin, unit_start)),
+        unit_slots=table(unit_slots),
         row_units=table(row_units),
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
         queries=queries,
         block_m=block_m,
         block_n=block_n,
-        programs=programs,
+        programs=launched,
     )
+
+
+def depths_of(nodes: Sequence[NodeShape]) -> int:
+    """Levels of nodes."""
+    return max((node.depth for node in nodes), default=-1) + 1
+
+
+def needed_capacity(nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int) -> Capacity:
+    """What tables must hold for these nodes; arguments as for `make_schedule`."""
+    units = sum(kv_heads * -(-node.row_count * queries // block_m) for node in nodes)
+    return Capacity(depths_of(nodes), len(nodes), units)

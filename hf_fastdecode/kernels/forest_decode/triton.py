@@ -50,12 +50,11 @@ def _scores(query, keys, factor, scale, soft_cap, SOFT_CAP: tl.constexpr):
 @triton.jit
 def node_partials(
     query,  # [rows, heads, queries, head_dim]
-    node_keys,  # [nodes] int64: address of a node's first key
-    node_values,  # [nodes] int64
-    node_strides,  # [nodes] int64: elements from one KV head to the next
+    nodes,  # [3, node_capacity] int64: addresses of a node's keys, of its values, elements between its KV heads
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, natural log
+    node_capacity,
     scale,
     soft_cap,
     query_row_stride,
@@ -81,6 +80,8 @@ def node_partials(
         # Dependents may start once every program is here; they read what earlier kernels wrote, so those must be done.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if tl.load(pieces + piece * 16) < 0:  # the grid is wider than the work
+        return
     while piece >= 0:
         # Everything but the addresses stands in the piece's own row: fewer loads wait for each other.
         entry = pieces + piece * 16
@@ -94,9 +95,11 @@ def node_partials(
         row_count = tl.load(entry + 7)
         slot = tl.load(entry + 8)
         piece = tl.load(entry + 9)
-        stride = tl.load(node_strides + node)
-        keys = tl.multiple_of(tl.cast(tl.load(node_keys + node), tl.pointer_type(element)) + head * stride, 16)
-        values = tl.multiple_of(tl.cast(tl.load(node_values + node), tl.pointer_type(element)) + head * stride, 16)
+        stride = tl.load(nodes + 2 * node_capacity + node)
+        keys = tl.cast(tl.load(nodes + node), tl.pointer_type(element)) + head * stride
+        values = tl.cast(tl.load(nodes + node_capacity + node), tl.pointer_type(element)) + head * stride
+        keys = tl.multiple_of(keys, 16)
+        values = tl.multiple_of(values, 16)
 
         # Packed query i belongs to row i // each; its head and position within the row are i % each.
         packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -143,9 +146,9 @@ def suffix_and_merge(
     query,  # [rows, heads, queries, head_dim]
     new_keys,  # [rows, kv_heads, queries, head_dim]
     new_values,
-    suffix_keys,  # [rows, kv_heads, capacity, head_dim]
-    suffix_values,
-    suffix_lengths,  # [rows] int32: tokens before the new ones
+    suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
+    slots,  # [rows] int32: where a row's suffix is stored; -1 for a row that takes no part
+    lengths,  # [rows] int32: tokens in a row's suffix before the new ones
     row_units,  # [depths, rows] int32: the unit of KV head 0 that holds the row's first query, or -1
     row_offsets,  # [depths, rows] int32: the row's first query within its node's packed queries
     row_tiles,  # [depths, rows] int32: query tiles of the row's node
@@ -164,8 +167,6 @@ def suffix_and_merge(
     new_row_stride,
     new_head_stride,
     new_stride,
-    suffix_row_stride,
-    suffix_head_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -190,20 +191,30 @@ def suffix_and_merge(
     position = within % QUERIES
     query_head = head * GROUP + within // QUERIES
     row64 = row.to(tl.int64)
+    destination = (row64 * kv_heads * GROUP + query_head) * QUERIES + position
+    slot = tl.load(slots + row)
+    if slot < 0:
+        nothing = tl.zeros([BLOCK_P, BLOCK_D], element)
+        tl.store(out + destination[:, None] * HEAD_DIM + dims[None, :], nothing, mask=real[:, None] & in_dim[None, :])
+        if LSE:
+            tl.store(out_lse + destination, tl.full([BLOCK_P], -float("inf"), tl.float32), mask=real)
+        return
     where = row64 * query_row_stride + query_head * query_head_stride + position * query_stride
     q = tl.load(query + where[:, None] + dims[None, :], mask=real[:, None] & in_dim[None, :], other=0.0)
-    before = tl.load(suffix_lengths + row)
+    before = tl.load(lengths + row)
 
     # The new tokens go to the end of the suffix; their own keys and values are used from where they are.
     top = tl.full([BLOCK_P], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_P], tl.float32)
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    base = row64 * suffix_row_stride + head.to(tl.int64) * suffix_head_stride
+    base = slot * tl.load(suffix + 2) + head * tl.load(suffix + 3)
+    suffix_keys = tl.multiple_of(tl.cast(tl.load(suffix), tl.pointer_type(element)) + base, 16)
+    suffix_values = tl.multiple_of(tl.cast(tl.load(suffix + 1), tl.pointer_type(element)) + base, 16)
     fresh = row64 * new_row_stride + head * new_head_stride
     for index in tl.static_range(QUERIES):
         new_key = tl.load(new_keys + fresh + index * new_stride + dims, mask=in_dim, other=0.0)
         new_value = tl.load(new_values + fresh + index * new_stride + dims, mask=in_dim, other=0.0)
-        place = base + (before + index).to(tl.int64) * HEAD_DIM + dims
+        place = (before + index).to(tl.int64) * HEAD_DIM + dims
         tl.store(suffix_keys + place, new_key, mask=in_dim)
         tl.store(suffix_values + place, new_value, mask=in_dim)
         score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
@@ -220,7 +231,7 @@ def suffix_and_merge(
     for start in range(0, before, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
         seen = token < before
-        at = base + token.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        at = token.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
         k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: matrix units would compute fifteen rows of nothing
@@ -274,7 +285,6 @@ def suffix_and_merge(
                     top = new_top
 
     result = acc / total[:, None]
-    destination = (row64 * kv_heads * GROUP + query_head) * QUERIES + position
     tl.store(
         out + destination[:, None] * HEAD_DIM + dims[None, :],
         result.to(element),
