@@ -1,0 +1,1 @@
+"""Sampling from logits without sorting them: filters, draw and log-probability of a row in one launch."""

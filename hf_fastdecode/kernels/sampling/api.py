@@ -1,0 +1,246 @@
+"""The operator: one token of each row from its logits, in one launch, with every setting on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .triton import sample_rows
+
+_FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+_INTEGERS = {"top_k": 0, "seed": 0, "step": 0, "min_new_tokens": 0, "pad_token_id": 0}
+_BOUNDS = {
+    "temperature": (lambda x: x > 0, "above 0; for greedy decoding create Settings(greedy=True)"),
+    "top_p": (lambda x: 0 <= x <= 1, "within [0, 1]"),
+    "min_p": (lambda x: 0 <= x <= 1, "within [0, 1]"),
+    "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "repetition_penalty": (lambda x: x > 0, "above 0"),
+    "top_k": (lambda x: x >= 0, "at least 0, which turns it off"),
+    "min_new_tokens": (lambda x: x >= 0, "at least 0"),
+}
+
+
+class Settings:
+    """What a launch reads from the device, so that a captured graph serves other values.
+
+    Each number is a 0-dimensional view on the device, to read or to change in place by any stream that is ordered
+    before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), and
+    ``top_k``, ``seed``, ``step`` (tokens drawn so far, the caller counts), ``min_new_tokens``, ``pad_token_id`` (int64).
+
+    Args:
+        device: Where logits will be.
+        greedy: Take the largest processed logit. Then only penalty and suppression apply.
+        top_k: Whether ``top_k`` may be other than 0. This flag and the following compile another kernel.
+        typical: Whether ``typical_p`` may be below 1.
+        penalty: Whether ``repetition_penalty`` may be other than 1.
+        eos_token_ids: Tokens not to be drawn while ``step < min_new_tokens``.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    typical_p: Tensor
+    repetition_penalty: Tensor
+    top_k: Tensor
+    seed: Tensor
+    step: Tensor
+    min_new_tokens: Tensor
+    pad_token_id: Tensor
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        greedy: bool = False,
+        top_k: bool = True,
+        typical: bool = False,
+        penalty: bool = False,
+        eos_token_ids: list[int] | tuple[int, ...] = (),
+    ) -> None:
+        self.greedy = greedy
+        self.features = {"top_k": top_k, "typical_p": typical, "repetition_penalty": penalty}
+        self.features["min_new_tokens"] = bool(eos_token_ids)
+        self.eos_ids = torch.tensor(list(eos_token_ids) or [-1], dtype=torch.int64, device=device)
+        self.eos_count = len(eos_token_ids)
+        self.numbers = torch.tensor(list(_FLOATS.values()), dtype=torch.float32, device=device)
+        self.integers = torch.tensor(list(_INTEGERS.values()), dtype=torch.int64, device=device)
+        for names, storage in ((_FLOATS, self.numbers), (_INTEGERS, self.integers)):
+            for index, name in enumerate(names):
+                setattr(self, name, storage[index])
+
+    def update(self, **values: float | int) -> None:
+        """Set numbers in place, by name.
+
+        Raises:
+            TypeError: For a name that is no setting.
+            ValueError: For a value out of bounds, or one that needs a feature which these settings were created without.
+        """
+        for name, value in values.items():
+            if name not in _FLOATS and name not in _INTEGERS:
+                raise TypeError(f"no setting is called {name!r}; there are {', '.join([*_FLOATS, *_INTEGERS])}")
+            holds, bound = _BOUNDS.get(name, (lambda _: True, ""))
+            if not holds(value):
+                raise ValueError(f"{name} must be {bound}, got {value}")
+            neutral = _FLOATS.get(name, _INTEGERS.get(name))
+            if not self.features.get(name, True) and value != neutral:
+                raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
+        for name, value in values.items():
+            getattr(self, name).fill_(value)
+
+
+class Form(NamedTuple):
+    """What a compilation is specialised to; see `triton.py`."""
+
+    vocab: int
+    columns: int
+    chunks: int  # padded to a power of two
+    group: int  # chunks read at once
+    tile: int
+    plain: bool
+    changed: bool
+    greedy: bool
+    top_k: bool
+    typical: bool
+    penalty: bool
+    eos: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters. Tokens drawn depend on ``columns``, and in the last bits on the others.
+
+    Attributes:
+        columns: Of the table that a row is seen as; a power of two.
+        group: Chunks of the table in flight; a power of two.
+        tile: Columns that top-k may keep in registers: up to this k it needs no further pass. A power of two.
+        warps: Of a program.
+    """
+
+    columns: int
+    group: int = 4
+    tile: int = 128
+    warps: int = 16
+
+
+def choose_config(vocab: int) -> Config:
+    """Launch parameters, as measured on an H200. Of the vocabulary only: never of the rows, so that these cannot
+    change what a row draws."""
+    if vocab >= 65536:
+        return Config(4096)
+    if vocab >= 16384:
+        return Config(2048, warps=8)
+    return Config(max(16, min(1024, triton.next_power_of_2(vocab) // 8)), warps=4)
+
+
+def sample(
+    logits: Tensor,
+    row_ids: Tensor,
+    settings: Settings,
+    *,
+    seen: Tensor | None = None,
+    tokens: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row as temperature, top-k, top-p, min-p and typical-p of transformers leave it.
+
+    Filters and their order are those of ``generate``: repetition penalty, suppression of end tokens, temperature,
+    top-k, top-p, min-p, typical-p, each on what the one before left. Ties as there: top-k keeps all tokens that tie
+    with the k-th, typical-p likewise; of tokens that tie at the edge of top-p, the last by index stay, as a stable
+    sort has it. A row's draw depends on its logits, the settings, ``seed``, ``step`` and its row id, and on nothing
+    else; the same inputs give the same bits. Nothing synchronises with the host.
+
+    ``-inf`` and NaN are never drawn. A row without any other logit yields token 0 and a log-probability of NaN.
+    ``+inf`` yields some token and NaN. Greedy takes the lowest index among equals, as ``torch.argmax`` does.
+
+    Args:
+        logits: ``[rows, vocabulary]`` fp32, bf16 or fp16, the last dimension contiguous; not changed.
+        row_ids: ``[rows]`` int32. Rows with -1 are skipped: they get the pad token and a log-probability of 0.
+        settings: Numbers and features, on the same device.
+        seen: ``[row ids, ceil(vocabulary / 32)]`` int32, indexed by row id, for the repetition penalty: see
+            `seen_tokens`. The drawn token is added.
+        tokens: ``[rows]`` int64 to write to.
+        logprobs: ``[rows]`` fp32 to write to.
+        config: Launch parameters.
+
+    Returns:
+        Tokens ``[rows]`` int64, and ``[rows]`` fp32 the natural log-probability of each under the raw logits, before
+        any processing.
+
+    Raises:
+        ValueError: For shapes, strides or types that do not fit, or a missing ``seen``.
+    """
+    rows, vocab = logits.shape
+    config = config or choose_config(vocab)
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"logits must be fp32, bf16 or fp16, got {logits.dtype}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits must be contiguous along the vocabulary, got strides {logits.stride()}")
+    if row_ids.shape != (rows,) or row_ids.dtype != torch.int32:
+        raise ValueError(f"row_ids must be [{rows}] int32, got {list(row_ids.shape)} {row_ids.dtype}")
+    penalty = settings.features["repetition_penalty"]
+    words = (vocab + 31) // 32
+    if penalty and (seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1):
+        raise ValueError(f"the repetition penalty needs seen [row ids, {words}] int32: use seen_tokens(...)")
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device) if logprobs is None else logprobs
+    if rows == 0:
+        return tokens, logprobs
+    greedy, typical = settings.greedy, settings.features["typical_p"] and not settings.greedy
+    form = Form(
+        vocab=vocab,
+        columns=config.columns,
+        chunks=triton.next_power_of_2(triton.cdiv(vocab, config.columns)),
+        group=config.group,
+        tile=config.tile,
+        plain=logits.dtype != torch.float32 and not penalty and not typical,
+        changed=penalty or settings.eos_count > 0,
+        greedy=greedy,
+        top_k=settings.features["top_k"] and not greedy,
+        typical=typical,
+        penalty=penalty,
+        eos=settings.eos_count,
+    )
+    scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
+    sample_rows[(rows,)](
+        logits,
+        row_ids,
+        settings.numbers,
+        settings.integers,
+        settings.eos_ids,
+        seen if penalty else row_ids,
+        scratch,
+        tokens,
+        logprobs,
+        logits.stride(0),
+        seen.stride(0) if seen is not None and penalty else 0,
+        FORM=form,
+        num_warps=config.warps,
+    )
+    return tokens, logprobs
+
+
+def seen_tokens(ids: Tensor, vocab: int, keep: Tensor | None = None) -> Tensor:
+    """The set of tokens of each row, for the repetition penalty.
+
+    Args:
+        ids: ``[rows, length]`` tokens; those beyond the vocabulary are left out.
+        vocab: Size of the vocabulary.
+        keep: ``[rows, length]`` bool: tokens to take, without padding for one.
+
+    Returns:
+        ``[rows, ceil(vocab / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` stands for token ``t``.
+    """
+    words = (vocab + 31) // 32
+    outside = ids >= vocab if keep is None else (ids >= vocab) | ~keep
+    present = torch.zeros(len(ids), 32 * words + 1, dtype=torch.bool, device=ids.device)
+    present.scatter_(1, ids.masked_fill(outside, 32 * words), True)
+    bits = present[:, :-1].view(len(ids), words, 32)
+    result = torch.zeros(len(ids), words, dtype=torch.int32, device=ids.device)
+    for bit in range(32):
+        result |= bits[:, :, bit].int() << bit
+    return result

@@ -1,0 +1,147 @@
+"""Which lists of transformers' logits processors the operator stands for, and with which numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .api import Settings
+
+# The order in which generate builds them; what suppresses end tokens may stand on either side of the other that does.
+_ORDER = {
+    RepetitionPenaltyLogitsProcessor: 0,
+    MinLengthLogitsProcessor: 1,
+    MinNewTokensLengthLogitsProcessor: 1,
+    TemperatureLogitsWarper: 2,
+    TopKLogitsWarper: 3,
+    TopPLogitsWarper: 4,
+    MinPLogitsWarper: 5,
+    TypicalLogitsWarper: 6,
+    LogitNormalization: 7,
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Numbers of a list of processors; those of absent processors are neutral.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        top_k: 0 when off.
+        top_p: 1 when off.
+        min_p: 0 when off.
+        typical_p: 1 when off.
+        repetition_penalty: 1 when off.
+        prompt_ignore_length: Leading tokens of each row that the penalty leaves out: one number, one per row, or none.
+        min_new_tokens: Tokens to draw after the prompt before an end token may be.
+        eos_token_ids: The end tokens meant by that.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    prompt_ignore_length: int | Tensor | None = None
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0, pad: int = 0) -> Settings:
+        """Settings with this chain's features and numbers.
+
+        Args:
+            device: Where logits will be.
+            greedy: Take the largest processed logit instead of drawing.
+            seed: Of the draws.
+            pad: Token that skipped rows get.
+        """
+        settings = Settings(
+            device,
+            greedy=greedy,
+            top_k=self.top_k > 0,
+            typical=self.typical_p < 1,
+            penalty=self.repetition_penalty != 1,
+            eos_token_ids=self.eos_token_ids,
+        )
+        settings.update(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=self.min_new_tokens,
+            seed=seed,
+            pad_token_id=pad,
+        )
+        return settings
+
+
+def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[Chain | None, str]:
+    """Recognise a list of processors.
+
+    Only transformers' own classes themselves are recognised, in the order in which ``generate`` builds them; a subclass
+    may do anything.
+
+    Args:
+        processors: As ``generate`` hands them to a decoding loop.
+        prompt_length: Tokens of ``input_ids`` before the first drawn one, padding included.
+
+    Returns:
+        The chain and an empty string, or ``None`` and the reason, which names the processor.
+    """
+    values: dict[str, Any] = {}
+    last: Any = None
+    for processor in processors:
+        kind, name = type(processor), type(processor).__name__
+        if kind not in _ORDER:
+            return None, f"{name} is not among the processors that the kernel applies"
+        if last is not None and (_ORDER[kind] < _ORDER[type(last)] or kind is type(last)):
+            return None, f"{name} comes after {type(last).__name__}, which is not the order of generate"
+        last = processor
+        if getattr(processor, "filter_value", -math.inf) != -math.inf:
+            return None, f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)"
+        if kind is not TopKLogitsWarper and getattr(processor, "min_tokens_to_keep", 1) != 1:
+            return None, f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1"
+        if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            eos = tuple(int(token) for token in processor.eos_token_id.flatten().tolist())
+            if set(eos) != set(values.get("eos_token_ids", eos)):
+                return None, f"{name} means other end tokens than the processor before it"
+            if kind is MinLengthLogitsProcessor:
+                least = processor.min_length - prompt_length
+            else:
+                least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+            values["min_new_tokens"] = max(0, least, values.get("min_new_tokens", 0))
+            values["eos_token_ids"] = eos
+        elif kind is RepetitionPenaltyLogitsProcessor:
+            values["repetition_penalty"] = processor.penalty
+            values["prompt_ignore_length"] = processor.prompt_ignore_length
+        elif kind is TemperatureLogitsWarper:
+            values["temperature"] = processor.temperature
+        elif kind is TopKLogitsWarper:
+            values["top_k"] = processor.top_k  # the constructor has already raised it to min_tokens_to_keep
+        elif kind is TopPLogitsWarper:
+            values["top_p"] = processor.top_p
+        elif kind is MinPLogitsWarper:
+            values["min_p"] = processor.min_p
+        elif kind is TypicalLogitsWarper:
+            values["typical_p"] = processor.mass
+        # LogitNormalization changes no probability.
+    return Chain(**values), ""

@@ -1,0 +1,436 @@
+"""One program samples one row: one pass over its logits, and another only where the first draw was in doubt.
+
+The row is a table of chunks times columns: token ``chunk * columns + column``. A pass leaves the probability mass of
+every column in registers, so drawing needs no further pass: a column is drawn by its mass, then its few tokens are
+read and one of them is drawn.
+
+Top-p and typical-p need no threshold: a token is drawn from all that are left, and a pass measures the mass which the
+filter ranks before it. That tells whether the filter keeps the token. If not, the filter keeps nothing that ranks
+behind it either, and the pass has left the column masses of what ranks before it, from which the next is drawn. A
+filter that keeps the mass p takes 1 + ln(1/p) such passes on average, 1.05 for p = 0.95, and none where the columns
+of the first pass prove that the token stays. (Rejection as in FlashInfer's sampling kernels.)
+
+Top-k compares the columns' largest values: the best k columns hold the best k tokens. These columns, the tile, fit
+in registers, and all that follows top-k happens there.
+
+Tokens rank by value, then by index, which is the order of a stable sort.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOW = tl.constexpr(-1.0e38)  # stands for -inf and NaN: differences of such values are still numbers
+NOTHING = tl.constexpr(-1.0e30)  # a value below this is no token's
+LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float
+
+MASS = tl.constexpr(0)
+COUNT = tl.constexpr(1)
+MOMENT = tl.constexpr(2)
+
+
+@triton.jit
+def _read(source, token, valid, FORM: tl.constexpr):
+    """Logits as the model gave them, and after penalty and suppression; both fp32."""
+    logits, seen, eos_ids, early, penalty, inverse_penalty = source
+    if valid is None:
+        raw = tl.maximum(tl.load(logits + token).to(tl.float32), LOW)
+    else:
+        raw = tl.maximum(tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32), LOW)
+    value = raw
+    if FORM.penalty:
+        if valid is None:
+            word = tl.load(seen + token // 32)
+        else:
+            word = tl.load(seen + token // 32, mask=valid, other=0)
+        penalised = tl.where(raw < 0, raw * penalty, raw * inverse_penalty)
+        value = tl.where(((word >> (token % 32)) & 1) != 0, penalised, value)
+    if FORM.eos > 0:
+        eos: tl.constexpr = FORM.eos
+        for index in tl.static_range(eos):
+            value = tl.where((token == tl.load(eos_ids + index)) & early, LOW, value)
+    return raw, value
+
+
+@triton.jit
+def _rank(value, scale, FORM: tl.constexpr):
+    """What tokens are ordered by, and their masses relative to the peak's.
+
+    16-bit logits keep their order and their ties when divided by the temperature; others may not.
+    """
+    top, factor, inverse_temperature = scale
+    order = value if FORM.plain else value * inverse_temperature
+    return order, tl.exp2((value - top) * factor)
+
+
+@triton.jit
+def _inside(order, weight, token, bounds, FORM: tl.constexpr):
+    """Which tokens are left: they rank before the pivot, weigh enough, and are typical enough."""
+    pivot, pivot_token, least, peak, centre, spread = bounds
+    inside = ((order > pivot) | ((order == pivot) & (token > pivot_token))) & (weight >= least)
+    if FORM.typical:
+        inside = inside & (tl.abs((peak - order) - centre) < spread)
+    return inside
+
+
+@triton.jit
+def _sum(order, weight, token, bounds, WHAT: tl.constexpr, FORM: tl.constexpr):
+    """Of the tokens that are left, sum over chunks (axis 0) the mass, the number, or mass times distance."""
+    what = weight
+    if WHAT == COUNT:
+        what = tl.full(weight.shape, 1.0, tl.float32)
+    if WHAT == MOMENT:
+        what = weight * tl.where(weight > 0, bounds[3] - order, 0.0)
+    return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), what, 0.0), 0)
+
+
+@triton.jit
+def _columns(source, scale, tile, bounds, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
+    """`_sum` for every column: by a pass over the row, or from the tile."""
+    VOCAB: tl.constexpr = FORM.vocab
+    COLUMNS: tl.constexpr = FORM.columns
+    GROUP: tl.constexpr = FORM.group
+    if TILED:
+        order, weight, token = tile
+        result = _sum(order, weight, token, bounds, WHAT, FORM)
+    else:
+        whole: tl.constexpr = VOCAB // (GROUP * COLUMNS)
+        piece = tl.arange(0, GROUP)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        result = tl.zeros([COLUMNS], tl.float32)
+        for turn in range(0, whole):
+            token = turn * (GROUP * COLUMNS) + piece
+            _, value = _read(source, token, None, FORM)
+            order, weight = _rank(value, scale, FORM)
+            result += _sum(order, weight, token, bounds, WHAT, FORM)
+        if whole * GROUP * COLUMNS < VOCAB:
+            rest = whole * GROUP * COLUMNS + piece
+            _, value_rest = _read(source, rest, rest < VOCAB, FORM)
+            order_rest, weight_rest = _rank(value_rest, scale, FORM)
+            result += _sum(order_rest, weight_rest, rest, bounds, WHAT, FORM)
+    return result
+
+
+@triton.jit
+def _absorb(source, turn, state, inverse_temperature, factor, FORM: tl.constexpr, MASKED: tl.constexpr):
+    """Take a group of chunks into the columns' maxima and sums."""
+    VOCAB: tl.constexpr = FORM.vocab
+    COLUMNS: tl.constexpr = FORM.columns
+    GROUP: tl.constexpr = FORM.group
+    top, mass, raw_top, raw_mass, best = state
+    piece = tl.arange(0, GROUP)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    token = turn * (GROUP * COLUMNS) + piece
+    raw, value = _read(source, token, token < VOCAB if MASKED else None, FORM)
+    if FORM.greedy:
+        here, chunk = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        best = tl.where(here > top, turn * GROUP + chunk, best)
+    else:
+        here = tl.max(value, 0)
+    new_top = tl.maximum(top, here)
+    new_raw_top = new_top
+    if FORM.changed:
+        new_raw_top = tl.maximum(raw_top, tl.max(raw, 0))
+    if not FORM.greedy:
+        mass = mass * tl.exp2((top - new_top) * factor)
+        mass += tl.sum(tl.exp2((value - new_top[None, :]) * factor), 0)
+    raw_mass = raw_mass * tl.exp2((raw_top - new_raw_top) * LOG2E)
+    raw_mass += tl.sum(tl.exp2((raw - new_raw_top[None, :]) * LOG2E), 0)
+    return new_top, mass, new_raw_top, raw_mass, best
+
+
+@triton.jit
+def _scan(source, inverse_temperature, factor, FORM: tl.constexpr):
+    """The first pass: of every column the largest value, the mass relative to it, both also of raw logits, the best."""
+    VOCAB: tl.constexpr = FORM.vocab
+    COLUMNS: tl.constexpr = FORM.columns
+    GROUP: tl.constexpr = FORM.group
+    top = tl.full([COLUMNS], LOW, tl.float32)
+    raw_top = tl.full([COLUMNS], LOW, tl.float32)
+    mass = tl.zeros([COLUMNS], tl.float32)
+    raw_mass = tl.zeros([COLUMNS], tl.float32)
+    best = tl.zeros([COLUMNS], tl.int32)
+    whole: tl.constexpr = VOCAB // (GROUP * COLUMNS)
+    for turn in range(0, whole):
+        state = (top, mass, raw_top, raw_mass, best)
+        top, mass, raw_top, raw_mass, best = _absorb(source, turn, state, inverse_temperature, factor, FORM, False)
+    if whole * GROUP * COLUMNS < VOCAB:
+        state = (top, mass, raw_top, raw_mass, best)
+        top, mass, raw_top, raw_mass, best = _absorb(source, whole, state, inverse_temperature, factor, FORM, True)
+    return top, mass, raw_top, raw_mass, best
+
+
+@triton.jit
+def _uniforms(seed, step, row_id, turn):
+    """Two uniform numbers in [0, 1) of 53 bits each, which depend on nothing but the arguments."""
+    low = (step & 0xFFFFFFFF).to(tl.uint32)
+    high = ((step >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, row_id.to(tl.uint32), turn.to(tl.uint32), low, high)
+    first = a.to(tl.float64) * 2.3283064365386963e-10 + (b >> 11).to(tl.float64) * 1.1102230246251565e-16
+    second = c.to(tl.float64) * 2.3283064365386963e-10 + (d >> 11).to(tl.float64) * 1.1102230246251565e-16
+    return first, second
+
+
+@triton.jit
+def _place(mass, uniform, SIZE: tl.constexpr):
+    """The place where the running sum of ``mass`` passes ``uniform`` times its total; never one without mass."""
+    reach = tl.cumsum(mass.to(tl.float64), 0)
+    places = tl.arange(0, SIZE)
+    target = tl.max(reach, 0) * uniform
+    # Should rounding leave no place beyond the target, the last one with any mass is taken.
+    rank = tl.where(reach > target, places, 2 * SIZE - places)
+    found = tl.min(tl.where(mass > 0, rank, 2 * SIZE), 0)
+    return tl.where(found < SIZE, found, 2 * SIZE - found) % SIZE
+
+
+@triton.jit
+def _draw(source, scale, mass, names, bounds, uniforms, TILED: tl.constexpr, FORM: tl.constexpr):
+    """Draw a token among those left, ``mass`` being their columns'. Returns it, its value and its raw logit."""
+    VOCAB: tl.constexpr = FORM.vocab
+    COLUMNS: tl.constexpr = FORM.columns
+    CHUNKS: tl.constexpr = FORM.chunks
+    WIDTH: tl.constexpr = FORM.tile
+    if TILED:
+        column = tl.load(names + _place(mass, uniforms[0], WIDTH))
+    else:
+        column = _place(mass, uniforms[0], COLUMNS)
+    chunk = tl.arange(0, CHUNKS)
+    token = chunk * COLUMNS + column
+    raw, value = _read(source, token, token < VOCAB, FORM)
+    order, weight = _rank(value, scale, FORM)
+    left = _inside(order, weight, token, bounds, FORM) & (token < VOCAB)
+    # Relative to the column's own largest, lest everything underflows.
+    high = tl.max(tl.where(left, value, LOW), 0)
+    drawn = _place(tl.where(left, tl.exp2((value - high) * scale[1]), 0.0), uniforms[1], CHUNKS)
+    value_drawn = tl.max(tl.where(chunk == drawn, value, -float("inf")), 0)
+    raw_drawn = tl.max(tl.where(chunk == drawn, raw, -float("inf")), 0)
+    return drawn * COLUMNS + column, value_drawn, raw_drawn
+
+
+@triton.jit
+def _key(x):
+    """Integers ordered as the floats are; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _float_of(key):
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(source, scale, tile, bounds, goal, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
+    """The largest float such that the tokens left at or above it reach ``goal`` in mass or number, by bisection.
+
+    An exact hit of a number ends the search at a float that separates as well.
+    """
+    _, _, least, peak, centre, spread = bounds
+    low = tl.full([], LOWEST_KEY, tl.int64)
+    high = _key(peak).to(tl.int64) + 1
+    reached = goal - 1.0
+    while (high - low > 1) & ((WHAT != COUNT) | (reached != goal)):
+        middle = low + (high - low) // 2
+        trial = (_float_of(middle), -1, least, peak, centre, spread)
+        reached = tl.sum(_columns(source, scale, tile, trial, WHAT, TILED, FORM), 0)
+        low = tl.where(reached >= goal, middle, low)
+        high = tl.where(reached >= goal, high, middle)
+    return _float_of(low)
+
+
+@triton.jit
+def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.constexpr):
+    """The pivot behind which top-p cuts: the tokens before it are the fewest that reach the mass ``goal``."""
+    VOCAB: tl.constexpr = FORM.vocab
+    _, _, least, peak, centre, spread = bounds
+    pivot = tl.maximum(_threshold(source, scale, tile, bounds, goal, MASS, TILED, FORM), bounds[0])
+    above = (pivot, VOCAB, least, peak, centre, spread)
+    with_ties = (pivot, tl.where(pivot > bounds[0], -1, bounds[1]), least, peak, centre, spread)
+    count_above = tl.sum(_columns(source, scale, tile, above, COUNT, TILED, FORM), 0)
+    mass_above = tl.sum(_columns(source, scale, tile, above, MASS, TILED, FORM), 0)
+    ties = tl.sum(_columns(source, scale, tile, with_ties, COUNT, TILED, FORM), 0) - count_above
+    tie_mass = tl.sum(_columns(source, scale, tile, with_ties, MASS, TILED, FORM), 0) - mass_above
+    keep = tl.clamp(tl.ceil((goal - mass_above) / (tie_mass / ties)), 1.0, ties)
+    low = with_ties[1] + 0
+    high = VOCAB + 0 * low
+    # Of the ties the last are kept; find the index that `keep` of them exceed.
+    while (high - low > 1) & (keep < ties):
+        middle = low + (high - low) // 2
+        trial = (pivot, middle, least, peak, centre, spread)
+        beyond = tl.sum(_columns(source, scale, tile, trial, COUNT, TILED, FORM), 0) - count_above
+        low = tl.where(beyond > keep, middle, low)
+        high = tl.where(beyond > keep, high, middle)
+    return pivot, tl.where(keep < ties, high, low)
+
+
+@triton.jit
+def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: tl.constexpr, FORM: tl.constexpr):
+    """Draw until the filters keep the token. Returns it and its raw logit.
+
+    ``mass`` is that of the columns; no token of a column has a larger value than ``tops``.
+    """
+    top_p, min_p, typical_p = shares
+    seed, step, row_id = key
+    pivot, pivot_token, least, peak, centre, spread = bounds
+    if FORM.typical:
+        if top_p < 1.0:
+            whole_mass = tl.sum(_columns(source, scale, tile, bounds, MASS, TILED, FORM), 0)
+            pivot, pivot_token = _nucleus(source, scale, tile, bounds, top_p * whole_mass, TILED, FORM)
+        least = tl.maximum(least, min_p)
+        bounds = (pivot, pivot_token, least, peak, centre, spread)
+        mass = _columns(source, scale, tile, bounds, MASS, TILED, FORM)
+        moment = tl.sum(_columns(source, scale, tile, bounds, MOMENT, TILED, FORM), 0)
+        centre = moment / tl.sum(mass, 0)  # the entropy, less the surprise of the most likely token
+        bounds = (pivot, pivot_token, least, peak, centre, spread)
+        goal = typical_p * tl.sum(mass, 0)
+        selective = typical_p < 1.0
+    else:
+        goal = top_p * tl.sum(mass, 0)
+        selective = top_p < 1.0
+    uniforms = _uniforms(seed, step, row_id, tl.full([], 0, tl.int32))
+    token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
+    order, weight = _rank(value, scale, FORM)
+    light = weight < min_p
+    doubt = light | selective
+    if not TILED and not FORM.typical:
+        # Columns whose maximum ranks behind the token hold nothing that ranks before it.
+        before = tl.sum(tl.where(tops >= value, mass, 0.0), 0) - weight
+        doubt = light | (selective & (before > goal * 0.99999))
+    turn = tl.full([], 1, tl.int32)
+    while doubt:
+        if FORM.typical:
+            spread = tl.abs((peak - order) - centre)
+        else:
+            least = tl.where(light, min_p, least)
+            pivot = tl.where(light, pivot, order)
+            pivot_token = tl.where(light, pivot_token, token)
+        bounds = (pivot, pivot_token, least, peak, centre, spread)
+        mass = _columns(source, scale, tile, bounds, MASS, TILED, FORM)
+        before = tl.sum(mass, 0)
+        # Written so that what is not a number, and an empty set, end the loop.
+        doubt = (light | (before >= goal)) & (before > 0)
+        if doubt:
+            uniforms = _uniforms(seed, step, row_id, turn)
+            token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
+            order, weight = _rank(value, scale, FORM)
+            light = weight < min_p
+            doubt = light | selective
+            turn += 1
+    return token, raw
+
+
+@triton.jit
+def _best_columns(tops, top_k, names, FORM: tl.constexpr):
+    """Name the best columns, at least ``top_k`` of them unless there are fewer; return how many, if the tile has room.
+
+    Only then are they written to ``names``, in ascending order.
+    """
+    COLUMNS: tl.constexpr = FORM.columns
+    WIDTH: tl.constexpr = FORM.tile
+    keys = _key(tops).to(tl.int64)
+    low = tl.min(keys, 0)
+    high = tl.max(keys, 0) + 1
+    count = tl.full([], COLUMNS, tl.int32)
+    while (count > WIDTH) & (high - low > 1) & (top_k <= WIDTH):
+        middle = low + (high - low) // 2
+        reached = tl.sum((keys >= middle).to(tl.int32), 0)
+        count = tl.where(reached >= top_k, reached, count)
+        low = tl.where(reached >= top_k, middle, low)
+        high = tl.where(reached >= top_k, high, middle)
+    if count <= WIDTH:
+        chosen = (keys >= low).to(tl.int32)
+        tl.store(names + tl.cumsum(chosen, 0) - 1, tl.arange(0, COLUMNS), mask=chosen > 0)
+        tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def sample_rows(
+    logits,  # [rows, vocab]
+    row_ids,  # [rows] int32: -1 to skip the row
+    numbers,  # [5] fp32: temperature, top_p, min_p, typical_p, repetition penalty
+    integers,  # [5] int64: top_k, seed, step, min_new_tokens, pad token
+    eos_ids,  # [eos] int64
+    seen,  # [row ids, words] int32: bit t % 32 of word t // 32 says that the row has token t
+    scratch,  # [rows, tile] int32
+    tokens,  # [rows] int64
+    logprobs,  # [rows] fp32
+    row_stride,
+    seen_stride,
+    FORM: tl.constexpr,
+):
+    VOCAB: tl.constexpr = FORM.vocab
+    COLUMNS: tl.constexpr = FORM.columns
+    CHUNKS: tl.constexpr = FORM.chunks
+    WIDTH: tl.constexpr = FORM.tile
+    row = tl.program_id(0)
+    row_id = tl.load(row_ids + row)
+    if row_id < 0:
+        tl.store(tokens + row, tl.load(integers + 4))
+        tl.store(logprobs + row, 0.0)
+    else:
+        temperature = tl.load(numbers)
+        top_p = tl.load(numbers + 1)
+        min_p = tl.load(numbers + 2)
+        typical_p = tl.load(numbers + 3)
+        penalty = tl.load(numbers + 4)
+        top_k = tl.load(integers)
+        seed = tl.load(integers + 1)
+        step = tl.load(integers + 2)
+        early = step < tl.load(integers + 3)
+        inverse_temperature = 1.0 / temperature
+        factor = inverse_temperature * LOG2E
+        marks = seen + row_id.to(tl.int64) * seen_stride
+        source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, penalty, 1.0 / penalty)
+
+        tops, mass, raw_tops, raw_mass, best = _scan(source, inverse_temperature, factor, FORM)
+        top = tl.max(tops, 0)
+        raw_top = tl.max(raw_tops, 0)
+        normaliser = raw_top + tl.log2(tl.sum(raw_mass * tl.exp2((raw_tops - raw_top) * LOG2E), 0)) * LN2
+
+        if FORM.greedy:
+            choice = tl.where(tops == top, best * COLUMNS + tl.arange(0, COLUMNS), 2147483647)
+            token = tl.min(choice, 0)
+            raw = tl.load(logits + row.to(tl.int64) * row_stride + token).to(tl.float32)
+        else:
+            scale = (top, factor, inverse_temperature)
+            mass *= tl.exp2((tops - top) * factor)
+            peak = _rank(top, scale, FORM)[0]
+            infinity = tl.full([], float("inf"), tl.float32)
+            zero = tl.full([], 0.0, tl.float32)
+            bounds = (-infinity, VOCAB, zero, peak, zero, infinity)
+            shares = (top_p, min_p, typical_p)
+            key = (seed, step, row_id)
+            names = scratch + row.to(tl.int64) * WIDTH
+            count = tl.full([], COLUMNS, tl.int32)
+            if FORM.top_k:
+                if top_k > 0:
+                    order_tops = _rank(tops, scale, FORM)[0]
+                    count = _best_columns(order_tops, top_k, names, FORM)
+            if FORM.top_k and (top_k > 0) & (count <= WIDTH):
+                place = tl.arange(0, WIDTH)
+                columns = tl.load(names + place, mask=place < count, other=0)
+                tile_token = tl.arange(0, CHUNKS)[:, None] * COLUMNS + columns[None, :]
+                valid = (tile_token < VOCAB) & (place < count)[None, :]
+                tile_raw, tile_value = _read(source, tile_token, valid, FORM)
+                tile_order, tile_weight = _rank(tile_value, scale, FORM)
+                tile = (tl.where(valid, tile_order, -infinity), tl.where(valid, tile_weight, 0.0), tile_token)
+                at = _threshold(source, scale, tile, bounds, top_k.to(tl.float32), COUNT, True, FORM)
+                tile_bounds = (at, -1, zero, peak, zero, infinity)
+                tile_mass = _columns(source, scale, tile, tile_bounds, MASS, True, FORM)
+                token, raw = _settle(source, scale, tile, names, tile_mass, tops, tile_bounds, shares, key, True, FORM)
+            else:
+                if FORM.top_k:
+                    if top_k > 0:
+                        pivot = _threshold(source, scale, None, bounds, top_k.to(tl.float32), COUNT, False, FORM)
+                        bounds = (pivot, -1, zero, peak, zero, infinity)
+                        mass = _columns(source, scale, None, bounds, MASS, False, FORM)
+                token, raw = _settle(source, scale, None, names, mass, tops, bounds, shares, key, False, FORM)
+
+        # Where no token is left, the first one stands for none, and its log-probability is not a number.
+        token = tl.where(top > NOTHING, token, 0)
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(logprobs + row, tl.where(top > NOTHING, raw - normaliser, float("nan")))
+        if FORM.penalty:
+            word = marks + token // 32
+            tl.store(word, tl.load(word) | (1 << (token % 32)))
