@@ -28,8 +28,8 @@ class Settings:
     """What a launch reads from the device, so that a captured graph serves other values.
 
     Each number is a 0-dimensional view on the device, to read or to change in place by any stream that is ordered
-    before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), and
-    ``top_k``, ``seed``, ``step`` (tokens drawn so far, the caller counts), ``min_new_tokens``, ``pad_token_id`` (int64).
+    before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), ``top_k``,
+    ``seed``, ``step`` (tokens drawn so far; the caller counts), ``min_new_tokens`` and ``pad_token_id`` (int64).
 
     Args:
         device: Where logits will be.
@@ -77,7 +77,7 @@ class Settings:
 
         Raises:
             TypeError: For a name that is no setting.
-            ValueError: For a value out of bounds, or one that needs a feature which these settings were created without.
+            ValueError: For a value out of bounds, or one that needs a feature which these settings lack.
         """
         for name, value in values.items():
             if name not in _FLOATS and name not in _INTEGERS:
@@ -100,7 +100,8 @@ class Form(NamedTuple):
     chunks: int  # padded to a power of two
     group: int  # chunks read at once
     tile: int
-    plain: bool
+    plain: bool  # logits are ordered as they are, without division by the temperature
+    empty_bits: int  # of an fp32 number that stands for a plain logit
     changed: bool
     greedy: bool
     top_k: bool
@@ -111,11 +112,11 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters. Tokens drawn depend on ``columns``, and in the last bits on the others.
+    """Launch parameters. Tokens drawn depend on ``columns``, and in the last bits of sums on the others.
 
     Attributes:
-        columns: Of the table that a row is seen as; a power of two.
-        group: Chunks of the table in flight; a power of two.
+        columns: Of the table that a row is seen as; a power of two, fastest from 256 for each warp up.
+        group: Chunks of the table read at once; a power of two.
         tile: Columns that top-k may keep in registers: up to this k it needs no further pass. A power of two.
         warps: Of a program.
     """
@@ -133,7 +134,7 @@ def choose_config(vocab: int) -> Config:
         return Config(4096)
     if vocab >= 16384:
         return Config(2048, warps=8)
-    return Config(max(16, min(1024, triton.next_power_of_2(vocab) // 8)), warps=4)
+    return Config(1024, warps=4)
 
 
 def sample(
@@ -191,13 +192,15 @@ def sample(
     if rows == 0:
         return tokens, logprobs
     greedy, typical = settings.greedy, settings.features["typical_p"] and not settings.greedy
+    plain = logits.dtype != torch.float32 and not penalty and not typical
     form = Form(
         vocab=vocab,
         columns=config.columns,
         chunks=triton.next_power_of_2(triton.cdiv(vocab, config.columns)),
         group=config.group,
         tile=config.tile,
-        plain=logits.dtype != torch.float32 and not penalty and not typical,
+        plain=plain,
+        empty_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0) if plain else 0,
         changed=penalty or settings.eos_count > 0,
         greedy=greedy,
         top_k=settings.features["top_k"] and not greedy,

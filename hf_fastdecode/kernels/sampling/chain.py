@@ -97,8 +97,8 @@ class Chain:
 def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[Chain | None, str]:
     """Recognise a list of processors.
 
-    Only transformers' own classes themselves are recognised, in the order in which ``generate`` builds them; a subclass
-    may do anything.
+    Only transformers' own classes themselves are recognised, in the order in which ``generate`` builds them: a
+    subclass may do anything.
 
     Args:
         processors: As ``generate`` hands them to a decoding loop.

@@ -23,7 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOW = tl.constexpr(-1.0e38)  # stands for -inf and NaN: differences of such values are still numbers
 NOTHING = tl.constexpr(-1.0e30)  # a value below this is no token's
-LOWEST_KEY = tl.constexpr(-2139095040)  # of the lowest finite float
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite
 
 MASS = tl.constexpr(0)
 COUNT = tl.constexpr(1)
@@ -75,14 +75,19 @@ def _inside(order, weight, token, bounds, FORM: tl.constexpr):
 
 
 @triton.jit
-def _sum(order, weight, token, bounds, WHAT: tl.constexpr, FORM: tl.constexpr):
-    """Of the tokens that are left, sum over chunks (axis 0) the mass, the number, or mass times distance."""
-    what = weight
+def _what(order, weight, bounds, WHAT: tl.constexpr):
+    """What is summed of each token: its mass, one, or its mass times the distance from the peak."""
     if WHAT == COUNT:
-        what = tl.full(weight.shape, 1.0, tl.float32)
+        return tl.full(weight.shape, 1.0, tl.float32)
     if WHAT == MOMENT:
-        what = weight * tl.where(weight > 0, bounds[3] - order, 0.0)
-    return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), what, 0.0), 0)
+        return weight * tl.where(weight > 0, bounds[3] - order, 0.0)
+    return weight
+
+
+@triton.jit
+def _sum(order, weight, token, bounds, WHAT: tl.constexpr, FORM: tl.constexpr):
+    """`_what` of the tokens that are left, summed over chunks (axis 0)."""
+    return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), _what(order, weight, bounds, WHAT), 0.0), 0)
 
 
 @triton.jit
@@ -140,7 +145,7 @@ def _absorb(source, turn, state, inverse_temperature, factor, FORM: tl.constexpr
 
 @triton.jit
 def _scan(source, inverse_temperature, factor, FORM: tl.constexpr):
-    """The first pass: of every column the largest value, the mass relative to it, both also of raw logits, the best."""
+    """The first pass: columns' largest values and masses relative to them, likewise of raw logits, and best chunks."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     GROUP: tl.constexpr = FORM.group
@@ -207,35 +212,52 @@ def _draw(source, scale, mass, names, bounds, uniforms, TILED: tl.constexpr, FOR
 
 
 @triton.jit
-def _key(x):
-    """Integers ordered as the floats are; both zeros are one."""
+def _key(x, FORM: tl.constexpr):
+    """Integers ordered as the floats are, without the bits that 16-bit logits leave empty; both zeros are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> FORM.empty_bits
 
 
 @triton.jit
-def _float_of(key):
-    bits = key.to(tl.int32)
+def _least_of(key, FORM: tl.constexpr):
+    """The least float of this key."""
+    bits = key << FORM.empty_bits
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _threshold(source, scale, tile, bounds, goal, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
+def _middle(low, high):
+    """Their mean, rounded down, where the sum may overflow."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def _total(source, scale, tile, bounds, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
+    """The sum of `_columns`."""
+    if TILED:
+        order, weight, token = tile
+        what = _what(order, weight, bounds, WHAT)
+        return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), what, 0.0))
+    return tl.sum(_columns(source, scale, tile, bounds, WHAT, TILED, FORM), 0)
+
+
+@triton.jit
+def _threshold(source, scale, tile, bounds, low, goal, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
     """The largest float such that the tokens left at or above it reach ``goal`` in mass or number, by bisection.
 
-    An exact hit of a number ends the search at a float that separates as well.
+    It is at least that of the key ``low``. An exact hit of a number ends the search at a float that separates as well.
     """
     _, _, least, peak, centre, spread = bounds
-    low = tl.full([], LOWEST_KEY, tl.int64)
-    high = _key(peak).to(tl.int64) + 1
+    high = _key(peak, FORM) + 1
     reached = goal - 1.0
-    while (high - low > 1) & ((WHAT != COUNT) | (reached != goal)):
-        middle = low + (high - low) // 2
-        trial = (_float_of(middle), -1, least, peak, centre, spread)
-        reached = tl.sum(_columns(source, scale, tile, trial, WHAT, TILED, FORM), 0)
+    middle = _middle(low, high)
+    while (middle > low) & ((WHAT != COUNT) | (reached != goal)):
+        trial = (_least_of(middle, FORM), -1, least, peak, centre, spread)
+        reached = _total(source, scale, tile, trial, WHAT, TILED, FORM)
         low = tl.where(reached >= goal, middle, low)
         high = tl.where(reached >= goal, high, middle)
-    return _float_of(low)
+        middle = _middle(low, high)
+    return _least_of(low, FORM)
 
 
 @triton.jit
@@ -243,13 +265,14 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     """The pivot behind which top-p cuts: the tokens before it are the fewest that reach the mass ``goal``."""
     VOCAB: tl.constexpr = FORM.vocab
     _, _, least, peak, centre, spread = bounds
-    pivot = tl.maximum(_threshold(source, scale, tile, bounds, goal, MASS, TILED, FORM), bounds[0])
+    lowest = _key(tl.maximum(bounds[0], LOWEST), FORM)
+    pivot = tl.maximum(_threshold(source, scale, tile, bounds, lowest, goal, MASS, TILED, FORM), bounds[0])
     above = (pivot, VOCAB, least, peak, centre, spread)
     with_ties = (pivot, tl.where(pivot > bounds[0], -1, bounds[1]), least, peak, centre, spread)
-    count_above = tl.sum(_columns(source, scale, tile, above, COUNT, TILED, FORM), 0)
-    mass_above = tl.sum(_columns(source, scale, tile, above, MASS, TILED, FORM), 0)
-    ties = tl.sum(_columns(source, scale, tile, with_ties, COUNT, TILED, FORM), 0) - count_above
-    tie_mass = tl.sum(_columns(source, scale, tile, with_ties, MASS, TILED, FORM), 0) - mass_above
+    count_above = _total(source, scale, tile, above, COUNT, TILED, FORM)
+    mass_above = _total(source, scale, tile, above, MASS, TILED, FORM)
+    ties = _total(source, scale, tile, with_ties, COUNT, TILED, FORM) - count_above
+    tie_mass = _total(source, scale, tile, with_ties, MASS, TILED, FORM) - mass_above
     keep = tl.clamp(tl.ceil((goal - mass_above) / (tie_mass / ties)), 1.0, ties)
     low = with_ties[1] + 0
     high = VOCAB + 0 * low
@@ -257,7 +280,7 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     while (high - low > 1) & (keep < ties):
         middle = low + (high - low) // 2
         trial = (pivot, middle, least, peak, centre, spread)
-        beyond = tl.sum(_columns(source, scale, tile, trial, COUNT, TILED, FORM), 0) - count_above
+        beyond = _total(source, scale, tile, trial, COUNT, TILED, FORM) - count_above
         low = tl.where(beyond > keep, middle, low)
         high = tl.where(beyond > keep, high, middle)
     return pivot, tl.where(keep < ties, high, low)
@@ -274,12 +297,12 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
     pivot, pivot_token, least, peak, centre, spread = bounds
     if FORM.typical:
         if top_p < 1.0:
-            whole_mass = tl.sum(_columns(source, scale, tile, bounds, MASS, TILED, FORM), 0)
+            whole_mass = _total(source, scale, tile, bounds, MASS, TILED, FORM)
             pivot, pivot_token = _nucleus(source, scale, tile, bounds, top_p * whole_mass, TILED, FORM)
         least = tl.maximum(least, min_p)
         bounds = (pivot, pivot_token, least, peak, centre, spread)
         mass = _columns(source, scale, tile, bounds, MASS, TILED, FORM)
-        moment = tl.sum(_columns(source, scale, tile, bounds, MOMENT, TILED, FORM), 0)
+        moment = _total(source, scale, tile, bounds, MOMENT, TILED, FORM)
         centre = moment / tl.sum(mass, 0)  # the entropy, less the surprise of the most likely token
         bounds = (pivot, pivot_token, least, peak, centre, spread)
         goal = typical_p * tl.sum(mass, 0)
@@ -321,27 +344,29 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
 
 @triton.jit
 def _best_columns(tops, top_k, names, FORM: tl.constexpr):
-    """Name the best columns, at least ``top_k`` of them unless there are fewer; return how many, if the tile has room.
+    """Name the best columns, at least ``top_k`` of them unless there are fewer, and return how many there are.
 
-    Only then are they written to ``names``, in ascending order.
+    They are written to ``names``, in ascending order, only if the tile has room. Returns also a key which the
+    ``top_k``-th value, if there is one, reaches.
     """
     COLUMNS: tl.constexpr = FORM.columns
     WIDTH: tl.constexpr = FORM.tile
-    keys = _key(tops).to(tl.int64)
+    keys = _key(tops, FORM)
     low = tl.min(keys, 0)
     high = tl.max(keys, 0) + 1
     count = tl.full([], COLUMNS, tl.int32)
-    while (count > WIDTH) & (high - low > 1) & (top_k <= WIDTH):
-        middle = low + (high - low) // 2
+    middle = _middle(low, high)
+    while (count > WIDTH) & (middle > low) & (top_k <= WIDTH):
         reached = tl.sum((keys >= middle).to(tl.int32), 0)
         count = tl.where(reached >= top_k, reached, count)
         low = tl.where(reached >= top_k, middle, low)
         high = tl.where(reached >= top_k, high, middle)
+        middle = _middle(low, high)
     if count <= WIDTH:
         chosen = (keys >= low).to(tl.int32)
         tl.store(names + tl.cumsum(chosen, 0) - 1, tl.arange(0, COLUMNS), mask=chosen > 0)
         tl.debug_barrier()
-    return count
+    return count, low
 
 
 @triton.jit
@@ -403,28 +428,28 @@ def sample_rows(
             key = (seed, step, row_id)
             names = scratch + row.to(tl.int64) * WIDTH
             count = tl.full([], COLUMNS, tl.int32)
-            if FORM.top_k:
-                if top_k > 0:
-                    order_tops = _rank(tops, scale, FORM)[0]
-                    count = _best_columns(order_tops, top_k, names, FORM)
+            floor = _key(tl.full([], LOWEST, tl.float32), FORM)
+            low = floor
+            if FORM.top_k and top_k > 0:
+                order_tops = _rank(tops, scale, FORM)[0]
+                count, low = _best_columns(order_tops, top_k, names, FORM)
             if FORM.top_k and (top_k > 0) & (count <= WIDTH):
                 place = tl.arange(0, WIDTH)
                 columns = tl.load(names + place, mask=place < count, other=0)
                 tile_token = tl.arange(0, CHUNKS)[:, None] * COLUMNS + columns[None, :]
                 valid = (tile_token < VOCAB) & (place < count)[None, :]
-                tile_raw, tile_value = _read(source, tile_token, valid, FORM)
+                tile_value = _read(source, tile_token, valid, FORM)[1]
                 tile_order, tile_weight = _rank(tile_value, scale, FORM)
                 tile = (tl.where(valid, tile_order, -infinity), tl.where(valid, tile_weight, 0.0), tile_token)
-                at = _threshold(source, scale, tile, bounds, top_k.to(tl.float32), COUNT, True, FORM)
+                at = _threshold(source, scale, tile, bounds, low, top_k.to(tl.float32), COUNT, True, FORM)
                 tile_bounds = (at, -1, zero, peak, zero, infinity)
                 tile_mass = _columns(source, scale, tile, tile_bounds, MASS, True, FORM)
                 token, raw = _settle(source, scale, tile, names, tile_mass, tops, tile_bounds, shares, key, True, FORM)
             else:
-                if FORM.top_k:
-                    if top_k > 0:
-                        pivot = _threshold(source, scale, None, bounds, top_k.to(tl.float32), COUNT, False, FORM)
-                        bounds = (pivot, -1, zero, peak, zero, infinity)
-                        mass = _columns(source, scale, None, bounds, MASS, False, FORM)
+                if FORM.top_k and top_k > 0:
+                    pivot = _threshold(source, scale, None, bounds, floor, top_k.to(tl.float32), COUNT, False, FORM)
+                    bounds = (pivot, -1, zero, peak, zero, infinity)
+                    mass = _columns(source, scale, None, bounds, MASS, False, FORM)
                 token, raw = _settle(source, scale, None, names, mass, tops, bounds, shares, key, False, FORM)
 
         # Where no token is left, the first one stands for none, and its log-probability is not a number.
