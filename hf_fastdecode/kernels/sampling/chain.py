@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .api import Settings
+if TYPE_CHECKING:
+    from .api import Settings
 
 # The order in which generate builds them; what suppresses end tokens may stand on either side of the other that does.
 _ORDER = {
@@ -72,6 +73,8 @@ class Chain:
             seed: Of the draws.
             pad: Token that skipped rows get.
         """
+        from .api import Settings  # needs Triton, which reading a chain does not
+
         settings = Settings(
             device,
             greedy=greedy,

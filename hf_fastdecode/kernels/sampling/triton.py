@@ -19,149 +19,9 @@ Tokens rank by value, then by index, which is the order of a stable sort.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from .passes import COUNT, LOG2E, LOW, LOWEST, MASS, MOMENT, NOTHING, columns_of, inside, rank, read, scan, total_of
+
 LN2 = tl.constexpr(0.6931471805599453)
-LOW = tl.constexpr(-1.0e38)  # stands for -inf and NaN: differences of such values are still numbers
-NOTHING = tl.constexpr(-1.0e30)  # a value below this is no token's
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite
-
-MASS = tl.constexpr(0)
-COUNT = tl.constexpr(1)
-MOMENT = tl.constexpr(2)
-
-
-@triton.jit
-def _read(source, token, valid, FORM: tl.constexpr):
-    """Logits as the model gave them, and after penalty and suppression; both fp32."""
-    logits, seen, eos_ids, early, penalty, inverse_penalty = source
-    if valid is None:
-        raw = tl.maximum(tl.load(logits + token).to(tl.float32), LOW)
-    else:
-        raw = tl.maximum(tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32), LOW)
-    value = raw
-    if FORM.penalty:
-        if valid is None:
-            word = tl.load(seen + token // 32)
-        else:
-            word = tl.load(seen + token // 32, mask=valid, other=0)
-        penalised = tl.where(raw < 0, raw * penalty, raw * inverse_penalty)
-        value = tl.where(((word >> (token % 32)) & 1) != 0, penalised, value)
-    if FORM.eos > 0:
-        eos: tl.constexpr = FORM.eos
-        for index in tl.static_range(eos):
-            value = tl.where((token == tl.load(eos_ids + index)) & early, LOW, value)
-    return raw, value
-
-
-@triton.jit
-def _rank(value, scale, FORM: tl.constexpr):
-    """What tokens are ordered by, and their masses relative to the peak's.
-
-    16-bit logits keep their order and their ties when divided by the temperature; others may not.
-    """
-    top, factor, inverse_temperature = scale
-    order = value if FORM.plain else value * inverse_temperature
-    return order, tl.exp2((value - top) * factor)
-
-
-@triton.jit
-def _inside(order, weight, token, bounds, FORM: tl.constexpr):
-    """Which tokens are left: they rank before the pivot, weigh enough, and are typical enough."""
-    pivot, pivot_token, least, peak, centre, spread = bounds
-    inside = ((order > pivot) | ((order == pivot) & (token > pivot_token))) & (weight >= least)
-    if FORM.typical:
-        inside = inside & (tl.abs((peak - order) - centre) < spread)
-    return inside
-
-
-@triton.jit
-def _what(order, weight, bounds, WHAT: tl.constexpr):
-    """What is summed of each token: its mass, one, or its mass times the distance from the peak."""
-    if WHAT == COUNT:
-        return tl.full(weight.shape, 1.0, tl.float32)
-    if WHAT == MOMENT:
-        return weight * tl.where(weight > 0, bounds[3] - order, 0.0)
-    return weight
-
-
-@triton.jit
-def _sum(order, weight, token, bounds, WHAT: tl.constexpr, FORM: tl.constexpr):
-    """`_what` of the tokens that are left, summed over chunks (axis 0)."""
-    return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), _what(order, weight, bounds, WHAT), 0.0), 0)
-
-
-@triton.jit
-def _columns(source, scale, tile, bounds, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
-    """`_sum` for every column: by a pass over the row, or from the tile."""
-    VOCAB: tl.constexpr = FORM.vocab
-    COLUMNS: tl.constexpr = FORM.columns
-    GROUP: tl.constexpr = FORM.group
-    if TILED:
-        order, weight, token = tile
-        result = _sum(order, weight, token, bounds, WHAT, FORM)
-    else:
-        whole: tl.constexpr = VOCAB // (GROUP * COLUMNS)
-        piece = tl.arange(0, GROUP)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        result = tl.zeros([COLUMNS], tl.float32)
-        for turn in range(0, whole):
-            token = turn * (GROUP * COLUMNS) + piece
-            _, value = _read(source, token, None, FORM)
-            order, weight = _rank(value, scale, FORM)
-            result += _sum(order, weight, token, bounds, WHAT, FORM)
-        if whole * GROUP * COLUMNS < VOCAB:
-            rest = whole * GROUP * COLUMNS + piece
-            _, value_rest = _read(source, rest, rest < VOCAB, FORM)
-            order_rest, weight_rest = _rank(value_rest, scale, FORM)
-            result += _sum(order_rest, weight_rest, rest, bounds, WHAT, FORM)
-    return result
-
-
-@triton.jit
-def _absorb(source, turn, state, inverse_temperature, factor, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Take a group of chunks into the columns' maxima and sums."""
-    VOCAB: tl.constexpr = FORM.vocab
-    COLUMNS: tl.constexpr = FORM.columns
-    GROUP: tl.constexpr = FORM.group
-    top, mass, raw_top, raw_mass, best = state
-    piece = tl.arange(0, GROUP)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    token = turn * (GROUP * COLUMNS) + piece
-    raw, value = _read(source, token, token < VOCAB if MASKED else None, FORM)
-    if FORM.greedy:
-        here, chunk = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-        best = tl.where(here > top, turn * GROUP + chunk, best)
-    else:
-        here = tl.max(value, 0)
-    new_top = tl.maximum(top, here)
-    new_raw_top = new_top
-    if FORM.changed:
-        new_raw_top = tl.maximum(raw_top, tl.max(raw, 0))
-    if not FORM.greedy:
-        mass = mass * tl.exp2((top - new_top) * factor)
-        mass += tl.sum(tl.exp2((value - new_top[None, :]) * factor), 0)
-    raw_mass = raw_mass * tl.exp2((raw_top - new_raw_top) * LOG2E)
-    raw_mass += tl.sum(tl.exp2((raw - new_raw_top[None, :]) * LOG2E), 0)
-    return new_top, mass, new_raw_top, raw_mass, best
-
-
-@triton.jit
-def _scan(source, inverse_temperature, factor, FORM: tl.constexpr):
-    """The first pass: columns' largest values and masses relative to them, likewise of raw logits, and best chunks."""
-    VOCAB: tl.constexpr = FORM.vocab
-    COLUMNS: tl.constexpr = FORM.columns
-    GROUP: tl.constexpr = FORM.group
-    top = tl.full([COLUMNS], LOW, tl.float32)
-    raw_top = tl.full([COLUMNS], LOW, tl.float32)
-    mass = tl.zeros([COLUMNS], tl.float32)
-    raw_mass = tl.zeros([COLUMNS], tl.float32)
-    best = tl.zeros([COLUMNS], tl.int32)
-    whole: tl.constexpr = VOCAB // (GROUP * COLUMNS)
-    for turn in range(0, whole):
-        state = (top, mass, raw_top, raw_mass, best)
-        top, mass, raw_top, raw_mass, best = _absorb(source, turn, state, inverse_temperature, factor, FORM, False)
-    if whole * GROUP * COLUMNS < VOCAB:
-        state = (top, mass, raw_top, raw_mass, best)
-        top, mass, raw_top, raw_mass, best = _absorb(source, whole, state, inverse_temperature, factor, FORM, True)
-    return top, mass, raw_top, raw_mass, best
 
 
 @triton.jit
@@ -200,9 +60,9 @@ def _draw(source, scale, mass, names, bounds, uniforms, TILED: tl.constexpr, FOR
         column = _place(mass, uniforms[0], COLUMNS)
     chunk = tl.arange(0, CHUNKS)
     token = chunk * COLUMNS + column
-    raw, value = _read(source, token, token < VOCAB, FORM)
-    order, weight = _rank(value, scale, FORM)
-    left = _inside(order, weight, token, bounds, FORM) & (token < VOCAB)
+    raw, value = read(source, token, token < VOCAB, FORM)
+    order, weight = rank(value, scale, FORM)
+    left = inside(order, weight, token, bounds, FORM) & (token < VOCAB)
     # Relative to the column's own largest, lest everything underflows.
     high = tl.max(tl.where(left, value, LOW), 0)
     drawn = _place(tl.where(left, tl.exp2((value - high) * scale[1]), 0.0), uniforms[1], CHUNKS)
@@ -232,16 +92,6 @@ def _middle(low, high):
 
 
 @triton.jit
-def _total(source, scale, tile, bounds, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
-    """The sum of `_columns`."""
-    if TILED:
-        order, weight, token = tile
-        what = _what(order, weight, bounds, WHAT)
-        return tl.sum(tl.where(_inside(order, weight, token, bounds, FORM), what, 0.0))
-    return tl.sum(_columns(source, scale, tile, bounds, WHAT, TILED, FORM), 0)
-
-
-@triton.jit
 def _threshold(source, scale, tile, bounds, low, goal, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
     """The largest float such that the tokens left at or above it reach ``goal`` in mass or number, by bisection.
 
@@ -253,7 +103,7 @@ def _threshold(source, scale, tile, bounds, low, goal, WHAT: tl.constexpr, TILED
     middle = _middle(low, high)
     while (middle > low) & ((WHAT != COUNT) | (reached != goal)):
         trial = (_least_of(middle, FORM), -1, least, peak, centre, spread)
-        reached = _total(source, scale, tile, trial, WHAT, TILED, FORM)
+        reached = total_of(source, scale, tile, trial, WHAT, TILED, FORM)
         low = tl.where(reached >= goal, middle, low)
         high = tl.where(reached >= goal, high, middle)
         middle = _middle(low, high)
@@ -269,10 +119,10 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     pivot = tl.maximum(_threshold(source, scale, tile, bounds, lowest, goal, MASS, TILED, FORM), bounds[0])
     above = (pivot, VOCAB, least, peak, centre, spread)
     with_ties = (pivot, tl.where(pivot > bounds[0], -1, bounds[1]), least, peak, centre, spread)
-    count_above = _total(source, scale, tile, above, COUNT, TILED, FORM)
-    mass_above = _total(source, scale, tile, above, MASS, TILED, FORM)
-    ties = _total(source, scale, tile, with_ties, COUNT, TILED, FORM) - count_above
-    tie_mass = _total(source, scale, tile, with_ties, MASS, TILED, FORM) - mass_above
+    count_above = total_of(source, scale, tile, above, COUNT, TILED, FORM)
+    mass_above = total_of(source, scale, tile, above, MASS, TILED, FORM)
+    ties = total_of(source, scale, tile, with_ties, COUNT, TILED, FORM) - count_above
+    tie_mass = total_of(source, scale, tile, with_ties, MASS, TILED, FORM) - mass_above
     keep = tl.clamp(tl.ceil((goal - mass_above) / (tie_mass / ties)), 1.0, ties)
     low = with_ties[1] + 0
     high = VOCAB + 0 * low
@@ -280,7 +130,7 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     while (high - low > 1) & (keep < ties):
         middle = low + (high - low) // 2
         trial = (pivot, middle, least, peak, centre, spread)
-        beyond = _total(source, scale, tile, trial, COUNT, TILED, FORM) - count_above
+        beyond = total_of(source, scale, tile, trial, COUNT, TILED, FORM) - count_above
         low = tl.where(beyond > keep, middle, low)
         high = tl.where(beyond > keep, high, middle)
     return pivot, tl.where(keep < ties, high, low)
@@ -297,12 +147,12 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
     pivot, pivot_token, least, peak, centre, spread = bounds
     if FORM.typical:
         if top_p < 1.0:
-            whole_mass = _total(source, scale, tile, bounds, MASS, TILED, FORM)
+            whole_mass = total_of(source, scale, tile, bounds, MASS, TILED, FORM)
             pivot, pivot_token = _nucleus(source, scale, tile, bounds, top_p * whole_mass, TILED, FORM)
         least = tl.maximum(least, min_p)
         bounds = (pivot, pivot_token, least, peak, centre, spread)
-        mass = _columns(source, scale, tile, bounds, MASS, TILED, FORM)
-        moment = _total(source, scale, tile, bounds, MOMENT, TILED, FORM)
+        mass = columns_of(source, scale, tile, bounds, MASS, TILED, FORM)
+        moment = total_of(source, scale, tile, bounds, MOMENT, TILED, FORM)
         centre = moment / tl.sum(mass, 0)  # the entropy, less the surprise of the most likely token
         bounds = (pivot, pivot_token, least, peak, centre, spread)
         goal = typical_p * tl.sum(mass, 0)
@@ -312,7 +162,7 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
         selective = top_p < 1.0
     uniforms = _uniforms(seed, step, row_id, tl.full([], 0, tl.int32))
     token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
-    order, weight = _rank(value, scale, FORM)
+    order, weight = rank(value, scale, FORM)
     light = weight < min_p
     doubt = light | selective
     if not TILED and not FORM.typical:
@@ -328,14 +178,14 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
             pivot = tl.where(light, pivot, order)
             pivot_token = tl.where(light, pivot_token, token)
         bounds = (pivot, pivot_token, least, peak, centre, spread)
-        mass = _columns(source, scale, tile, bounds, MASS, TILED, FORM)
+        mass = columns_of(source, scale, tile, bounds, MASS, TILED, FORM)
         before = tl.sum(mass, 0)
         # Written so that what is not a number, and an empty set, end the loop.
         doubt = (light | (before >= goal)) & (before > 0)
         if doubt:
             uniforms = _uniforms(seed, step, row_id, turn)
             token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
-            order, weight = _rank(value, scale, FORM)
+            order, weight = rank(value, scale, FORM)
             light = weight < min_p
             doubt = light | selective
             turn += 1
@@ -408,7 +258,7 @@ def sample_rows(
         marks = seen + row_id.to(tl.int64) * seen_stride
         source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, penalty, 1.0 / penalty)
 
-        tops, mass, raw_tops, raw_mass, best = _scan(source, inverse_temperature, factor, FORM)
+        tops, mass, raw_tops, raw_mass, best = scan(source, inverse_temperature, factor, FORM)
         top = tl.max(tops, 0)
         raw_top = tl.max(raw_tops, 0)
         normaliser = raw_top + tl.log2(tl.sum(raw_mass * tl.exp2((raw_tops - raw_top) * LOG2E), 0)) * LN2
@@ -420,7 +270,7 @@ def sample_rows(
         else:
             scale = (top, factor, inverse_temperature)
             mass *= tl.exp2((tops - top) * factor)
-            peak = _rank(top, scale, FORM)[0]
+            peak = rank(top, scale, FORM)[0]
             infinity = tl.full([], float("inf"), tl.float32)
             zero = tl.full([], 0.0, tl.float32)
             bounds = (-infinity, VOCAB, zero, peak, zero, infinity)
@@ -431,25 +281,25 @@ def sample_rows(
             floor = _key(tl.full([], LOWEST, tl.float32), FORM)
             low = floor
             if FORM.top_k and top_k > 0:
-                order_tops = _rank(tops, scale, FORM)[0]
+                order_tops = rank(tops, scale, FORM)[0]
                 count, low = _best_columns(order_tops, top_k, names, FORM)
             if FORM.top_k and (top_k > 0) & (count <= WIDTH):
                 place = tl.arange(0, WIDTH)
                 columns = tl.load(names + place, mask=place < count, other=0)
                 tile_token = tl.arange(0, CHUNKS)[:, None] * COLUMNS + columns[None, :]
                 valid = (tile_token < VOCAB) & (place < count)[None, :]
-                tile_value = _read(source, tile_token, valid, FORM)[1]
-                tile_order, tile_weight = _rank(tile_value, scale, FORM)
+                tile_value = read(source, tile_token, valid, FORM)[1]
+                tile_order, tile_weight = rank(tile_value, scale, FORM)
                 tile = (tl.where(valid, tile_order, -infinity), tl.where(valid, tile_weight, 0.0), tile_token)
                 at = _threshold(source, scale, tile, bounds, low, top_k.to(tl.float32), COUNT, True, FORM)
                 tile_bounds = (at, -1, zero, peak, zero, infinity)
-                tile_mass = _columns(source, scale, tile, tile_bounds, MASS, True, FORM)
+                tile_mass = columns_of(source, scale, tile, tile_bounds, MASS, True, FORM)
                 token, raw = _settle(source, scale, tile, names, tile_mass, tops, tile_bounds, shares, key, True, FORM)
             else:
                 if FORM.top_k and top_k > 0:
                     pivot = _threshold(source, scale, None, bounds, floor, top_k.to(tl.float32), COUNT, False, FORM)
                     bounds = (pivot, -1, zero, peak, zero, infinity)
-                    mass = _columns(source, scale, None, bounds, MASS, False, FORM)
+                    mass = columns_of(source, scale, None, bounds, MASS, False, FORM)
                 token, raw = _settle(source, scale, None, names, mass, tops, bounds, shares, key, False, FORM)
 
         # Where no token is left, the first one stands for none, and its log-probability is not a number.

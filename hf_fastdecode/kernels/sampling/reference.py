@@ -1,0 +1,160 @@
+"""The operator in plain PyTorch and fp64: the distribution by sorting, and the draw from the same random numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .api import Settings
+
+
+def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+    """Logits after repetition penalty, suppression of end tokens and temperature.
+
+    Args:
+        logits: ``[rows, vocab]``.
+        row_ids: ``[rows]`` int32.
+        settings: As of the operator.
+        seen: ``[row ids, words]`` int32, as of the operator.
+
+    Returns:
+        ``[rows, vocab]`` fp64.
+    """
+    values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    token = torch.arange(logits.shape[1], device=logits.device)
+    if settings.features["repetition_penalty"] and seen is not None:
+        marked = ((seen[row_ids.long().clamp(min=0)][:, token // 32] >> (token % 32)) & 1).bool()
+        penalty = settings.repetition_penalty.double()
+        values = torch.where(marked, torch.where(values < 0, values * penalty, values / penalty), values)
+    if settings.eos_count and settings.step < settings.min_new_tokens:
+        values = values.masked_fill(torch.isin(token, settings.eos_ids), -torch.inf)
+    return values if settings.greedy else values / settings.temperature.double()
+
+
+def _softmax(values: Tensor, left: Tensor) -> Tensor:
+    return values.masked_fill(~left, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+def _top_k(values: Tensor, settings: Settings) -> Tensor:
+    k = min(int(settings.top_k), values.shape[1])
+    if k == 0:
+        return torch.ones_like(values, dtype=torch.bool)
+    return values >= values.topk(k).values[:, -1:]
+
+
+def _top_p_and_min_p(values: Tensor, left: Tensor, settings: Settings) -> Tensor:
+    p = _softmax(values, left)
+    if settings.top_p < 1:
+        order = values.masked_fill(~left, -torch.inf).sort(dim=-1, stable=True).indices
+        total = p.gather(1, order).cumsum(-1)
+        kept = total > 1 - settings.top_p.double()
+        kept[:, -1] = True
+        left = left & torch.zeros_like(left).scatter(1, order, kept)
+    p = _softmax(values, left)
+    return left & (p >= settings.min_p.double() * p.amax(-1, keepdim=True))
+
+
+def _surprise(values: Tensor, left: Tensor) -> Tensor:
+    """How far a token's surprise, ``-log p``, is from its mean, the entropy (Meister et al., typical sampling)."""
+    log_p = values.masked_fill(~left, -torch.inf).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).nansum(-1, keepdim=True)
+    return (-log_p - entropy).abs()
+
+
+def _typical(values: Tensor, left: Tensor, settings: Settings) -> Tensor:
+    if settings.typical_p >= 1:
+        return left
+    distance, order = _surprise(values, left).sort(dim=-1)
+    total = _softmax(values, left).gather(1, order).cumsum(-1)
+    last = (total < settings.typical_p.double()).sum(-1, keepdim=True).clamp(max=values.shape[1] - 1)
+    return left & (_surprise(values, left) <= distance.gather(1, last))
+
+
+def distribution(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+    """The probabilities from which tokens are drawn: ``[rows, vocab]`` fp64. Arguments as of `processed_logits`."""
+    values = processed_logits(logits, row_ids, settings, seen)
+    left = _top_k(values, settings) & (values > -torch.inf)
+    return _softmax(values, _typical(values, _top_p_and_min_p(values, left, settings), settings))
+
+
+def uniforms(seed: int, step: int, row_ids: Tensor, turn: int) -> Tensor:
+    """Two uniform numbers in [0, 1) for each row: ``[rows, 2]`` fp64.
+
+    Philox 4x32 with 10 rounds (Salmon et al., 2011), the seed its key, (row id, turn, step) its counter; of each two
+    words the first and the upper 21 bits of the second make a fraction of 53 bits.
+    """
+    mask = 0xFFFFFFFF
+    row = row_ids.long() & mask
+    c = [row, torch.full_like(row, turn), torch.full_like(row, step & mask), torch.full_like(row, (step >> 32) & mask)]
+    key = [seed & mask, (seed >> 32) & mask]
+    for _ in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]  # these wrap around, which keeps bits 32 to 63
+        c = [
+            ((second >> 32) & mask) ^ c[1] ^ key[0],
+            second & mask,
+            ((first >> 32) & mask) ^ c[3] ^ key[1],
+            first & mask,
+        ]
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    words = [word.double() for word in c[:1] + c[2:3]]
+    tails = [(word >> 11).double() for word in c[1:2] + c[3:4]]
+    return torch.stack([word * 2.0**-32 + tail * 2.0**-53 for word, tail in zip(words, tails, strict=True)], -1)
+
+
+def _place(mass: Tensor, uniform: Tensor) -> Tensor:
+    reach = mass.cumsum(-1)
+    return ((reach > uniform[:, None] * reach[:, -1:]) & (mass > 0)).int().argmax(-1)
+
+
+def _draw(mass: Tensor, pair: Tensor, columns: int) -> Tensor:
+    """Draw a column by its mass, then a token of it: ``mass`` ``[rows, vocab]`` to ``[rows]``."""
+    rows, vocab = mass.shape
+    table = torch.nn.functional.pad(mass, (0, -vocab % columns)).view(rows, -1, columns)
+    column = _place(table.sum(1), pair[:, 0])
+    chunk = _place(table[torch.arange(rows, device=mass.device), :, column], pair[:, 1])
+    return chunk * columns + column
+
+
+def sample(
+    logits: Tensor, row_ids: Tensor, settings: Settings, *, columns: int, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the operator returns, save for rounding; ``columns`` are those of its launch parameters.
+
+    Draw from all tokens that top-k leaves; if a filter drops the token, draw again from those that rank before it.
+    Between filters the ranking differs: typical-p's starts once the others are done.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    values = processed_logits(logits, row_ids, settings, seen)
+    if settings.greedy:
+        drawn = values.argmax(-1)
+    else:
+        final = distribution(logits, row_ids, settings, seen) > 0
+        left = _top_k(values, settings) & (values > -torch.inf)
+        surprise = None
+        if settings.typical_p < 1:
+            left = _top_p_and_min_p(values, left, settings)
+            surprise = _surprise(values, left)
+        weight = (values - values.amax(-1, keepdim=True)).exp()
+        index = torch.arange(logits.shape[1], device=logits.device)
+        drawn = torch.zeros_like(rows)
+        doubt = left.any(-1)
+        turn = 0
+        while doubt.any():
+            pair = uniforms(int(settings.seed), int(settings.step), row_ids, turn)
+            drawn = torch.where(doubt, _draw(weight * left, pair, columns), drawn)
+            doubt = doubt & ~final[rows, drawn]
+            value = values[rows, drawn][:, None]
+            before = (values > value) | ((values == value) & (index > drawn[:, None]))
+            if surprise is not None:
+                before = surprise < surprise[rows, drawn][:, None]
+            else:
+                light = weight[rows, drawn][:, None] < settings.min_p
+                before = torch.where(light, weight >= settings.min_p, before)
+            left = left & before
+            turn += 1
+    logprobs = logits.double().nan_to_num(nan=-torch.inf).log_softmax(-1)[rows, drawn]
+    skipped = row_ids < 0
+    return torch.where(skipped, settings.pad_token_id, drawn), logprobs.masked_fill(skipped, 0.0).float()
