@@ -26,6 +26,8 @@ def enable(
     model: Model,
     *,
     backend: str = "auto",
+    mode: str = "auto",
+    sampler: str = "auto",
     min_shared_tokens: int = 32,
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
@@ -41,6 +43,12 @@ def enable(
         backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
             package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
             forced one runs or raises.
+        mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
+            (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
+            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises.
+        sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
+            which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
+            half-precision models on a GPU, unless the call asks for what only transformers' code does.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
@@ -52,7 +60,7 @@ def enable(
         ValueError: An option is out of its bounds.
         TypeError: `model` is not a transformers model that generates.
     """
-    options = Options(backend, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
+    options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
     _check_model(model)
     if (seams := seams_of(model)) is not None:
         seams.options = options

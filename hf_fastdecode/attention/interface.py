@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -115,6 +116,8 @@ def active(configs: Iterable[PreTrainedConfig], max_tokens: int) -> Iterator[Non
         _max_tokens.reset(token)
 
 
+# Which layer reads which memory is no part of a compiled layer.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def shared_context_attention(
     module: nn.Module,
     query: Tensor,

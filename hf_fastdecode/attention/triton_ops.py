@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal, shared_memory
+from ..kernels.forest_decode.schedule import Capacity, NodeShape, Schedule, make_schedule
 from .forest import Forest
 from .kv import Segment
 
-__all__ = ["ForestTables", "NodeTable", "is_faster", "refusal"]
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ..kernels.forest_decode.api import Config
+
+__all__ = [
+    "ForestTables",
+    "NodeTable",
+    "SuffixTable",
+    "decode_config",
+    "forest_schedule",
+    "is_faster",
+    "node_addresses",
+    "node_shapes",
+    "refusal",
+    "suffix_addresses",
+]
 
 # With this many packed queries over this many keys the work is arithmetic, and cuDNN's prefix is faster.
 _LIBRARY_QUERIES = 2048
@@ -83,7 +99,7 @@ class ForestTables:
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
-        self._schedules: dict[tuple[object, ...], tuple[object, object]] = {}
+        self._schedules: dict[tuple[object, ...], tuple[Schedule, Config]] = {}
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
         self._slots: dict[torch.device, Tensor] = {}
 
@@ -154,26 +170,68 @@ class ForestTables:
             )
         return out
 
-    def _schedule(self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device):  # type: ignore[no-untyped-def]
-        from ..kernels.forest_decode.api import choose_config
-        from ..kernels.forest_decode.schedule import NodeShape, make_schedule
-
+    def _schedule(
+        self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device
+    ) -> tuple[Schedule, Config]:
         if self._forest is not forest:
             self._forest, self._schedules = forest, {}
         key = (kv_heads, each, head_dim, device)
         if key not in self._schedules:
-            widest = max((node.row_count for node in forest.nodes), default=1) * each
-            overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
-            config = choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device))
-            schedule = make_schedule(
-                [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes],
-                forest.rows,
-                kv_heads=kv_heads,
-                queries=each,
-                block_m=config.block_m,
-                block_n=config.block_n,
-                programs=config.per_sm * multiprocessors(device),
-                device=device,
-            )
-            self._schedules[key] = schedule, config
+            config = decode_config(forest, each, head_dim, device)
+            self._schedules[key] = forest_schedule(forest, kv_heads, each, config, device), config
         return self._schedules[key]
+
+
+def decode_config(forest: Forest, each: int, head_dim: int, device: torch.device) -> Config:
+    """Launch parameters for a forest.
+
+    Args:
+        forest: The nodes.
+        each: Packed queries of one row for a KV head.
+        head_dim: Numbers per head.
+        device: Where the kernels run.
+    """
+    from ..kernels.forest_decode.api import choose_config
+
+    widest = max((node.row_count for node in forest.nodes), default=1) * each
+    overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
+    return choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device))
+
+
+def node_shapes(forest: Forest) -> list[NodeShape]:
+    """What of the nodes decides the work."""
+    return [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
+
+
+def forest_schedule(
+    forest: Forest,
+    kv_heads: int,
+    each: int,
+    config: Config,
+    device: torch.device,
+    *,
+    rows: int | None = None,
+    capacity: Capacity | None = None,
+) -> Schedule:
+    """The schedule of a forest's nodes.
+
+    Args:
+        forest: The nodes.
+        kv_heads: KV heads of the layer.
+        each: Packed queries of one row for a KV head.
+        config: From `decode_config`.
+        device: Where the tables go.
+        rows: Rows of the step when it has more than the forest.
+        capacity: Sizes of the tables, when they must not depend on the nodes.
+    """
+    return make_schedule(
+        node_shapes(forest),
+        rows or forest.rows,
+        kv_heads=kv_heads,
+        queries=each,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors(device),
+        device=device,
+        capacity=capacity,
+    )

@@ -141,26 +141,40 @@ class SharedContextLayer(CacheLayerMixin):
                 f"the cache holds {self.state.forest.rows} rows, got keys for {rows}; expand it with "
                 "batch_repeat_interleave, or pass it to generate, which does"
             )
-        self._grow_suffix(self.suffix_length + queries, keys, values)
+        self._grow_suffix(rows, self.suffix_length + queries, keys[0], values[0])
         self.suffix_length += queries
 
-    def _grow_suffix(self, tokens: int, keys: Tensor, values: Tensor) -> None:
-        """Grow the suffix buffers when `tokens` do not fit: doubled, but not past the known bound."""
+    def reserve(self, tokens: int) -> bool:
+        """Make every row's suffix hold `tokens` tokens; whether storage moved.
+
+        Raises:
+            ValueError: Nothing was stored in this layer yet.
+        """
+        if self.state.forest is None or not self.segments:
+            raise ValueError("this cache layer holds no nodes; prefill it first")
+        keys, values = next(iter(self.segments.values()))
+        return self._grow_suffix(self.state.forest.rows, tokens, keys, values)
+
+    def _grow_suffix(self, rows: int, tokens: int, keys: Tensor, values: Tensor) -> bool:
+        """Grow the suffix buffers when `tokens` do not fit: doubled, but not past the known bound.
+
+        `keys` and `values` ``[kv_heads, ..., head_dim]`` say what they are made of.
+        """
         capacity = 0 if self.suffix is None else self.suffix.keys.shape[2]
         if self.suffix is not None and tokens <= capacity:
-            return
+            return False
         capacity = max(tokens, 2 * capacity, _FIRST_CAPACITY)
         if self.state.max_suffix is not None:
             capacity = max(tokens, min(capacity, self.state.max_suffix))
-        rows, kv_heads = keys.shape[:2]
         grown = Segment(
-            keys.new_empty(rows, kv_heads, capacity, keys.shape[-1]),
-            values.new_empty(rows, kv_heads, capacity, values.shape[-1]),
+            keys.new_empty(rows, keys.shape[0], capacity, keys.shape[-1]),
+            values.new_empty(rows, values.shape[0], capacity, values.shape[-1]),
         )
         if self.suffix is not None:
             grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
             grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
         self.suffix = grown
+        return True
 
     def forest_kv(self) -> ForestKV:
         """Keys and values as the attention operators take them.

@@ -110,6 +110,17 @@ class SharedContextCache(Cache):
         for layer in self.layers:
             layer.suffix, layer.suffix_length = None, 0
 
+    def reserve(self, tokens: int) -> bool:
+        """Make every row's suffix hold `tokens` tokens, before a captured step writes them; whether storage moved."""
+        moved = [layer.reserve(tokens) for layer in self.layers]
+        return any(moved)
+
+    def wrote(self, input_ids: Tensor) -> None:
+        """Note that a captured step appended tokens ``[rows, queries]`` to the suffixes, in every layer."""
+        for layer in self.layers:
+            layer.suffix_length += input_ids.shape[1]
+        self.record_tokens(input_ids)
+
     def record_tokens(self, input_ids: Tensor) -> None:
         """Note the ids ``[rows, queries]`` of tokens being appended, so that a later call can match them."""
         self._suffix_tokens.append(input_ids)
@@ -120,17 +131,10 @@ class SharedContextCache(Cache):
         Nodes are shared, not copied. Suffixes become nodes of the fork: they are copied, so that this cache may go on
         appending.
         """
-        fork = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
-        fork.segment_tokens = list(self.segment_tokens)
-        fork.state.segment_lengths = list(self.state.segment_lengths)
-        for layer in self.layers:
-            twin = SharedContextLayer(fork.state)
-            twin.segments = dict(layer.segments)
-            if layer.is_initialized:
-                twin.dtype, twin.device, twin.is_initialized = layer.dtype, layer.device, True
+        fork = self.nodes_only(Forest(0), max_suffix=max_suffix, backend=backend)
+        for layer, twin in zip(self.layers, fork.layers, strict=True):
             if layer.suffix_length:
                 twin.segments[len(self.segment_tokens)] = layer.suffixes_as_segment()
-            fork.layers.append(twin)
         paths = list(self.forest.paths)
         if own := self.suffix_length:
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
@@ -138,6 +142,22 @@ class SharedContextCache(Cache):
         fork.state.forest = Forest.from_paths(paths)
         fork.state.padding = self.state.padding
         return fork
+
+    def nodes_only(
+        self, forest: Forest, *, max_suffix: int | None = None, backend: str | None = None
+    ) -> SharedContextCache:
+        """A cache over another forest of this one's segments, which are shared, with empty suffixes."""
+        twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
+        twin.segment_tokens = list(self.segment_tokens)
+        twin.state.segment_lengths = list(self.state.segment_lengths)
+        twin.state.forest = forest
+        for layer in self.layers:
+            fresh = SharedContextLayer(twin.state)
+            fresh.segments = dict(layer.segments)
+            if layer.is_initialized:
+                fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
+            twin.layers.append(fresh)
+        return twin
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:

@@ -9,6 +9,12 @@ from ..attention import torch_ops
 BACKENDS = ("auto", "triton", *torch_ops.BACKENDS[1:])
 """What ``backend=`` takes."""
 
+MODES = ("auto", "eager", "graph", "compile")
+"""What ``mode=`` takes."""
+
+SAMPLERS = ("auto", "hf", "fast")
+"""What ``sampler=`` takes."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -18,19 +24,27 @@ class Options:
         backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
             package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
             forced one runs or raises.
+        mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d.
+            ``auto`` runs eagerly on the CPU, and on a GPU captures once a model's calls have asked for enough steps.
+        sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
+            which draws from the same distribution with other random numbers, and runs on a GPU. ``auto`` takes it for
+            half-precision models on a GPU, unless the call asks for what only transformers' code does.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to become a node.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
     """
 
     backend: str = "auto"
+    mode: str = "auto"
+    sampler: str = "auto"
     min_shared_tokens: int = 32
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name, known in (("backend", BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -25,6 +25,13 @@ class CallReport:
         suffix_length: Tokens each row has appended.
         stored_tokens: Tokens in the nodes.
         bytes_per_token: Bytes of one token's keys and values in all layers.
+        mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
+        mode_reason: Why.
+        sampler: Who drew the tokens: ``hf`` or ``fast``.
+        sampler_reason: Why.
+        captures: CUDA graphs captured in this call.
+        compactions: How often rows that had ended left the batch.
+        waves: Parts that the rows were cut into to fit into memory; 0 when they were not.
     """
 
     path: str = "stock"
@@ -39,6 +46,13 @@ class CallReport:
     suffix_length: int = 0
     stored_tokens: int = 0
     bytes_per_token: int = 0
+    mode: str = "eager"
+    mode_reason: str = ""
+    sampler: str = "hf"
+    sampler_reason: str = ""
+    captures: int = 0
+    compactions: int = 0
+    waves: int = 0
 
     def observe(self, cache: SharedContextCache) -> None:
         """Note what a forward pass with this cache did."""
@@ -65,6 +79,8 @@ class CallReport:
                 f"  {self.forest}",
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
+                f"  steps: {self.mode} ({self.mode_reason})",
+                f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *_layer_lines(self.layers),
             ]
         return lines

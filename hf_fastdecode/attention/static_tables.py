@@ -1,0 +1,162 @@
+"""What the decode kernels read beside keys and values, at fixed addresses: the state behind a captured decode step.
+
+A captured CUDA graph replays with the same pointers. The tables here stay where they are, and are rewritten between
+replays: other prompts, lengths, storage and rows need no new capture, as long as they fit the tables' sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kernels.forest_decode.limits import refusal
+from ..kernels.forest_decode.schedule import Capacity, Schedule, needed_capacity
+from .forest import Forest
+from .kv import Segment
+from .triton_ops import decode_config, forest_schedule, node_addresses, node_shapes, suffix_addresses
+
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ..kernels.forest_decode.api import Config
+
+
+@dataclass(frozen=True)
+class LayerStorage:
+    """Where one layer's keys and values lie.
+
+    Attributes:
+        segments: Storage of the nodes.
+        suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
+    """
+
+    segments: Sequence[Segment] | Mapping[int, Segment]
+    suffix: Segment
+
+
+class KernelRefusalError(Exception):
+    """The kernels cannot compute what a layer asks for; the message says why."""
+
+
+class StaticTables:
+    """Tables for `rows` rows over forests of a bounded size.
+
+    Args:
+        rows: Rows of the step; a batch may have fewer.
+        layers: Attention layers of the model.
+        forest: The forest that the sizes are made for, rounded up.
+        device: Where the step runs.
+    """
+
+    def __init__(self, rows: int, layers: int, forest: Forest, device: torch.device):
+        self.rows, self.device, self.forest = rows, device, forest
+        self._depths, self._nodes = _rounded(len(forest.levels)), _rounded(len(forest.nodes))
+        self.nodes = torch.zeros(layers, 3, self._nodes, dtype=torch.int64, device=device)
+        self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+        self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        # By (kv_heads, packed queries of a row, head_dim), filled by the layers' first pass.
+        self._schedules: dict[tuple[int, int, int], tuple[Schedule, Config, Capacity]] = {}
+
+    def fits(self, forest: Forest) -> bool:
+        """Whether a batch over this forest can use these tables as they were captured."""
+        if forest.rows > self.rows or len(forest.levels) > self._depths or len(forest.nodes) > self._nodes:
+            return False
+        shapes = node_shapes(forest)
+        return all(
+            config == decode_config(forest, each, head_dim, self.device)
+            and room.holds(needed_capacity(shapes, kv_heads=kv_heads, queries=each, block_m=config.block_m))
+            for (kv_heads, each, head_dim), (_, config, room) in self._schedules.items()
+        )
+
+    def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
+        """Point the tables at a batch, for which `fits` holds.
+
+        Args:
+            forest: The batch's nodes.
+            storage: Keys and values, layer by layer.
+            suffix_length: Tokens in every row's suffix.
+        """
+        self.forest = forest
+        nodes = torch.zeros(self.nodes.shape, dtype=torch.int64)
+        for index, layer in enumerate(storage):
+            nodes[index, :, : len(forest.nodes)] = torch.tensor(node_addresses(forest, layer.segments))
+        self.nodes.copy_(nodes)
+        self.load_suffixes(storage)
+        self.slots.copy_(torch.where(torch.arange(self.rows) < forest.rows, torch.arange(self.rows), -1))
+        self.lengths.fill_(suffix_length)
+        for key, (schedule, config, room) in self._schedules.items():
+            schedule.copy_(self._make_schedule(*key, config, room))
+
+    def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
+        """Point the tables at suffixes that have moved."""
+        self.suffixes.copy_(torch.tensor([suffix_addresses(layer.suffix) for layer in storage]))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        new_keys: Tensor,
+        new_values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append new keys and values to the suffixes, and attend.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[rows, heads, queries, head_dim]``.
+            new_keys: ``[rows, kv_heads, queries, head_dim]``.
+            new_values: The same shape.
+            scale: Factor on the scores.
+            softcap: Soft cap on the scores, if any.
+
+        Returns:
+            ``[rows, heads, queries, head_dim]`` in the query's dtype.
+
+        Raises:
+            KernelRefusalError: The kernels do not take these.
+        """
+        from ..kernels.forest_decode.api import forest_decode
+
+        _, heads, queries, head_dim = query.shape
+        kv_heads = new_keys.shape[1]
+        key = kv_heads, heads // kv_heads * queries, head_dim
+        if key not in self._schedules:
+            if reason := refusal(query, new_keys, new_values, []):
+                raise KernelRefusalError(reason)
+            config = decode_config(self.forest, key[1], head_dim, self.device)
+            needed = needed_capacity(
+                node_shapes(self.forest), kv_heads=kv_heads, queries=key[1], block_m=config.block_m
+            )
+            room = Capacity(self._depths, self._nodes, _rounded(needed.units))
+            self._schedules[key] = self._make_schedule(*key, config, room), config, room
+        schedule, config, _ = self._schedules[key]
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
+            new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+        out, _ = forest_decode(
+            query,
+            new_keys,
+            new_values,
+            self.nodes[layer],
+            self.suffixes[layer],
+            self.slots,
+            self.lengths,
+            schedule,
+            config,
+            scale=scale,
+            soft_cap=softcap,
+        )
+        return out
+
+    def _make_schedule(self, kv_heads: int, each: int, head_dim: int, config: Config, room: Capacity) -> Schedule:
+        return forest_schedule(self.forest, kv_heads, each, config, self.device, rows=self.rows, capacity=room)
+
+
+def _rounded(count: int) -> int:
+    """The next power of two, so that a slightly larger forest still fits; at least 1."""
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,62 @@
+"""The cache that a captured decode step runs with: its layers attend through tables at fixed addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention.interface import SharedKV
+from ..attention.static_tables import StaticTables
+
+
+class CapturedCache(Cache):
+    """Stands in for a `SharedContextCache` while a decode step is captured, and holds no keys or values itself.
+
+    Args:
+        tables: Where they are found.
+        layers: Attention layers of the model.
+    """
+
+    def __init__(self, tables: StaticTables, layers: int):
+        super().__init__(layers=[_CapturedLayer(tables, index) for index in range(layers)])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return super().update(*args, **kwargs)
+
+
+class _CapturedLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, tables: StaticTables, index: int):
+        super().__init__()
+        self.tables, self.index, self.is_initialized = tables, index, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to set up: storage is the batch's own."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+        handle = _CapturedKV(self.tables, self.index, key_states, value_states)
+        return handle, handle
+
+    # A step's positions are passed as tensors; what a model would read here would be baked into the graph.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _CapturedKV(SharedKV):
+    def __init__(self, tables: StaticTables, index: int, keys: Tensor, values: Tensor):
+        self.tables, self.index, self.keys, self.values = tables, index, keys, values
+
+    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+        return self.tables.attend(self.index, query, self.keys, self.values, scale, softcap).transpose(1, 2)

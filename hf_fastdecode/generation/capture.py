@@ -1,0 +1,222 @@
+"""Decode steps captured in CUDA graphs, kept between calls.
+
+A captured step reads everything that differs between steps and calls from tables on the device (`StaticTables`), so
+one capture serves other prompts, lengths and samples within its bucket of rows. It is captured again only for more
+rows, more nodes than its tables hold, or when the model's own state has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..attention.interface import active
+from ..attention.static_tables import KernelRefusalError, LayerStorage, StaticTables
+from ..cache.captured import CapturedCache
+from ..cache.shared import SharedContextCache
+from .compiled import CompiledLayers
+
+logger = logging.getLogger("hf_fastdecode")
+
+
+def bucket(rows: int) -> int:
+    """Rows of the captured step that decodes `rows` rows: powers of two, and from 128 up one size between each two."""
+    power = 1 << max(0, rows - 1).bit_length()
+    between = power // 4 * 3
+    return between if power >= 256 and rows <= between else power
+
+
+class CapturedStep:
+    """One decode step of a model for up to `rows` rows.
+
+    Args:
+        model: The model.
+        rows: Rows of the step.
+        cache: The batch to capture with; others may follow.
+        configs: The model's config objects, see `attention.interface.active`.
+        arguments: What else the model's forward takes.
+        compiled: When given, the layers are compiled.
+        pool: Memory pool that captures share; they never run at the same time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        cache: SharedContextCache,
+        configs: list[PreTrainedConfig],
+        arguments: dict[str, Any],
+        compiled: CompiledLayers | None,
+        pool: Any,
+    ):
+        device = model.device
+        self.rows = rows
+        self.tables = StaticTables(rows, len(cache.layers), cache.forest, device)
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.load(cache)
+        view = CapturedCache(self.tables, len(cache.layers))
+
+        def step() -> Tensor:
+            output = model(
+                input_ids=self.ids, position_ids=self.positions, past_key_values=view, return_dict=True, **arguments
+            )
+            return output.logits[:, -1]
+
+        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
+        with active(configs, max_tokens=0), compiled.installed(model) if compiled else nullcontext():
+            self._run = step
+            self.graph: torch.cuda.CUDAGraph | None = None
+            if device.type != "cuda":  # interpreted kernels, in tests: the step runs uncaptured
+                self._context = configs
+                return
+            with torch.cuda.device(device):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step()  # compiles kernels and creates library handles, which a capture cannot
+                torch.cuda.current_stream().wait_stream(stream)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                    self.logits = step()
+
+    def load(self, cache: SharedContextCache) -> None:
+        """Decode this batch from now on."""
+        self.tables.load(cache.forest, _storage(cache), cache.suffix_length)
+
+    def load_suffixes(self, cache: SharedContextCache) -> None:
+        """The batch's suffixes have moved."""
+        self.tables.load_suffixes(_storage(cache))
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """One token for each row; the suffixes must have room for it.
+
+        Args:
+            ids: ``[batch]`` int64, batch up to `rows`.
+            positions: ``[batch]`` int64.
+
+        Returns:
+            ``[batch, vocabulary]``, overwritten by the next step.
+        """
+        count = len(ids)
+        self.ids[:count, 0].copy_(ids)
+        self.positions[:count, 0].copy_(positions)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            with active(self._context, max_tokens=0):
+                self.logits = self._run()
+        self.tables.lengths.add_(1)
+        return self.logits[:count]
+
+
+def _storage(cache: SharedContextCache) -> list[LayerStorage]:
+    return [LayerStorage(layer.segments, layer.suffix) for layer in cache.layers if layer.suffix is not None]
+
+
+class Captures:
+    """The captured steps of one model.
+
+    One call at a time uses them: `lock` is held while it decodes, and calls of other threads run eagerly meanwhile.
+
+    Attributes:
+        count: Captures made.
+        steps_asked: Most steps that the model's calls may have taken so far, this one included.
+        failure: Why a capture failed, when one did.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiled = CompiledLayers()
+        self.count = 0
+        self.steps_asked = 0
+        self.failure: str | None = None
+        self._steps: dict[Hashable, list[CapturedStep]] = {}
+        self._state: Hashable = None
+        self._pool: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
+        return Captures()  # a copy of the model has other weights
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Captures, ()
+
+    def find(
+        self,
+        model: PreTrainedModel,
+        cache: SharedContextCache,
+        configs: list[PreTrainedConfig],
+        arguments: dict[str, Any],
+        *,
+        compiled: bool,
+    ) -> CapturedStep:
+        """A step that decodes this cache's rows, captured now when there is none; loaded with the cache.
+
+        Raises:
+            KernelRefusalError: The kernels cannot compute the model's attention.
+        """
+        rows = bucket(cache.rows)
+        key = rows, compiled, tuple(sorted(arguments.items()))
+        for step in self._steps.setdefault(key, []):
+            if step.tables.fits(cache.forest):
+                step.load(cache)
+                return step
+        if self._pool is None and model.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        layers = self.compiled if compiled else None
+        step = CapturedStep(model, rows, cache, configs, arguments, layers, self._pool)
+        self._steps[key].append(step)
+        self.count += 1
+        return step
+
+    def refresh(self, model: PreTrainedModel) -> None:
+        """Drop what was captured when the model's weights or modules are no longer those."""
+        state = model_state(model)
+        if state != self._state:
+            self.clear()
+            self._state = state
+
+    def clear(self) -> None:
+        """Drop all captures and their memory."""
+        self._steps, self._pool, self._state, self.failure = {}, None, None, None
+
+
+def model_state(model: nn.Module) -> Hashable:
+    """What a capture bakes in of a model: where its weights lie, and switches that modules read on the host."""
+    switches = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
+    return (
+        tuple(parameter.data_ptr() for parameter in model.parameters()),
+        tuple(buffer.data_ptr() for buffer in model.buffers()),
+        tuple(
+            (id(module), *(str(getattr(module, name, None)) for name in switches if name in vars(module)))
+            for module in model.modules()
+        ),
+    )
+
+
+def capture_reason(model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
+    """Why this model's steps cannot be captured, or None when nothing is known against it."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return f"the model must lie on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels take float16 and bfloat16, got {model.dtype}"
+    if cache.state.backend not in ("auto", "triton"):
+        return f"backend={cache.state.backend!r} was asked for"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            return f"{type(module).__name__} has forward hooks, which a captured step would not call"
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            return f"the argument {name!r} is a tensor"
+    return None
+
+
+__all__ = ["CapturedStep", "Captures", "KernelRefusalError", "bucket", "capture_reason"]

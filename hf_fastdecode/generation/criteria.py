@@ -1,0 +1,75 @@
+"""Stopping criteria, taken apart by what they need: the host's count, the device's tokens, or the user's code."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+
+
+class Stopping:
+    """`generate`'s criteria for one call.
+
+    Args:
+        criteria: As `generate` prepared them.
+        device: Where tokens are drawn.
+
+    Attributes:
+        max_length: Length in tokens, prompt included, at which every row ends; None without such a criterion.
+        pads: Whether rows that ended go on with the pad token, so that they may leave the batch.
+        timed: Whether a time limit must be looked at.
+        custom: Whether criteria want the tokens so far.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        lengths = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        self.max_length = min((int(criterion.max_length) for criterion in lengths), default=None)
+        self._warnings = [criterion for criterion in lengths if criterion.max_position_embeddings]
+        self._deadlines = [
+            criterion.initial_timestamp + criterion.max_time
+            for criterion in criteria
+            if type(criterion) is MaxTimeCriteria
+        ]
+        ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+        self.eos = torch.cat([ids.reshape(-1).to(device) for ids in ends]) if ends else None
+        known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+        self._others = [criterion for criterion in criteria if type(criterion) not in known]
+
+    @property
+    def timed(self) -> bool:
+        return bool(self._deadlines)
+
+    @property
+    def custom(self) -> bool:
+        return bool(self._others)
+
+    def all_end(self, length: int, view: Tensor) -> bool:
+        """Whether every row ends at this length, or now; needs nothing from the device.
+
+        Args:
+            length: Tokens of a row, prompt included.
+            view: ``[rows, length]``, for transformers' own warning about the model's longest text.
+        """
+        for criterion in self._warnings:
+            if length >= criterion.max_position_embeddings:
+                criterion(view, None)
+        late = any(time.time() > deadline for deadline in self._deadlines)
+        return late or (self.max_length is not None and length >= self.max_length)
+
+    def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
+        """Which rows end with the tokens just drawn, as bool ``[rows]``; None when none can.
+
+        Args:
+            tokens: ``[rows]`` int64, just drawn.
+            input_ids: ``[rows, length]`` with them, for `custom` criteria.
+            scores: What the user asked to be collected.
+        """
+        ended = torch.isin(tokens, self.eos) if self.eos is not None else None
+        for criterion in self._others:
+            more = torch.as_tensor(criterion(input_ids, scores), device=tokens.device).bool()
+            more = more.expand(len(tokens)) if more.dim() == 0 else more
+            ended = more if ended is None else ended | more
+        return ended

@@ -1,0 +1,286 @@
+"""The decoding loop: transformers' own, step for step, but for when the host waits and which rows are computed.
+
+Rows that ended leave the batch once enough of them have: time follows the rows still alive. On a GPU the host looks at
+which rows are alive every few steps only, and what was drawn past the end is undone. A batch that does not fit into
+memory goes on in smaller waves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..attention.forest import Forest
+from ..cache.shared import SharedContextCache
+from .criteria import Stopping
+from .report import CallReport
+from .sampler import Drawn, Sampler
+from .start import Start
+from .steps import EagerSteps, Steps
+from .watch import Watch
+
+logger = logging.getLogger("hf_fastdecode")
+
+_REPLAY = 16
+"""Tokens of a row that go through the model at once when a wave is taken up again."""
+
+
+@dataclass
+class Wave:
+    """Rows that decode together.
+
+    Attributes:
+        rows: ``[rows]`` int64: their numbers in the call.
+        tokens: ``[rows, capacity]`` int64: prompts, and behind them what was drawn.
+        unfinished: ``[rows]`` bool.
+        ends: ``[rows]`` int64: how many tokens a row had drawn when it ended.
+        drawn: Tokens drawn for each row.
+        scores: What the user asked to be collected, one ``[rows, vocabulary]`` a step.
+        logits: Likewise.
+        logprobs: ``[rows]`` fp32 a step, where the sampler gives them: of the drawn tokens, by the raw logits.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    unfinished: Tensor
+    ends: Tensor
+    drawn: int = 0
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
+        """All rows of a call, before the first token."""
+        rows, width = prompts.shape
+        tokens = prompts.new_empty(rows, width + max_new_tokens)
+        tokens[:, :width] = prompts
+        index = torch.arange(rows, device=prompts.device)
+        return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
+
+    def part(self, rows: slice) -> Wave:
+        """Some of the rows, to go on by themselves."""
+        return Wave(
+            self.rows[rows],
+            self.tokens[rows].clone(),
+            self.unfinished[rows],
+            self.ends[rows],
+            self.drawn,
+        )
+
+    def append(self, tokens: Tensor, width: int) -> None:
+        """Take over the tokens ``[rows]`` of one step."""
+        at = width + self.drawn
+        if at == self.tokens.shape[1]:  # only without a bound on the length
+            self.tokens = torch.cat([self.tokens, torch.empty_like(self.tokens)], dim=1)
+        self.tokens[:, at] = tokens
+        self.drawn += 1
+
+    def end(self, rows: Tensor) -> None:
+        """Note that rows (bool ``[rows]``) end with the token just drawn, if they have not before."""
+        self.ends = torch.where(self.unfinished & rows, self.drawn, self.ends)
+        self.unfinished = self.unfinished & ~rows
+
+
+@dataclass
+class Loop:
+    """What one call decodes with.
+
+    Attributes:
+        prompts: ``[rows, width]`` int64.
+        start: The prompts' nodes and first logits.
+        sampler: Chooses tokens.
+        stopping: When rows end.
+        config: The call's generation config.
+        streamer: Gets every token, if any.
+        make_steps: Makes what runs the steps of a batch.
+        make_eager: The same, for several tokens at once.
+        report: Of the call.
+    """
+
+    prompts: Tensor
+    start: Start
+    sampler: Sampler
+    stopping: Stopping
+    config: GenerationConfig
+    streamer: BaseStreamer | None
+    make_steps: Callable[[SharedContextCache], Steps]
+    make_eager: Callable[[SharedContextCache], EagerSteps]
+    report: CallReport
+
+    def run(self) -> Wave:
+        """Decode all rows.
+
+        Returns:
+            One wave with all of them; what lies behind a row's end is the pad token.
+        """
+        limit = self.stopping.max_length or self.config.max_length
+        waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
+        done: list[Wave] = []
+        forest = self.start.cache.forest
+        cache: SharedContextCache | None = self.start.cache
+        while waiting:
+            wave = waiting.popleft()
+            try:
+                self._decode(wave, cache or self._resume(wave, forest))
+            except torch.OutOfMemoryError:
+                if len(wave.rows) == 1 or self.config.return_dict_in_generate:
+                    raise
+                fits = False
+            else:
+                fits = True
+            if fits:
+                done.append(wave)
+            else:
+                self.start.cache.plant(forest)  # drops the suffixes; the nodes stay
+                self._split(wave, waiting)
+            cache = None
+        if self.streamer is not None:
+            self.streamer.end()
+        return done[0] if len(done) == 1 else _joined(done, self._pad)
+
+    def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
+        half = (len(wave.rows) + 1) // 2
+        if not self.report.waves:
+            logger.warning("%d rows do not fit into memory at once; going on in smaller waves", len(wave.rows))
+        self.report.waves = max(self.report.waves, len(self.prompts) // half)
+        waiting.extendleft((wave.part(slice(half, None)), wave.part(slice(half))))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _resume(self, wave: Wave, forest: Forest) -> SharedContextCache:
+        """A cache of the wave's rows, with the tokens that they had appended run through the model again."""
+        base = self.start.cache
+        cache = base.nodes_only(forest.select_rows(wave.rows.tolist()), max_suffix=base.state.max_suffix)
+        width = self.prompts.shape[1]
+        fed = self.start.fed[wave.rows]
+        tokens = torch.cat([fed, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
+        positions = self.start.positions[wave.rows][:, None] - fed.shape[1]
+        feed = self.make_eager(cache).feed
+        for first in range(0, tokens.shape[1], _REPLAY):
+            part = tokens[:, first : first + _REPLAY]
+            feed(part, positions + torch.arange(first, first + part.shape[1], device=positions.device))
+        return cache
+
+    def _decode(self, wave: Wave, cache: SharedContextCache) -> None:
+        """Draw tokens until every row of the wave has ended."""
+        width, stopping = self.prompts.shape[1], self.stopping
+        steps = self.make_steps(cache)
+        positions = self.start.positions[wave.rows] + wave.drawn - 1
+        logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
+        alive: Tensor | None = None  # where in the wave the batch's rows are; None for all of them
+        watch = Watch(self.prompts.device, at_once=self._looks_at_once, draws=self.sampler.generator_draws)
+        while True:
+            if logits is None:
+                last = wave.tokens[:, width + wave.drawn - 1]
+                logits = steps(last if alive is None else last[alive], positions)
+            drawn = self._draw(wave, logits, alive)
+            tokens = drawn.tokens
+            if stopping.pads:
+                tokens = torch.where(wave.unfinished, tokens, self._pad)
+            self._collect(wave, drawn)
+            wave.append(tokens, width)
+            positions, logits = positions + 1, None
+            if self.streamer is not None:
+                self.streamer.put(tokens.cpu())
+            view = wave.tokens[:, : width + wave.drawn]
+            ended = stopping.rows_end(tokens, view.contiguous() if stopping.custom else None, self._scores(wave))
+            if ended is not None:
+                wave.end(ended)
+            if stopping.all_end(width + wave.drawn, view):
+                break
+            mask = watch.look(wave.unfinished, wave.drawn) if ended is not None else None
+            if mask is None:
+                continue
+            count = int(mask.sum())
+            if count == 0:
+                break
+            if self._rows_may_leave and steps.worthwhile(count):
+                batch = torch.arange(len(mask)) if alive is None else alive.cpu()
+                keep = mask[batch].nonzero().flatten()
+                steps.select(keep.tolist())
+                positions = positions[keep.to(positions.device)]
+                alive = batch[keep].to(positions.device)
+                self.report.compactions += 1
+        wave.end(torch.ones_like(wave.unfinished))
+        self._undo(wave, steps.cache, watch)
+
+    def _undo(self, wave: Wave, cache: SharedContextCache, watch: Watch) -> None:
+        """Forget the steps after the last row's end, which the host saw late."""
+        last = int(wave.ends.max())
+        overrun = wave.drawn - last
+        if overrun:
+            for steps in (wave.scores, wave.logits, wave.logprobs):
+                del steps[last:]
+            watch.rewind(last)
+            cache.crop(-overrun)
+        wave.drawn = last
+        wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last]
+        self.report.observe(cache)
+
+    def _draw(self, wave: Wave, logits: Tensor, alive: Tensor | None) -> Drawn:
+        """Draw for the wave's rows from the logits of its batch."""
+        if not self.sampler.whole:
+            drawn = self.sampler.draw(logits, wave.rows if alive is None else wave.rows[alive], None, wave.drawn)
+            return drawn if alive is None else drawn.spread(alive, len(wave.rows))
+        if alive is not None:
+            logits = logits.new_zeros(len(wave.rows), logits.shape[1]).index_copy_(0, alive.to(logits.device), logits)
+        input_ids = wave.tokens[:, : self.prompts.shape[1] + wave.drawn].contiguous()
+        return self.sampler.draw(logits, wave.rows, input_ids, wave.drawn)
+
+    def _collect(self, wave: Wave, drawn: Drawn) -> None:
+        if not self.config.return_dict_in_generate:
+            return
+        if self.config.output_scores and drawn.scores is not None:
+            wave.scores.append(drawn.scores)
+        if self.config.output_logits and drawn.logits is not None:
+            wave.logits.append(drawn.logits)
+        if drawn.logprobs is not None:
+            wave.logprobs.append(drawn.logprobs)
+
+    def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
+        return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None
+
+    @property
+    def _rows_may_leave(self) -> bool:
+        """Not without a pad token to stand for them, and not from a cache that the caller gets."""
+        return self.stopping.pads and not self.config.return_dict_in_generate
+
+    @property
+    def _looks_at_once(self) -> bool:
+        """Where the user's own code runs every step, it must not run for steps that are undone."""
+        return self.streamer is not None or self.stopping.custom or self.stopping.timed or self.sampler.custom
+
+    @property
+    def _pad(self) -> Tensor:
+        pad = self.config._pad_token_tensor
+        return (
+            torch.zeros((), dtype=torch.long, device=self.prompts.device)
+            if pad is None
+            else pad.to(self.prompts.device)
+        )
+
+
+def _joined(waves: list[Wave], pad: Tensor) -> Wave:
+    """The waves' rows in the call's order, padded to one length."""
+    drawn = max(wave.drawn for wave in waves)
+    rows = sum(len(wave.rows) for wave in waves)
+    first = waves[0]
+    whole = Wave(
+        torch.arange(rows, device=first.rows.device),
+        pad.expand(rows, first.tokens.shape[1] - first.drawn + drawn).clone(),
+        first.unfinished.new_zeros(rows),
+        first.ends.new_zeros(rows),
+        drawn,
+    )
+    for wave in waves:
+        whole.tokens[wave.rows, : wave.tokens.shape[1]] = wave.tokens
+        whole.ends[wave.rows] = wave.ends
+    return whole

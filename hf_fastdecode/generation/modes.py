@@ -1,0 +1,131 @@
+"""Which way a call's decode steps run: eagerly, by captured graphs, or by captured graphs of compiled layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..attention.interface import UnsupportedAttentionError
+from ..attention.static_tables import KernelRefusalError
+from ..cache.shared import SharedContextCache
+from .capture import Captures, capture_reason
+from .compiled import decoder_layers
+from .options import Options
+from .report import CallReport
+from .steps import CapturedSteps, EagerSteps, Steps
+
+StepsMaker = Callable[[SharedContextCache], Steps]
+
+# A capture takes about as long as this many eager steps lose to captured ones, a compilation as long as so many
+# captured steps lose to compiled ones (H200, 7B; both counted over the calls of a model).
+_STEPS_THAT_PAY_A_CAPTURE = 64
+_STEPS_THAT_PAY_A_COMPILATION = 4096
+
+
+class State(Protocol):
+    """What of an enabled model's state decoding needs."""
+
+    options: Options
+    captures: Captures
+
+    def tell_once(self, message: str, level: int = logging.WARNING) -> None: ...
+
+
+@contextmanager
+def steps_maker(
+    model: PreTrainedModel,
+    state: State,
+    call: CallReport,
+    cache: SharedContextCache,
+    arguments: dict[str, Any],
+    new_tokens: int,
+) -> Iterator[StepsMaker]:
+    """Within, the function makes what runs the decode steps of a cache's rows.
+
+    Args:
+        model: The model.
+        state: Its options and captures.
+        call: The report to fill in.
+        cache: The call's cache.
+        arguments: What the model's forward takes beside tokens, positions and cache.
+        new_tokens: Most tokens that a row will draw.
+
+    Raises:
+        ValueError: The mode that the options force cannot run.
+    """
+
+    def eager(cache: SharedContextCache) -> Steps:
+        return EagerSteps(model, cache, arguments)
+
+    mode, reason = _choose(model, state, cache, arguments, new_tokens)
+    call.mode, call.mode_reason = mode, reason
+    if mode == "eager":
+        yield eager
+        return
+    captures, forced = state.captures, state.options.mode != "auto"
+    if not captures.lock.acquire(blocking=forced):
+        call.mode, call.mode_reason = "eager", "another thread decodes with this model's captured steps"
+        yield eager
+        return
+
+    def captured(cache: SharedContextCache) -> Steps:
+        try:
+            return CapturedSteps(model, cache, arguments, captures, configs_of(model), compiled=call.mode == "compile")
+        except torch.OutOfMemoryError:
+            captures.clear()
+            raise
+        except (KernelRefusalError, UnsupportedAttentionError) as error:
+            failure: Exception = error
+        except Exception as error:
+            failure = error
+        if forced:
+            raise ValueError(f"mode={mode!r} cannot run: {failure}; use mode='auto'") from failure
+        captures.failure = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({captures.failure})")
+        call.mode, call.mode_reason = "eager", captures.failure
+        return eager(cache)
+
+    before = captures.count
+    try:
+        captures.refresh(model)
+        yield captured
+    finally:
+        call.captures = captures.count - before
+        captures.lock.release()
+
+
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The distinct config objects of the model and its modules."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+
+def _choose(
+    model: PreTrainedModel, state: State, cache: SharedContextCache, arguments: dict[str, Any], new_tokens: int
+) -> tuple[str, str]:
+    """The mode, and why."""
+    options, captures = state.options, state.captures
+    captures.steps_asked += new_tokens
+    if options.mode == "eager":
+        return "eager", "mode='eager' was asked for"
+    reason = capture_reason(model, cache, arguments)
+    if options.mode == "compile" and reason is None and not decoder_layers(model):
+        reason = f"{type(model).__name__} has no list of decoder layers to compile"
+    if options.mode != "auto":
+        if reason is not None:
+            raise ValueError(f"mode={options.mode!r} cannot run: {reason}; use mode='auto'")
+        return options.mode, f"mode={options.mode!r} was asked for"
+    if reason is None:
+        reason = captures.failure
+    if reason is not None:
+        return "eager", reason
+    if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE:
+        return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
+    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+        return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
+    return "graph", f"{captures.steps_asked} steps so far pay for a capture"

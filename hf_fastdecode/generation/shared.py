@@ -1,0 +1,76 @@
+"""One call with shared context: what decodes its steps, who draws its tokens, and what the caller gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..cache.shared import SharedContextCache
+from .criteria import Stopping
+from .loop import Loop
+from .modes import State, steps_maker
+from .report import CallReport
+from .sampler import choose_sampler
+from .start import Start
+from .steps import EagerSteps
+
+# What the loop itself passes to the model at every step.
+_OWN_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
+
+
+@dataclass
+class FastDecodeOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with ``return_dict_in_generate``: transformers' fields, and one more.
+
+    Attributes:
+        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each drawn token by the model's raw logits, natural
+            log, 0 behind a row's end; None where transformers' own sampler drew.
+    """
+
+    logprobs: Tensor | None = None
+
+
+def decode_shared(
+    model: PreTrainedModel,
+    state: State,
+    call: CallReport,
+    start: Start,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> FastDecodeOutput | Tensor:
+    """Decode from where `start_shared` left off; arguments as transformers' decoding loops take them."""
+    arguments = {
+        name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS and value is not None
+    }
+    stopping = Stopping(criteria, input_ids.device)
+    sampler, call.sampler_reason = choose_sampler(state.options.sampler, processors, config, input_ids, start.logits)
+    call.sampler = sampler.name
+    new_tokens = (stopping.max_length or config.max_length) - input_ids.shape[1]
+
+    def eager(cache: SharedContextCache) -> EagerSteps:
+        return EagerSteps(model, cache, arguments)
+
+    with (
+        model._optimize_model_for_decode(),
+        steps_maker(model, state, call, start.cache, arguments, new_tokens) as make_steps,
+    ):
+        wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call).run()
+    if not config.return_dict_in_generate:
+        return wave.tokens
+    return FastDecodeOutput(
+        sequences=wave.tokens,
+        scores=tuple(wave.scores) if config.output_scores else None,
+        logits=tuple(wave.logits) if config.output_logits else None,
+        past_key_values=start.cache,
+        logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
+    )

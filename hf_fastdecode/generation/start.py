@@ -1,0 +1,155 @@
+"""Where decoding starts: the prompts' nodes prefilled once, and every row's first logits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..attention.interface import UnsupportedAttentionError
+from ..cache.shared import SharedContextCache
+from .eligibility import input_reason
+from .options import Options
+from .prefill import prefill_nodes
+from .prompts import PromptGroup, group_prompts, plan_prompts
+from .report import CallReport
+
+
+class NotSharedError(Exception):
+    """A call that runs stock after its prompts were looked at; the message says why."""
+
+    def __init__(self, reason: str, level: int = logging.WARNING):
+        super().__init__(reason)
+        self.level = level
+
+
+@dataclass
+class Start:
+    """What decoding starts from.
+
+    Attributes:
+        cache: The nodes, planted, with suffixes that hold `fed`.
+        logits: ``[rows, vocabulary]`` behind each prompt.
+        positions: ``[rows]`` int64: position of each row's next token.
+        fed: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
+        width: Padded length of the prompts.
+    """
+
+    cache: SharedContextCache
+    logits: Tensor
+    positions: Tensor
+    fed: Tensor
+    width: int
+
+
+def start_shared(
+    model: PreTrainedModel,
+    options: Options,
+    call: CallReport,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Start:
+    """Find what the prompts share, and prefill it once.
+
+    Args:
+        model: The enabled model.
+        options: Of `enable`.
+        call: The report to fill in.
+        input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
+        generation_config: The call's own, with its lengths prepared.
+        model_kwargs: What `generate` prepared for the model.
+
+    Raises:
+        NotSharedError: The call runs stock.
+        ValueError: A given `SharedContextCache` does not fit the prompts or the model.
+    """
+    given = model_kwargs.get("past_key_values")
+    given = given if isinstance(given, SharedContextCache) and given.layers else None
+    try:
+        return _start(model, options, call, input_ids, generation_config, model_kwargs, given)
+    except UnsupportedAttentionError as error:
+        refusal = NotSharedError(str(error))
+    except NotSharedError as error:
+        refusal = error
+    if given is not None:
+        raise ValueError(f"this call cannot use a SharedContextCache: {refusal}")
+    raise refusal
+
+
+def _start(
+    model: PreTrainedModel,
+    options: Options,
+    call: CallReport,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    given: SharedContextCache | None,
+) -> Start:
+    mask = model_kwargs.get("attention_mask")
+    if reason := input_reason(input_ids, mask, model_kwargs.get("position_ids")):
+        raise NotSharedError(reason)
+    if given is not None:
+        _check_shape(model, given)
+    width = input_ids.shape[1]
+    groups = group_prompts(input_ids, mask)
+    max_suffix = generation_config.max_length - width
+    cache = (SharedContextCache() if given is None else given).fork(max_suffix=max_suffix, backend=options.backend)
+    plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
+    if given is not None and not all(plan.known_lengths):
+        raise ValueError(
+            f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
+            "the part that the cache holds"
+        )
+    # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
+    feed_last = None in plan.ends or (given is not None and len(plan.new_tokens) <= len(groups))
+    if feed_last:
+        groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
+        plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
+        cache.state.max_suffix = max_suffix + 1
+
+    total = sum(plan.forest.context_lengths)
+    saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
+    if given is None and saved < least:
+        raise NotSharedError(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", logging.INFO)
+
+    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
+    call.rows, call.padded_length, call.forest = len(input_ids), width, repr(plan.forest)
+    call.context_width, call.cache_id = width - feed_last, id(cache)
+    call.prefilled_tokens, call.stored_tokens = len(plan.new_tokens), plan.forest.stored_tokens
+    at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
+    logits = prefill_nodes(model, cache, plan, max_tokens=at_once, length=width - feed_last)
+    fed = input_ids[:, width - feed_last :]
+    positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
+    if feed_last or logits is None:
+        output = model(
+            input_ids=fed.to(model.device),
+            position_ids=positions[:, None].to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return Start(cache, output.logits[:, -1], positions + 1, fed, width)
+    counts = torch.tensor([group.count for group in groups], device=logits.device)
+    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed, width)
+
+
+def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
+    """Refuse a cache that another model's layers filled, as far as shapes tell."""
+    config = model.config.get_text_config(decoder=True)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
+            "hf_fastdecode.prefill(model, ...) of this model"
+        )
+    keys = next(iter(cache.layers[0].segments.values())).keys
+    kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
+    if keys.shape[0] != kv_heads or keys.dtype != model.dtype:
+        raise ValueError(
+            f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; "
+            "make it with hf_fastdecode.prefill(model, ...) of this model"
+        )
