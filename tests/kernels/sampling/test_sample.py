@@ -1,0 +1,284 @@
+"""The kernel against its specification, draw for draw, interpreted on the CPU or compiled on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.sampling import reference
+from hf_fastdecode.kernels.sampling.api import Config, Settings, sample, seen_tokens
+
+from .cases import CHAINS, assert_drawn_from, ids_of, name_of, processed_by_transformers, settings_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Config(32, group=2, tile=16, warps=4)
+
+
+def random_logits(rows: int, vocab: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 2.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab, generator=generator) * spread).to(DEVICE, dtype)
+
+
+def assert_specified(logits, settings, config=SMALL, row_ids=None, seen=None):
+    row_ids = ids_of(len(logits), DEVICE) if row_ids is None else row_ids
+    expected, logprobs = reference.sample(
+        logits, row_ids, settings, columns=config.columns, seen=None if seen is None else seen.clone()
+    )
+    tokens = torch.full_like(expected, -7)
+    got, got_logprobs = sample(
+        logits,
+        row_ids,
+        settings,
+        seen=seen,
+        tokens=tokens,
+        logprobs=torch.full_like(logprobs, torch.nan),
+        config=config,
+    )
+    assert got is tokens
+    assert got.tolist() == expected.tolist()
+    torch.testing.assert_close(got_logprobs, logprobs, rtol=3e-6, atol=3e-6)  # a sum over the vocabulary in fp32
+    return got
+
+
+# A k above the tile's columns, as 20 and more are, and ties beyond it, take the passes over the row instead.
+@pytest.mark.parametrize("numbers", CHAINS, ids=name_of)
+@pytest.mark.parametrize("config", [SMALL, Config(64, group=4, tile=64, warps=4)], ids=["tile16", "tile64"])
+def test_every_chain_draws_what_is_specified(numbers, config):
+    logits = random_logits(
+        5 if "typical_p" in numbers else 10, 300, dtype=torch.float16 if "min_p" in numbers else torch.float32
+    )
+    assert_specified(logits, settings_for(numbers, DEVICE, seed=11, step=3), config)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 33, 50, 64, 65, 257, 1000, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_odd_vocabularies(vocab, dtype):
+    logits = random_logits(4, vocab, seed=vocab, dtype=dtype)
+    config = SMALL if vocab < 1000 else Config(256, tile=32, warps=4)
+    assert_specified(logits, settings_for({"top_p": 0.6, "top_k": 12}, DEVICE, seed=2), config)
+    assert_specified(logits, settings_for({"top_p": 0.5}, DEVICE, seed=2), config)
+    assert_specified(logits, Settings(DEVICE, greedy=True), config)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"top_k": 3}, {"top_k": 30}, {"top_p": 0.55}, {"top_k": 30, "top_p": 0.73}, {"top_p": 0.77, "typical_p": 0.6}],
+    ids=name_of,
+)
+def test_ties(numbers):
+    """Top-k keeps every token that ties with the k-th; top-p keeps the last ones of those that tie at its edge."""
+    logits = torch.randint(0, 4, (3, 150), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
+    assert_specified(logits, settings_for(numbers, DEVICE, seed=4))
+
+
+def test_all_logits_equal():
+    logits = torch.zeros(3, 100, device=DEVICE)
+    assert_specified(logits, settings_for({"top_k": 5}, DEVICE, seed=1))  # all of them tie
+    drawn = assert_specified(logits, settings_for({"top_p": 0.255}, DEVICE, seed=1))
+    assert drawn.min() >= 74
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"top_p": 0.0}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.0, "typical_p": 0.9}], ids=name_of
+)
+def test_filters_that_leave_one_token(numbers):
+    logits = random_logits(6, 200)
+    assert torch.equal(assert_specified(logits, settings_for(numbers, DEVICE)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 7.0])
+def test_temperatures(temperature):
+    logits = random_logits(6, 200, spread=4.0)
+    for numbers in ({"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}):
+        assert_specified(logits, settings_for(numbers, DEVICE, temperature=temperature))
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = torch.randint(0, 3, (20, 130), generator=torch.Generator().manual_seed(0)).to(DEVICE).float()
+    tokens, _ = sample(logits, ids_of(20, DEVICE), Settings(DEVICE, greedy=True), config=SMALL)
+    assert torch.equal(tokens, torch.tensor([row.index(max(row)) for row in logits.tolist()], device=DEVICE))
+
+
+def test_a_draw_depends_on_the_row_id_and_not_on_the_place_or_the_batch():
+    logits = random_logits(12, 120)
+    settings = settings_for({"top_p": 0.9}, DEVICE, seed=9, step=4)
+    row_ids = torch.tensor([5, 3, 40, 2, 0, 7, 9, 100000, 12, 13, 1, 6], dtype=torch.int32, device=DEVICE)
+    tokens, logprobs = sample(logits, row_ids, settings, config=SMALL)
+    place = torch.tensor([7, 2, 9, 0], device=DEVICE)
+    some, some_logprobs = sample(logits[place], row_ids[place], settings, config=SMALL)
+    assert torch.equal(some, tokens[place])
+    assert torch.equal(some_logprobs, logprobs[place])
+    again, _ = sample(logits, row_ids, settings, config=SMALL)
+    assert torch.equal(again, tokens)
+
+
+@pytest.mark.parametrize("change", [{"seed": 10}, {"seed": 9 + 2**40}, {"step": 5}, {"step": 4 + 2**33}])
+def test_seed_and_step_change_the_draws(change):
+    logits = torch.zeros(16, 120, device=DEVICE)
+    settings = settings_for({}, DEVICE, seed=9, step=4)
+    before, _ = sample(logits, ids_of(16, DEVICE), settings, config=SMALL)
+    settings.update(**change)
+    after = assert_specified(logits, settings)
+    assert (before != after).sum() > 8
+
+
+def test_rows_of_equal_logits_draw_apart():
+    tokens, _ = sample(torch.zeros(16, 500, device=DEVICE), ids_of(16, DEVICE), settings_for({}, DEVICE), config=SMALL)
+    assert tokens.unique().numel() > 10
+
+
+def test_skipped_rows_get_the_pad_token():
+    logits = random_logits(4, 60)
+    logits[1] = torch.nan
+    row_ids = torch.tensor([0, -1, 2, -1], dtype=torch.int32, device=DEVICE)
+    tokens = assert_specified(logits, settings_for({"top_p": 0.9}, DEVICE, pad_token_id=17), row_ids=row_ids)
+    assert tokens[[1, 3]].tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_repetition_penalty_over_steps(greedy):
+    logits = random_logits(5, 70)
+    row_ids = torch.tensor([3, 0, -1, 6, 1], dtype=torch.int32, device=DEVICE)
+    settings = Settings(DEVICE, greedy=greedy, penalty=True)
+    settings.update(repetition_penalty=3.0, top_p=0.9, top_k=20)
+    prompt = torch.randint(0, 70, (8, 12), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    seen = seen_tokens(prompt, 70)
+    ids = prompt.clone()
+    for step in range(4):
+        settings.step.fill_(step)
+        tokens = assert_specified(logits, settings, row_ids=row_ids, seen=seen)
+        real = row_ids >= 0
+        grown = torch.cat([ids, ids[:, -1:]], 1)
+        grown[row_ids[real].long(), -1] = tokens[real]
+        ids = grown
+        assert torch.equal(seen, seen_tokens(ids, 70))
+
+
+def test_seen_tokens_leaves_out_what_is_not_kept_or_not_in_the_vocabulary():
+    ids = torch.tensor([[0, 31, 32, 80]])
+    assert seen_tokens(ids, 70).tolist() == [[1 - 2**31, 1, 0]]
+    assert seen_tokens(ids, 70, torch.tensor([[False, True, True, True]])).tolist() == [[-(2**31), 1, 0]]
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_end_tokens_wait_for_min_new_tokens(greedy):
+    logits = random_logits(6, 70)
+    logits[:, 5] += 20
+    logits[:, 66] += 19
+    settings = Settings(DEVICE, greedy=greedy, top_k=False, eos_token_ids=[5, 66])
+    settings.update(min_new_tokens=2, top_p=0.9)
+    for step in range(4):
+        settings.step.fill_(step)
+        tokens = assert_specified(logits, settings)
+        assert bool(((tokens == 5) | (tokens == 66)).all()) == (step >= 2)
+
+
+@pytest.mark.parametrize("numbers", [{}, {"top_p": 0.8}, {"top_k": 10}, {"typical_p": 0.7}], ids=name_of)
+@pytest.mark.parametrize("removed", [-torch.inf, torch.nan], ids=["inf", "nan"])
+def test_removed_logits_are_never_drawn(numbers, removed):
+    logits = random_logits(6, 90)
+    logits[torch.rand(6, 90, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.9] = removed
+    logits[:, 40] = 0.5
+    assert_specified(logits, settings_for(numbers, DEVICE))
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_a_row_without_tokens(greedy):
+    logits = random_logits(3, 90)
+    logits[1] = -torch.inf
+    settings = Settings(DEVICE, greedy=True) if greedy else settings_for({"top_k": 5, "top_p": 0.9}, DEVICE)
+    tokens, logprobs = sample(logits, ids_of(3, DEVICE), settings, config=SMALL)
+    assert tokens[1] == 0
+    assert logprobs.isnan().tolist() == [False, True, False]
+
+
+def test_rows_may_lie_apart():
+    wide = random_logits(8, 100)
+    assert_specified(wide[::2, :77], settings_for({"top_p": 0.8}, DEVICE))
+
+
+def test_settings_refuse_what_they_cannot_do():
+    settings = Settings("cpu", top_k=False)
+    with pytest.raises(ValueError, match="top_k=5 needs Settings"):
+        settings.update(top_k=5)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        settings.update(temperature=0.0)
+    with pytest.raises(ValueError, match=r"top_p must be within \[0, 1\], got 1.5"):
+        settings.update(top_p=1.5)
+    with pytest.raises(TypeError, match="no setting is called 'top_q'"):
+        settings.update(top_q=1)
+    assert settings.top_p == 1
+
+
+def test_sample_refuses_what_does_not_fit():
+    logits, settings = torch.zeros(2, 40), Settings("cpu", penalty=True)
+    with pytest.raises(ValueError, match=r"needs seen \[row ids, 2\] int32"):
+        sample(logits, ids_of(2), settings)
+    with pytest.raises(ValueError, match=r"fp32, bf16 or fp16, got torch\.float64"):
+        sample(logits.double(), ids_of(2), settings)
+    with pytest.raises(ValueError, match=r"row_ids must be \[2\] int32, got \[3\]"):
+        sample(logits, ids_of(3), settings)
+    with pytest.raises(ValueError, match="contiguous along the vocabulary"):
+        sample(torch.zeros(40, 2).mT, ids_of(2), settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", [*CHAINS, {"top_k": 500, "top_p": 0.9}], ids=name_of)
+@pytest.mark.parametrize(
+    ("vocab", "spread", "dtype"),
+    [
+        (50, 2.0, torch.float32),
+        (1000, 1.0, torch.bfloat16),
+        (32000, 3.0, torch.bfloat16),
+        (152064, 5.0, torch.float16),
+    ],
+    ids=["V50-fp32", "V1000-bf16", "V32000-bf16", "V152064-fp16"],
+)
+def test_a_million_draws(numbers, vocab, spread, dtype):
+    logits = random_logits(1, vocab, seed=vocab, dtype=dtype, spread=spread)
+    settings = settings_for(numbers, "cuda", seed=1)
+    counts = torch.zeros(vocab, dtype=torch.int64, device="cuda")
+    each = 50000
+    oracle = logits[0].double().log_softmax(-1)
+    for step in range(20):
+        settings.step.fill_(step)
+        tokens, logprobs = sample(logits.expand(each, -1), ids_of(each, "cuda"), settings)
+        counts += tokens.bincount(minlength=vocab)
+        torch.testing.assert_close(logprobs.double(), oracle[tokens], rtol=0, atol=2e-6)
+    # Transformers' sort breaks ties as it likes and its sums have errors at the edge; the specification has neither.
+    assert_drawn_from(counts, reference.distribution(logits, ids_of(1, "cuda"), settings)[0])
+    if dtype == torch.float32:
+        assert_drawn_from(counts, processed_by_transformers(logits, numbers)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", CHAINS, ids=name_of)
+@pytest.mark.parametrize("vocab", [32000, 50257, 152064])
+def test_large_vocabularies_draw_what_is_specified(numbers, vocab):
+    from hf_fastdecode.kernels.sampling.api import choose_config
+
+    logits = random_logits(24, vocab, seed=vocab, dtype=torch.bfloat16, spread=3.0)
+    settings = settings_for(numbers, "cuda", seed=3)
+    expected, _ = reference.sample(logits, ids_of(24, "cuda"), settings, columns=choose_config(vocab).columns)
+    tokens, _ = sample(logits, ids_of(24, "cuda"), settings)
+    assert (tokens != expected).sum() <= 1  # a uniform number may fall within rounding of an edge
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_other_settings():
+    logits, row_ids = random_logits(9, 5000, dtype=torch.bfloat16), ids_of(9, "cuda")
+    settings = Settings("cuda", penalty=True, eos_token_ids=[3])
+    seen = torch.zeros(9, 157, dtype=torch.int32, device="cuda")
+    config = Config(1024, warps=4)
+    sample(logits, row_ids, settings, seen=seen, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, logprobs = sample(logits, row_ids, settings, seen=seen, config=config)
+        settings.step.add_(1)
+    seen.zero_()
+    for numbers in ({"top_p": 0.9}, {"top_k": 20, "temperature": 0.5}, {"repetition_penalty": 1.7}, {"seed": 8}):
+        settings.update(**numbers)
+        expected, expected_logprobs = reference.sample(logits, row_ids, settings, columns=1024, seen=seen)
+        graph.replay()
+        assert torch.equal(tokens, expected)
+        torch.testing.assert_close(logprobs, expected_logprobs, rtol=3e-6, atol=3e-6)
+    assert settings.step == 4
