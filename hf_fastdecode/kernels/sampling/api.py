@@ -209,21 +209,22 @@ def sample(
         eos=settings.eos_count,
     )
     scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
-    sample_rows[(rows,)](
-        logits,
-        row_ids,
-        settings.numbers,
-        settings.integers,
-        settings.eos_ids,
-        seen if penalty else row_ids,
-        scratch,
-        tokens,
-        logprobs,
-        logits.stride(0),
-        seen.stride(0) if seen is not None and penalty else 0,
-        FORM=form,
-        num_warps=config.warps,
-    )
+    with torch.cuda.device_of(logits):
+        sample_rows[(rows,)](
+            logits,
+            row_ids,
+            settings.numbers,
+            settings.integers,
+            settings.eos_ids,
+            seen if penalty else row_ids,
+            scratch,
+            tokens,
+            logprobs,
+            logits.stride(0),
+            seen.stride(0) if seen is not None and penalty else 0,
+            FORM=form,
+            num_warps=config.warps,
+        )
     return tokens, logprobs
 
 

@@ -181,14 +181,20 @@ def test_removed_logits_are_never_drawn(numbers, removed):
     assert_specified(logits, settings_for(numbers, DEVICE))
 
 
-@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
-def test_a_row_without_tokens(greedy):
-    logits = random_logits(3, 90)
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+@pytest.mark.parametrize(
+    "numbers", [None, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.9, "typical_p": 0.5}], ids=str
+)
+def test_a_row_without_tokens_or_with_an_infinite_one(numbers, temperature):
+    logits = random_logits(4, 90)
     logits[1] = -torch.inf
-    settings = Settings(DEVICE, greedy=True) if greedy else settings_for({"top_k": 5, "top_p": 0.9}, DEVICE)
-    tokens, logprobs = sample(logits, ids_of(3, DEVICE), settings, config=SMALL)
+    logits[2, 3] = torch.inf
+    settings = Settings(DEVICE, greedy=True) if numbers is None else settings_for(numbers, DEVICE)
+    settings.update(temperature=temperature)
+    tokens, logprobs = sample(logits, ids_of(4, DEVICE), settings, config=SMALL)
     assert tokens[1] == 0
-    assert logprobs.isnan().tolist() == [False, True, False]
+    assert 0 <= tokens[2] < 90
+    assert logprobs.isnan().tolist() == [False, True, True, False]
 
 
 def test_rows_may_lie_apart():
