@@ -1,4 +1,4 @@
-"""hf-fastdecode: demo, generate, inspect.
+"""hf-fastdecode: demo, generate, inspect, bench.
 
 torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
 """
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .bench.app import app as bench
 from .commands.console import ManyValues, OneLineErrors, progress_bar, quiet_libraries
 from .commands.errors import CommandError
 from .commands.prompts import read_prompts
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench, name="bench")
 
 _MODEL_HELP = "`embedded`, a folder, or an id on the Hugging Face Hub."
 _DEVICE_HELP = "`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ..."

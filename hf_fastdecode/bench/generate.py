@@ -1,275 +1,202 @@
-"""`generate` measured end to end: stock and shared, prefill apart from decode, with the memory that both take.
+"""`generate` measured end to end, in every way of running it: prefill apart from decode, with the memory it takes.
 
-``python -m hf_fastdecode.bench.generate --help`` runs it. A case refuses to be measured unless shared decoding gives
-stock's tokens on the device in fp32.
+A way of ours is measured only after its tokens were found to be stock's in fp32, where it can run in fp32, and its
+logits to err at most twice as much as stock's in half precision.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.cache.shared import cache_bytes
 
-from .rows import provenance, write_rows
-from .shapes import SHAPES, random_model
+from .attention_hook import NotAvailableError
+from .generate_calls import batch_caller, caller, load
+from .generate_cases import GenerateCase
+from .generate_check import check_way
+from .generate_ways import GenerateWay, find_way, status_of, using
+from .timing import Times, percentiles, wall_samples, wall_seconds
 
-RESULTS = Path(__file__).parent / "results"
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One setting: `samples` completions of `new_tokens` tokens after a prompt of `context` tokens."""
-
-    shape: str
-    context: int
-    samples: int
-    new_tokens: int
-    dtype: str = "bfloat16"
+_BATCH_STEPS = 4  # steps timed of `generate_batch`
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What one way of generating took; times are medians, with the 20th and 80th percentile behind.
+class GenerateBench:
+    """Measures `generate` on one device.
 
-    Attributes:
-        way: ``stock`` or ``shared``.
-        prefill_s: Seconds to the first token of all samples.
-        single_prefill_s: Seconds that stock takes to the first token of one sample.
-        ms_per_step: ``(time(new_tokens) - time(1)) / (new_tokens - 1)``, in milliseconds.
-        total_s: Seconds of the whole call.
-        kv_bytes: Memory held by the cache at the end of the call, measured on CUDA, counted on the CPU.
-        floor_kv_bytes: Bytes of keys and values of ``context + samples * new_tokens`` tokens.
-        peak_bytes: Most memory taken over the weights during the call; CUDA only.
-        embedded_tokens: Tokens that went through the embedding layer in the whole call.
-        status: ``ok`` or ``out of memory``.
+    Args:
+        device: Where to run.
+        repeats: Timed runs of each call, at most.
+        check: Measure one of our ways only after its check.
+        budget_s: Seconds after which a call is not repeated.
     """
 
-    way: str
-    status: str = "ok"
-    prefill_s: float | None = None
-    single_prefill_s: float | None = None
-    ms_per_step: float | None = None
-    ms_per_step_p20: float | None = None
-    ms_per_step_p80: float | None = None
-    total_s: float | None = None
-    kv_bytes: int | None = None
-    floor_kv_bytes: int | None = None
-    peak_bytes: int | None = None
-    embedded_tokens: int | None = None
+    def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
+        self.device, self.repeats, self.check, self.budget_s = device, repeats, check, budget_s
+        self._loaded: tuple[tuple[str, str], PreTrainedModel] | None = None
+        self._single_prefills: dict[tuple[str, str, int], float] = {}
+        self._checked: dict[tuple[str, str], str | None] = {}
 
+    def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
+        """The columns of one way's row.
 
-def measure(model: PreTrainedModel, case: Case, way: str, repeats: int) -> Measurement:
-    """Measure one way of running a case; running out of memory is a result, not an error."""
-    ids = _prompt(model, case.context)
-    try:
-        with _way(model, way):
-            call = _caller(model, ids, case.samples)
+        ``first_call_s``: seconds of the first call of the way, with what it captures and compiles. ``prefill_s``:
+        seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
+        ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
+        sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
+        end; ``floor_kv_bytes``: of the prompt once and every sample's tokens. ``peak_bytes``: most memory over the
+        weights since the way was turned on, on CUDA. ``embedded_tokens``: tokens that the embedding saw in a call,
+        where a hook can count them. ``ran``: what our report says ran. Times are medians.
+        """
+        way = find_way(way_name)
+        result = dict.fromkeys(_COLUMNS)
+        if self.check and way.exact and way.enable is not None and (red := self._red(case, way_name, way)):
+            return result | {"status": red}
+        model = self._model(case)
+        try:
+            return result | {"status": "ok"} | self._measured(model, case, way)
+        except Exception as error:
+            return result | {"status": status_of(error)}
+        finally:
+            collect()
+
+    def _red(self, case: GenerateCase, way_name: str, way: GenerateWay) -> str | None:
+        """Why the way must not be measured: its check found it wrong, or it does not run at all."""
+        key = way_name, case.dtype
+        if key not in self._checked:
+            self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype))
+        return self._checked[key]
+
+    def _model(self, case: GenerateCase) -> PreTrainedModel:
+        key = case.shape, case.dtype
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = None
+            collect()
+            self._loaded = key, load(case.shape, self.device, getattr(torch, case.dtype))
+        return self._loaded[1]
+
+    def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
+        call = batch_caller(model, case) if way.batch else caller(model, case, way.arguments)
+        most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
+        collect()
+        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
+        stock = _seeded(lambda: caller(model, case)(most)) if compare else None
+        with using(model, way):
+            first: list[Tensor] = []
+            first_call = wall_seconds(lambda: first.append(_seeded(lambda: call(most))), self.device)
+            if stock is not None and not torch.equal(stock, first[0]):
+                return {"status": "wrong: other tokens than stock in this very case"}
             call(1)
-            call(2)  # the decode path's own warm-up: library handles, algorithm choices
-            first = [_seconds(lambda: call(1), model.device) for _ in range(repeats)]
-            whole = [_seconds(lambda: call(case.new_tokens), model.device) for _ in range(repeats)]
-            kv_bytes, peak_bytes, embedded = _footprint(model, lambda: call(case.new_tokens, return_dict=True))
-    except torch.OutOfMemoryError:
-        _collect()
-        return Measurement(way, status="out of memory")
-    prefill = statistics.median(first)
-    steps = sorted(1e3 * (total - prefill) / (case.new_tokens - 1) for total in whole)
-    return Measurement(
-        way,
-        prefill_s=prefill,
-        single_prefill_s=_single_prefill(model, ids, repeats),
-        ms_per_step=statistics.median(steps),
-        ms_per_step_p20=steps[round(0.2 * (len(steps) - 1))],
-        ms_per_step_p80=steps[round(0.8 * (len(steps) - 1))],
-        total_s=statistics.median(whole),
-        kv_bytes=kv_bytes,
-        floor_kv_bytes=(case.context + case.samples * case.new_tokens)
-        * KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
-        peak_bytes=peak_bytes,
-        embedded_tokens=embedded,
-    )
+            for _ in range(way.warm):
+                call(most)
+            short = percentiles(self._samples(lambda: call(1)))
+            whole = self._samples(lambda: call(most))
+            memory = {} if way.batch else self._memory(model, case, way, call)
+            ran = _ran(model, way)
+        if self.device.type == "cuda":
+            memory["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
+        steps = percentiles([1e3 * (seconds - short.p50) / (most - 1) for seconds in whole])
+        drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
+        result = _times(steps, drawn, most) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
+        if way.attention is not None:
+            return result
+        result |= {"prefill_s": short.p50, "single_prefill_s": self._single_prefill(model, case)}
+        if most < case.new_tokens:
+            return result | memory
+        return result | {"total_s": percentiles(whole).p50} | memory
+
+    def _samples(self, call: Callable[[], Any]) -> list[float]:
+        return wall_samples(call, self.device, repeats=self.repeats, budget_s=self.budget_s)
+
+    def _single_prefill(self, model: PreTrainedModel, case: GenerateCase) -> float:
+        key = case.shape, case.dtype, case.context
+        if key not in self._single_prefills:
+            call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype))
+            call(1)
+            self._single_prefills[key] = percentiles(self._samples(lambda: call(1))).p50
+        return self._single_prefills[key]
+
+    def _memory(
+        self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay, call: Callable[..., Any]
+    ) -> dict[str, Any]:
+        """Bytes of the cache that a call returns, and tokens embedded, where counting does not change the way."""
+        counted: list[int] = []
+        counts = way.hooks or self.device.type == "cpu"
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda module, args, out: counted.append(args[0].numel())
+        )
+        if not counts:
+            hook.remove()
+        try:
+            cache = call(case.new_tokens, return_dict=True).past_key_values
+        finally:
+            hook.remove()
+        tokens = case.context + sum(case.lengths())
+        return {
+            "kv_bytes": None if cache is None else cache_bytes(cache),
+            "floor_kv_bytes": tokens * KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
+            "embedded_tokens": sum(counted) if counts else None,
+        }
 
 
-def check_tokens(device: torch.device | str) -> None:
-    """Compare shared with stock decoding on the device, in fp32.
+_COLUMNS = (
+    *("status", "prefill_s", "single_prefill_s", "ms_per_step", "ms_per_step_p20", "ms_per_step_p80", "total_s"),
+    *("kv_bytes", "floor_kv_bytes", "peak_bytes", "embedded_tokens"),
+    *("first_call_s", "tokens_per_s", "steps", "ran"),
+)
+
+
+def _seeded(call: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return call()
+
+
+def _times(steps: Times, drawn: int, most: int) -> dict[str, Any]:
+    return {
+        "ms_per_step": steps.p50,
+        "ms_per_step_p20": steps.p20,
+        "ms_per_step_p80": steps.p80,
+        "tokens_per_s": drawn / (1e-3 * steps.p50 * (most - 1)),
+    }
+
+
+def _ran(model: PreTrainedModel, way: GenerateWay) -> str | None:
+    """What the report says of the last call.
 
     Raises:
-        RuntimeError: The tokens differ; nothing should be measured.
+        NotAvailableError: It ran stock, which is not what was to be measured.
     """
-    model = random_model("tiny", device, torch.float32)
-    call = _caller(model, _prompt(model, 200), 8)
-    tokens = []
-    for way in ("stock", "shared"):
-        torch.manual_seed(0)
-        with _way(model, way):
-            tokens.append(call(24))
-    if not torch.equal(*tokens):
-        raise RuntimeError(f"shared decoding gave other tokens than stock on {device}; not measuring")
+    if way.enable is None:
+        return None
+    call = fd.explain(model).last_call
+    if call is None or call.path != "shared":
+        raise NotAvailableError(f"it ran stock: {'no call' if call is None else call.reason}")
+    words = [call.mode, f"sampler {call.sampler}"]
+    words += [f"{call.waves} waves"] if call.waves > 1 else []
+    words += [f"{call.compactions} compactions"] if call.compactions else []
+    return ", ".join(words)
 
 
-def same_tokens(model: PreTrainedModel, case: Case) -> bool:
-    """Whether stock and shared decoding give equal tokens from one seed on this very case."""
-    call = _caller(model, _prompt(model, case.context), case.samples)
-    tokens = []
-    for way in ("stock", "shared"):
-        torch.manual_seed(0)
-        with _way(model, way):
-            tokens.append(call(case.new_tokens))
-    return torch.equal(*tokens)
-
-
-def run(cases: list[Case], *, device: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measure cases, stock and shared, and yield one row for each."""
-    check_tokens(device)
-    loaded: tuple[str, PreTrainedModel] | None = None
-    for case in tqdm(cases, desc="cases", unit="case"):
-        if loaded is None or loaded[0] != case.shape:
-            loaded = None
-            _collect()
-            loaded = case.shape, load(case.shape, device, getattr(torch, case.dtype))
-        model = loaded[1]
-        for way in ("stock", "shared"):
-            yield provenance(device) | asdict(case) | asdict(measure(model, case, way, repeats))
-        if case.dtype == "float32" and not same_tokens(model, case):
-            raise RuntimeError(f"shared decoding gave other tokens than stock in {case}")
-
-
-def load(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a shape: ``embedded`` is the trained one that the package carries."""
-    if shape == "embedded":
-        model, _ = fd.load_embedded(dtype=dtype, device=device)
-        model.generation_config.eos_token_id = None  # every sample runs to the end, so that steps are comparable
-        return model
-    return random_model(shape, device, dtype)
-
-
-def _prompt(model: PreTrainedModel, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
-    return ids.to(model.device)
-
-
-def _caller(model: PreTrainedModel, ids: Tensor, samples: int) -> Callable[..., Any]:
-    def call(new_tokens: int, return_dict: bool = False) -> Any:
-        return model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            num_return_sequences=samples,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            return_dict_in_generate=return_dict,
-            **SAMPLING,
-        )
-
-    return call
-
-
-def _way(model: PreTrainedModel, way: str) -> AbstractContextManager[Any]:
-    return fd.enabled(model) if way == "shared" else nullcontext()
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    call()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _single_prefill(model: PreTrainedModel, ids: Tensor, repeats: int) -> float:
-    call = _caller(model, ids, 1)
-    call(1)
-    return statistics.median(_seconds(lambda: call(1), model.device) for _ in range(repeats))
-
-
-def _footprint(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, int | None, int]:
-    """Bytes held by the cache that a call returns, its peak over the memory before, and the tokens embedded."""
-    counted: list[int] = []
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda module, args, out: counted.append(args[0].numel())
-    )
-    cuda = model.device.type == "cuda"
-    _collect()
-    before = torch.cuda.memory_allocated(model.device) if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(model.device)
-    try:
-        cache = call().past_key_values
-    finally:
-        hook.remove()
-    if not cuda:
-        return cache_bytes(cache), None, sum(counted)
-    peak = torch.cuda.max_memory_allocated(model.device) - before
-    gc.collect()
-    return torch.cuda.memory_allocated(model.device) - before, peak, sum(counted)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _collect() -> None:
+def collect() -> None:
+    """Free what nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _point(text: str) -> tuple[int, int]:
-    context, cross, samples = text.partition("x")
-    if not (cross and context.isdigit() and samples.isdigit() and int(context) and int(samples)):
-        raise typer.BadParameter(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
-    return int(context), int(samples)
-
-
-def main(
-    shape: Annotated[list[str], typer.Option(help=f"Model shape, repeatable: {', '.join(SHAPES)} or embedded.")],
-    point: Annotated[list[str], typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.")],
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
-    repeats: Annotated[int, typer.Option(help="Timed runs of each call.", min=1)] = 3,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/generate.csv"),
-) -> None:
-    """Measure generate at every point of every shape, stock beside shared."""
-    cases = [Case(name, *_point(text), new_tokens, dtype) for name in shape for text in point]
-    rows: list[dict[str, Any]] = []
-    for row in run(cases, device=device, repeats=repeats):
-        rows.append(row)
-        write_rows(out, rows)
-        brief = (
-            "shape",
-            "context",
-            "samples",
-            "way",
-            "status",
-            "prefill_s",
-            "single_prefill_s",
-            "ms_per_step",
-            "total_s",
-        )
-        tqdm.write(
-            "  ".join(
-                f"{name}={row[name]:.4g}" if isinstance(row[name], float) else f"{name}={row[name]}" for name in brief
-            )
-        )
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    import typer
+
+    from .app import generate_command
+
+    typer.run(generate_command)

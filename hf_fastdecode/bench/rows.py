@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import platform
 import subprocess
@@ -14,6 +15,14 @@ import torch
 import transformers
 
 import hf_fastdecode
+
+Row = dict[str, str]
+
+RESULTS = Path(__file__).parent / "results"
+"""Where the rows lie that the documentation cites."""
+
+# Options that say nothing about what is measured: where rows go, and what is done with them.
+_SILENT_OPTIONS = {"--out": 1, "--plot": 0}
 
 
 def provenance(device: torch.device | str) -> dict[str, Any]:
@@ -30,38 +39,58 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_fastdecode": hf_fastdecode.__version__,
         "commit": _commit(),
-        "command": " ".join(["python -m", _module(), *_arguments()]),
+        "command": " ".join([_program(), *_arguments()]),
     }
 
 
 def _arguments() -> list[str]:
-    """The arguments but for where the rows go, which says nothing about them."""
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    """The arguments but for those that say nothing about what is measured."""
+    arguments: list[str] = []
+    skip = 0
+    for argument in sys.argv[1:]:
+        name, given, _ = argument.partition("=")
+        if skip:
+            skip -= 1
+        elif name in _SILENT_OPTIONS:
+            skip = 0 if given else _SILENT_OPTIONS[name]
+        else:
+            arguments.append(argument)
     return arguments
 
 
-def _module() -> str:
+def _program() -> str:
+    """How this process was started, such as ``python -m hf_fastdecode.bench``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name
+    if spec is None:
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def _commit() -> str:
-    """The commit measured, ``+`` behind it when files have changed since; ``$COMMIT`` where there is no repository."""
+    """The commit measured; behind it, when files have changed since, ``+`` and a hash of the package's files.
+
+    ``$COMMIT`` where there is no repository.
+    """
     if given := os.environ.get("COMMIT"):
         return given
-    here = Path(__file__).parent
+    package = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=package, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", ":/*.py")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+        return git("rev-parse", "--short=12", "HEAD") + (f"+{_hash_of_sources(package)}" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return f"unknown+{_hash_of_sources(package)}"
+
+
+def _hash_of_sources(package: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -76,7 +105,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     partial.replace(path)
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV file written by `write_rows`."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

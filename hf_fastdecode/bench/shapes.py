@@ -17,6 +17,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
+    # Mistral-7B's
+    "7b-gqa": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     # Llama-3.1-8B's
     "8b-gqa": {
         "vocab_size": 128256,
@@ -25,6 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+    },
+    # CodeLlama-13B's
+    "13b-mha": {
+        "vocab_size": 32016,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
     },
     "tiny": {
         "vocab_size": 512,

@@ -12,17 +12,27 @@ from typing import Annotated
 
 import typer
 
-from .generate import RESULTS
-from .rows import read_rows
+from .markdown import finish_table, generate_table, ops_table
+from .rows import RESULTS, Row, read_rows
 
 PICTURE = RESULTS / "generate.png"
 _MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 
-Row = dict[str, str]
+# The way that stands for this package where only one is shown: the default, else the fastest mode measured.
+_OURS = ("shared", "compile", "graph", "eager")
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table of `generate` rows: one line for each case, stock beside shared."""
+    """A Markdown table of rows: operators, two ways of `generate` side by side, or more of them in columns."""
+    if "case" in rows[0]:
+        return ops_table(rows)
+    if {row["way"] for row in rows} <= {"stock", "shared"}:
+        return stock_beside_shared(rows)
+    return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
+
+
+def stock_beside_shared(rows: list[Row]) -> str:
+    """One line for each case of `generate`, stock → shared."""
     lines = [
         "| model | context | n | time to first token | a step | whole call | KV cache |",
         "|---|---|---|---|---|---|---|",
@@ -44,12 +54,18 @@ def table(rows: list[Row]) -> str:
 
 
 def paired(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """The stock and the shared row of each case, in the order of the rows."""
+    """The stock row of each case and ours, in the order of the rows; cases without both are left out."""
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "dtype"))
+        columns = ("shape", "context", "samples", "new_tokens", "dtype", "finish")
+        key = tuple(row.get(name, "") for name in columns)
         cases.setdefault(key, {})[row["way"]] = row
-    return [(pair["stock"], pair["shared"]) for pair in cases.values()]
+    found = []
+    for ways in cases.values():
+        ours = next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
+        if ours is not None and "stock" in ways:
+            found.append((ways["stock"], ours))
+    return found
 
 
 def _change(stock: Row, shared: Row, column: str, shown: Callable[[float], str]) -> str:

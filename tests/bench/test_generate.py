@@ -1,53 +1,222 @@
-"""The bench of generate on the CPU, tiny."""
+"""Whole calls of generate on the CPU, tiny: what a row holds, what is refused, and attention that is replaced."""
+
+from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fastdecode.bench import generate
-from hf_fastdecode.bench.rows import read_rows
+import hf_fastdecode as fd
+from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
+from hf_fastdecode.bench import attention_hook, generate
+from hf_fastdecode.bench.attention_hook import NotAvailableError, no_attention, replaced_attention
+from hf_fastdecode.bench.generate import GenerateBench
+from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load
+from hf_fastdecode.bench.generate_cases import WAYS, GenerateCase
+from hf_fastdecode.bench.generate_check import check_way, logits_error
+from hf_fastdecode.bench.generate_ways import find_way, using
+from hf_fastdecode.bench.shapes import random_model
+
+CPU = torch.device("cpu")
+CASE = GenerateCase("tiny", 120, 4, 8, "float32")
+PER_TOKEN = 2 * 2 * 2 * 32 * 4  # K and V, layers, KV heads, head_dim, bytes
 
 
-def test_rows_of_a_tiny_case():
-    rows = list(generate.run([generate.Case("tiny", 120, 4, 8, "float32")], device="cpu", repeats=1))
-    stock, shared = rows
-    assert (stock["way"], shared["way"]) == ("stock", "shared")
+@pytest.fixture(scope="module")
+def bench():
+    return GenerateBench(CPU, repeats=1)
+
+
+@pytest.fixture
+def model():
+    return random_model("tiny", CPU, torch.float32)
+
+
+def test_stock_and_shared(bench):
+    stock, shared = (bench.measure(CASE, way) for way in ("stock", "shared"))
+    assert stock["status"] == shared["status"] == "ok"
     assert stock["embedded_tokens"] == 4 * (120 + 7)
     assert shared["embedded_tokens"] == 120 + 4 * 7
-    per_token = 2 * 2 * 2 * 32 * 4  # K and V, layers, KV heads, head_dim, bytes
-    assert shared["kv_bytes"] == shared["floor_kv_bytes"] == (120 + 4 * 8) * per_token
-    assert stock["kv_bytes"] == 4 * (120 + 7) * per_token
+    assert shared["kv_bytes"] == shared["floor_kv_bytes"] == (120 + 4 * 8) * PER_TOKEN
+    assert stock["kv_bytes"] == 4 * (120 + 7) * PER_TOKEN
     assert shared["total_s"] > shared["prefill_s"] > 0
+    assert shared["first_call_s"] > 0
+    assert shared["tokens_per_s"] == pytest.approx(4e3 / shared["ms_per_step"])
+    assert (stock["ran"], shared["ran"], shared["steps"]) == (None, "eager, sampler hf", 7)
+    assert list(stock) == list(shared)
 
 
-def test_no_row_on_wrong_tokens(monkeypatch):
-    monkeypatch.setattr(generate.torch, "equal", lambda *tensors: False)
-    with pytest.raises(RuntimeError, match="other tokens than stock on cpu; not measuring"):
-        next(generate.run([generate.Case("tiny", 120, 4, 8, "float32")], device="cpu", repeats=1))
+@pytest.mark.parametrize("way", ["stock-static", "eager", "eager-bifurcated", "eager-hydragen", "shared+sampler=hf"])
+def test_other_ways(bench, way):
+    row = bench.measure(CASE, way)
+    assert row["status"] == "ok"
+    assert row["ms_per_step"] > 0
 
 
-def test_out_of_memory_is_a_result(monkeypatch):
-    def fail(*args, **kwargs):
-        raise generate.torch.OutOfMemoryError("on purpose")
-
-    model = generate.random_model("tiny", "cpu", generate.torch.float32)
-    monkeypatch.setattr(model, "generate", fail)
-    measured = generate.measure(model, generate.Case("tiny", 120, 4, 8, "float32"), "stock", 1)
-    assert measured.status == "out of memory"
-    assert measured.total_s is None
+def test_the_ceiling_has_steps_only(bench):
+    row = bench.measure(CASE, "eager-no-attention")
+    assert row["status"] == "ok"
+    assert row["ms_per_step"] > 0
+    assert row["prefill_s"] is row["total_s"] is row["kv_bytes"] is None
 
 
-def test_command(tmp_path):
-    app = generate.typer.Typer()
-    app.command()(generate.main)
-    out = tmp_path / "rows.csv"
-    arguments = ["--shape", "tiny", "--new-tokens", "4", "--dtype", "float32", "--repeats", "1", "--out", str(out)]
-    result = CliRunner().invoke(app, [*arguments, "--point", "100x3"])
-    assert result.exit_code == 0, result.output
-    assert [row["samples"] for row in read_rows(out)] == ["3", "3"]
-    result = CliRunner().invoke(app, [*arguments, "--point", "100by3"])
-    assert result.exit_code == 2
+def test_what_cannot_run_here_says_why(bench):
+    assert bench.measure(CASE, "graph")["status"].startswith("not run: ")
+    assert bench.measure(CASE, "shared+nosuch=1")["status"] == "not run: enable has no option 'nosuch' in this version"
 
 
-def test_unknown_shape():
-    with pytest.raises(ValueError, match="shape must be one of 7b-mha, 8b-gqa, tiny, got '9b'"):
-        generate.random_model("9b", "cpu", generate.torch.float32)
+def test_a_call_that_ran_stock_is_not_measured_as_ours(bench):
+    row = bench.measure(replace(CASE, samples=1), "shared")
+    assert row["status"].startswith("not run: it ran stock: sharing would save 0 tokens")
+    assert row["ms_per_step"] is None
+
+
+def test_wrong_tokens_are_not_measured(monkeypatch):
+    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    row = GenerateBench(CPU, repeats=1).measure(CASE, "eager-hydragen")
+    assert row["status"] == "wrong: other tokens than stock in fp32 on cpu"
+    assert row["ms_per_step"] is None
+    assert GenerateBench(CPU, repeats=1, check=False).measure(CASE, "eager-hydragen")["status"] == "ok"
+
+
+def test_wrong_tokens_of_the_case_itself_are_not_measured(monkeypatch):
+    bench = GenerateBench(CPU, repeats=1)
+    monkeypatch.setattr(generate, "check_way", lambda *arguments: None)
+    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    row = bench.measure(CASE, "eager-hydragen")
+    assert row["status"] == "wrong: other tokens than stock in this very case"
+    assert row["ms_per_step"] is None
+
+
+def test_logits_in_half_precision(monkeypatch):
+    assert 0 < logits_error(find_way("eager"), CPU, torch.bfloat16) <= 2
+    monkeypatch.setattr("hf_fastdecode.bench.generate_check.gives_stock_tokens", lambda *arguments: True)
+    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    assert check_way(find_way("eager-hydragen"), CPU, torch.bfloat16).startswith("wrong: logits err ")
+
+
+def test_out_of_memory_and_errors_are_results(bench, monkeypatch):
+    def fail(error):
+        def call(*arguments, **options):
+            raise error
+
+        return call
+
+    model = bench._model(CASE)
+    monkeypatch.setattr(model, "generate", fail(torch.OutOfMemoryError("on purpose")))
+    assert bench.measure(CASE, "stock")["status"] == "out of memory"
+    monkeypatch.setattr(model, "generate", fail(RuntimeError("on purpose")))
+    row = bench.measure(CASE, "shared")
+    assert row["status"] == "failed: RuntimeError: on purpose"
+    monkeypatch.setattr(model, "generate", fail(ValueError("num_beams is wrong")))
+    assert bench.measure(CASE, "shared")["status"] == "failed: ValueError: num_beams is wrong"
+    assert not fd.explain(model).enabled
+
+
+def test_every_way_is_known():
+    for name in WAYS:
+        assert find_way(name).exact != name.endswith("-no-attention")
+    with pytest.raises(ValueError, match=r"a way is one of stock, .*, got 'fast'"):
+        find_way("fast")
+    with pytest.raises(ValueError, match=r"options are written NAME=VALUE behind one of ours.*got 'stock\+a=1'"):
+        find_way("stock+a=1")
+    assert find_way("graph+sampler=fast+min_shared_tokens=8").enable == {
+        "mode": "graph",
+        "sampler": "fast",
+        "min_shared_tokens": 8,
+    }
+
+
+def test_attention_is_put_back(model):
+    before = dict(vars(ALL_ATTENTION_FUNCTIONS)["_local_mapping"])
+
+    def twice():
+        with replaced_attention(no_attention):
+            assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is not shared_context_attention
+            with replaced_attention(no_attention):
+                pass
+
+    with pytest.raises(RuntimeError, match="replaced already"):
+        twice()
+    assert vars(ALL_ATTENTION_FUNCTIONS)["_local_mapping"] == before
+    assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is shared_context_attention
+
+
+def test_attention_that_was_not_replaced_is_noticed(model):
+    with pytest.raises(NotAvailableError, match="not replaced"), using(model, find_way("eager-no-attention")):
+        pass
+    assert not fd.explain(model).enabled
+
+
+def test_without_attention_tokens_differ(model):
+    drawn = []
+    for way in ("eager", "eager-no-attention"):
+        torch.manual_seed(0)
+        with using(model, find_way(way)):
+            drawn.append(caller(model, CASE)(8))
+    assert not torch.equal(*drawn)
+
+
+# --- rows that finish one after another ------------------------------------------------------------------------------
+
+
+def test_lengths_are_spread_evenly():
+    for samples in (1, 2, 5, 16, 128):
+        case = replace(CASE, samples=samples, new_tokens=64, finish="16-64")
+        assert len(case.lengths()) == samples
+        assert max(case.lengths()) == 64
+        assert min(case.lengths()) == (16 if samples > 1 else 64)
+    lengths = replace(CASE, samples=49, new_tokens=64, finish="16-64").lengths()
+    assert sorted(lengths) == list(range(16, 65))
+    assert lengths != sorted(lengths, reverse=True)
+    assert CASE.lengths() == [8] * 4
+
+
+@pytest.mark.parametrize("bounds", ["0-8", "3-9", "9-8"])
+def test_impossible_lengths(bounds):
+    with pytest.raises(ValueError, match=f"rows must finish between 1 and new_tokens = 8, got '{bounds}'"):
+        replace(CASE, finish=bounds)
+
+
+def test_a_row_is_known_by_its_prompt_alone():
+    criterion = RowsFinish(3, [5, 1, 9], CPU)
+    ids = torch.tensor([[7, 7, 4, 0, 0], [7, 7, 3, 0, 0], [7, 7, 5, 0, 0]])
+    assert criterion(ids, None).tolist() == [True, False, False]
+    assert criterion(ids[1:], None).tolist() == [False, False]
+    longer = torch.cat([ids, ids[:, :3]], 1)
+    assert criterion(longer, None).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("way", ["stock", "shared"])
+def test_rows_end_where_they_should(model, way):
+    case = replace(CASE, new_tokens=12, finish="3-12")
+    with using(model, find_way(way)):
+        drawn = caller(model, case)(12)[:, 120:]
+    assert drawn.shape == (4, 12)
+    for row, length in zip(drawn, case.lengths(), strict=True):
+        assert (row[length:] == 0).all()
+        assert (row[:length] != 0).sum() >= length - 1
+
+
+def test_rows_that_finish_are_counted(bench):
+    case = replace(CASE, new_tokens=12, finish="3-12")
+    row = bench.measure(case, "shared")
+    assert row["status"] == "ok"
+    drawn = sum(case.lengths()) - 4
+    assert row["tokens_per_s"] == pytest.approx(drawn / (row["ms_per_step"] * 11e-3))
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models(tmp_path, model):
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = load(str(tmp_path / "checkpoint"), CPU, torch.float32)
+    assert loaded.generation_config.eos_token_id is None
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    with pytest.raises(
+        ValueError, match=r"a shape is one of 7b-mha, .*tiny, embedded, a folder or a hub id, got '9b'"
+    ):
+        load("9b", CPU, torch.float32)
+    with pytest.raises(ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, got '9b'"):
+        random_model("9b", CPU, torch.float32)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_fastdecode.bench import summary
-from hf_fastdecode.bench.generate import RESULTS
-from hf_fastdecode.bench.rows import read_rows, write_rows
+from hf_fastdecode.bench.rows import RESULTS, read_rows, write_rows
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -1,0 +1,42 @@
+"""What the device can do at most, measured in the run that quotes it: streaming memory, and multiplying matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .op_cases import OpCase
+from .timing import time_operator
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device.
+
+    Attributes:
+        bytes_per_s: Of an element-wise kernel, bytes read and bytes written together.
+        flops_per_s: Of a large product of bf16 matrices (fp32 on a CPU).
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_s(self, case: OpCase, itemsize: int) -> float:
+        """Seconds that a case takes at least: its bytes at the one rate, or its arithmetic at the other."""
+        return max(case.bytes(itemsize) / self.bytes_per_s, case.flops / self.flops_per_s)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure both rates.
+
+    The streaming kernel is an addition: a plain copy in a CUDA graph becomes a copy node, which is a third slower.
+    """
+    cuda = device.type == "cuda"
+    x = torch.randn(2**28 if cuda else 2**21, device=device)
+    y = torch.empty_like(x)
+    streaming = time_operator([lambda: torch.add(x, 1.0, out=y)] * 4, device)[0].p50
+    size, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    multiplying = time_operator([lambda: a @ b] * 4, device)[0].p50
+    return Ceilings(2 * x.nbytes / streaming, 2 * size**3 / multiplying)

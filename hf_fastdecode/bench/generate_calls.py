@@ -1,0 +1,127 @@
+"""The calls that are measured: a model, prompts for a case, and functions that generate so many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_fastdecode as fd
+
+from .attention_hook import NotAvailableError
+from .generate_cases import GenerateCase
+from .shapes import SHAPES, random_model
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+_FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
+
+
+def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a shape: random weights, ``embedded`` for the one that the package carries, or a checkpoint.
+
+    Every sample of it runs to the end, so that steps are comparable.
+
+    Raises:
+        ValueError: No such shape or folder.
+    """
+    if shape in SHAPES:
+        return random_model(shape, device, dtype)
+    if shape == "embedded":
+        model = fd.load_embedded(dtype=dtype, device=device)[0]
+    elif Path(shape).is_dir() or "/" in shape:
+        model = AutoModelForCausalLM.from_pretrained(shape, dtype=dtype).to(device).eval()
+    else:
+        raise ValueError(f"a shape is one of {', '.join(SHAPES)}, embedded, a folder or a hub id, got {shape!r}")
+    end = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
+    return model
+
+
+class RowsFinish(StoppingCriteria):
+    """Ends each row after its own number of tokens.
+
+    Which row it is, its prompt's last token says: rows may leave the batch and be asked about in any order. It calls
+    itself an end-of-sequence criterion, so that rows that ended are padded and may leave.
+
+    Args:
+        prompt_length: Tokens of every prompt.
+        lengths: Tokens that row ``i`` draws, whose prompt ends in token ``_FIRST_ID + i``.
+        device: Where ids lie.
+    """
+
+    def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
+        self.prompt_length = prompt_length
+        self.lengths = torch.tensor(lengths, device=device)
+        self.eos_token_id = torch.tensor([-1], device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``."""
+        row = input_ids[:, self.prompt_length - 1] - _FIRST_ID
+        return input_ids.shape[1] - self.prompt_length >= self.lengths[row]
+
+
+def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
+    """Random ids ``[1, context]``, or where rows finish apart ``[samples, context]`` that differ in the last token."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(_FIRST_ID, model.config.vocab_size, (1, case.context), generator=generator)
+    if case.finish:
+        if case.samples > model.config.vocab_size - _FIRST_ID:
+            raise ValueError(f"{case.samples} rows need as many tokens, the vocabulary has {model.config.vocab_size}")
+        ids = ids.repeat(case.samples, 1)
+        ids[:, -1] = _FIRST_ID + torch.arange(case.samples)
+    return ids.to(model.device)
+
+
+def caller(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """A function that generates so many tokens for a case's samples."""
+    ids = prompt(model, case)
+    extra = dict(arguments or {})
+    if case.finish:
+        extra["pad_token_id"] = 0
+        extra["stopping_criteria"] = StoppingCriteriaList([RowsFinish(case.context, case.lengths(), model.device)])
+    else:
+        extra["num_return_sequences"] = case.samples
+
+    def call(new_tokens: int, return_dict: bool = False) -> Any:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            return_dict_in_generate=return_dict,
+            **SAMPLING,
+            **extra,
+        )
+
+    return call
+
+
+def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
+    """The same through transformers' continuous batching.
+
+    Raises:
+        NotAvailableError: The model does not have it, or rows would have to finish apart.
+    """
+    if not hasattr(model, "generate_batch") or case.finish:
+        raise NotAvailableError("generate_batch does not take this case")
+    ids = prompt(model, case)[0].tolist()
+
+    def call(new_tokens: int) -> Any:
+        config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLING)
+        found = model.generate_batch([ids] * case.samples, generation_config=config)
+        drawn = [len(output.generated_tokens) for output in found.values()]
+        if drawn != [new_tokens] * case.samples:
+            raise RuntimeError(f"generate_batch drew {sorted(set(drawn))} tokens for {len(drawn)} samples")
+        return found
+
+    return call

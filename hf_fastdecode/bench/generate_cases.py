@@ -1,0 +1,82 @@
+"""Whole calls of `generate` as data: the cases, and the names of the ways.
+
+Nothing here needs torch, so that the command line can list them at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import count
+from math import gcd
+from typing import Any
+
+WAYS: dict[str, str] = {
+    "stock": "transformers' generate, dynamic cache",
+    "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
+    "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
+    "shared": "hf_fastdecode.enable(model), as it is",
+    "eager": "hf_fastdecode, mode='eager'",
+    "graph": "hf_fastdecode, mode='graph'",
+    "compile": "hf_fastdecode, mode='compile'",
+    "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
+    "eager-no-attention": "the ceiling of eager",
+    "graph-no-attention": "the ceiling of graph",
+    "compile-no-attention": "the ceiling of compile",
+    "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
+    "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
+}
+"""Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
+
+DEFAULT_WAYS = (
+    *("stock", "stock-static", "shared", "eager", "graph", "compile"),
+    *("eager-no-attention", "graph-no-attention", "compile-no-attention"),
+)
+
+
+@dataclass(frozen=True)
+class GenerateCase:
+    """One setting: `samples` completions of `new_tokens` tokens after a prompt of `context` tokens.
+
+    Attributes:
+        shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
+        context: Tokens of the prompt.
+        samples: Completions, all of one prompt.
+        new_tokens: Tokens of the longest completion.
+        dtype: Of weights and cache.
+        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`; they then come
+            from prompts that differ in the last token. Empty: every row runs to the end.
+    """
+
+    shape: str
+    context: int
+    samples: int
+    new_tokens: int
+    dtype: str = "bfloat16"
+    finish: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.context, self.samples) < 1 or self.new_tokens < 2:
+            raise ValueError(f"context and samples must be at least 1 and new_tokens at least 2, got {self}")
+        first, last = self.finish_bounds
+        if not 1 <= first <= last == self.new_tokens:
+            raise ValueError(f"rows must finish between 1 and new_tokens = {self.new_tokens}, got {self.finish!r}")
+
+    @property
+    def finish_bounds(self) -> tuple[int, int]:
+        """Tokens of the first row to end and of the last."""
+        if not self.finish:
+            return self.new_tokens, self.new_tokens
+        first, _, last = self.finish.partition("-")
+        return int(first), int(last)
+
+    def lengths(self) -> list[int]:
+        """Tokens that each row draws: spread evenly, in an order that is the same each time."""
+        first, last = self.finish_bounds
+        steps = max(1, self.samples - 1)
+        spread = [last - (last - first) * index // steps for index in range(self.samples)]
+        stride = next(step for step in count(self.samples // 2 + 1) if gcd(step, self.samples) == 1)
+        return [spread[index * stride % self.samples] for index in range(self.samples)]
+
+    def columns(self) -> dict[str, Any]:
+        """What of the case stands in a row."""
+        return asdict(self)

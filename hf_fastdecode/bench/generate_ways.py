@@ -1,0 +1,121 @@
+"""The ways of generating, as data, and the block in which a model generates by one of them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_fastdecode as fd
+
+from .attention_hook import REPLACEMENTS, NotAvailableError, replaced_attention
+
+
+@dataclass(frozen=True)
+class GenerateWay:
+    """One way.
+
+    Attributes:
+        enable: Options of `hf_fastdecode.enable`; None for stock.
+        arguments: What `generate` is given in addition.
+        attention: Another attention in our loop, one of `REPLACEMENTS`.
+        batch: Through `generate_batch`.
+        warm: Calls before the timed ones, beside the first: what replays must record first.
+        hooks: Whether forward hooks leave the way what it is, so that tokens can be counted.
+        half: Whether on CUDA it takes half precision only, as this package's kernels do.
+    """
+
+    enable: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    attention: str | None = None
+    batch: bool = False
+    warm: int = 0
+    hooks: bool = True
+    half: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether its tokens are supposed to be right."""
+        return self.attention != "none"
+
+
+_MODES = {
+    "shared": GenerateWay(enable={}, warm=1, hooks=False),
+    "eager": GenerateWay(enable={"mode": "eager"}),
+    "graph": GenerateWay(enable={"mode": "graph"}, warm=1, hooks=False, half=True),
+    "compile": GenerateWay(enable={"mode": "compile"}, warm=1, hooks=False, half=True),
+}
+
+_WAYS: dict[str, GenerateWay] = {
+    "stock": GenerateWay(),
+    # Compiled steps are recorded once more after the first call.
+    "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, warm=1, hooks=False),
+    "generate_batch": GenerateWay(batch=True, hooks=False),
+    **_MODES,
+    **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},
+    "eager-bifurcated": replace(_MODES["eager"], attention="bifurcated"),
+    "eager-hydragen": replace(_MODES["eager"], attention="hydragen"),
+}
+
+
+def find_way(name: str) -> GenerateWay:
+    """The way of a name such as ``graph`` or ``graph+sampler=fast``.
+
+    Raises:
+        ValueError: There is no such way, or stock was given options.
+    """
+    base, *options = name.split("+")
+    if base not in _WAYS:
+        raise ValueError(f"a way is one of {', '.join(_WAYS)}, got {base!r}")
+    way = _WAYS[base]
+    if not options:
+        return way
+    if way.enable is None or not all("=" in option for option in options):
+        raise ValueError(
+            f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
+        )
+    given = {key: _value(text) for key, _, text in (option.partition("=") for option in options)}
+    return replace(way, enable=way.enable | given)
+
+
+def _value(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def status_of(error: Exception) -> str:
+    """What a row says of an error: memory and refusals are results, all else has failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    # A mode that is asked for by name runs or raises so.
+    if isinstance(error, NotAvailableError) or (isinstance(error, ValueError) and " cannot run: " in str(error)):
+        return f"not run: {error}"
+    return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+
+
+@contextmanager
+def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
+    """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
+
+    Raises:
+        NotAvailableError: This version has no such option, or the attention was not replaced.
+    """
+    if way.enable is None:
+        yield
+        return
+    known = inspect.signature(fd.enable).parameters
+    if unknown := [name for name in way.enable if name not in known]:
+        raise NotAvailableError(f"enable has no option {unknown[0]!r} in this version")
+    if way.attention is None:
+        with fd.enabled(model, **way.enable):
+            yield
+        return
+    with replaced_attention(REPLACEMENTS[way.attention]) as replaced, fd.enabled(model, **way.enable):
+        yield
+    if not replaced.called:
+        raise NotAvailableError("the attention was not replaced: these steps do not go through the registry")

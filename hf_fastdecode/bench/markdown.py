@@ -1,0 +1,131 @@
+"""Rows as Markdown tables: a line for each case, a column for each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .rows import Row
+
+CEILING = "-no-attention"
+_OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "ours-prefix", "ours-suffix")
+
+
+def ops_table(rows: Sequence[Row]) -> str:
+    """Microseconds of each way and our share of the floor."""
+    ways = [way for way in _OP_WAYS if any(row["way"] == way for row in rows)]
+    lines = _head(["rows", "context", "suffix", "heads", "floor", *ways, "ours over floor"])
+    for case in _by(rows, "case", "dtype"):
+        first = next(iter(case.values()))
+        ours = case.get("ours")
+        cells = [first["rows"], _context(first), first["suffix"], f"{first['heads']}/{first['kv_heads']}"]
+        cells.append(f"{float(first['floor_us']):.1f}")
+        cells += [_cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
+        lines.append(_line([*cells, _cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
+    first = rows[0]
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; microseconds, medians, cold L2; "
+    where += f"ceilings {float(first['copy_tb_per_s']):.2f} TB/s and {float(first['matmul_tflop_per_s']):.3g} TFLOP/s"
+    return "\n".join(lines) + f"\n\n{where}.\n"
+
+
+def generate_table(rows: Sequence[Row]) -> str:
+    """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
+    of_ceiling = [f"{way}, of ceiling" for way in ceilings if way in ways]
+    lines = _head(["model", "context", "n", *ways, *of_ceiling])
+    for case in _cases(rows):
+        first = next(iter(case.values()))
+        cells = [_model(first), f"{int(first['context']):,}", first["samples"]]
+        cells += [_cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
+        cells += [share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
+        lines.append(_line(cells))
+    first = rows[0]
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+    return "\n".join(lines) + f"\n\n{where}, {_words(rows, 'new_tokens')} new tokens; ms/step, medians.\n"
+
+
+def finish_table(rows: Sequence[Row]) -> str:
+    """Seconds of decoding when rows finish one after another, beside all rows running to the end."""
+    lines = _head(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"])
+    pairs: dict[tuple[str, ...], dict[bool, Row]] = {}
+    for row in rows:
+        if row.get("finish"):
+            first, _, last = row["finish"].partition("-")
+            key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "way"))
+            pairs.setdefault(key, {})[first == last] = row
+    for (shape, context, samples, _, way), pair in pairs.items():
+        if len(pair) < 2:
+            continue
+        whole, apart = _decoding(pair[True]), _decoding(pair[False])
+        ratio = f"{apart / whole:.2f}" if whole and apart else ""
+        shown = [f"{seconds:.2f} s" if seconds else "" for seconds in (whole, apart)]
+        lines.append(_line([shape, f"{int(context):,}", samples, way, *shown, ratio]))
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def paper_table(rows: Sequence[Row], published: dict[tuple[int, int], float], unit: str) -> str:
+    """`generate_table` with the paper's own numbers behind it."""
+    text = generate_table(rows)
+    if not published:
+        return text
+    lines = text.split("\n")
+    lines[0] += f" published: {unit} |"
+    lines[1] += "---|"
+    for index, case in enumerate(_cases(rows)):
+        first = next(iter(case.values()))
+        value = published.get((int(first["context"]), int(first["samples"])))
+        lines[2 + index] += f" {'' if value is None else f'{value:g}'} |"
+    return "\n".join(lines)
+
+
+def share(row: Row | None, ceiling: Row | None) -> str:
+    """Throughput of a way over that of its ceiling."""
+    if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
+        return ""
+    return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
+
+
+def _decoding(row: Row) -> float | None:
+    if not row.get("ms_per_step"):
+        return None
+    return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
+
+
+def _cases(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    return _by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
+
+
+def _by(rows: Sequence[Row], *columns: str) -> list[dict[str, Row]]:
+    """The rows of each case by way, in the order of the rows."""
+    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row.get(name, "") for name in columns), {})[row["way"]] = row
+    return list(cases.values())
+
+
+def _cell(row: Row | None, shown: Callable[[Row], str]) -> str:
+    """The value, or why there is none."""
+    if row is None:
+        return ""
+    return shown(row) if row["status"] == "ok" else row["status"].partition(":")[0]
+
+
+def _context(row: Row) -> str:
+    """Tokens on the longest path, or the nodes when there are several."""
+    return f"{int(row['context']):,}" if row["nodes"] == f"1x{row['context']}" else row["nodes"]
+
+
+def _model(row: Row) -> str:
+    return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
+
+
+def _words(rows: Sequence[Row], column: str) -> str:
+    return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+
+def _head(names: Sequence[str]) -> list[str]:
+    return [_line(names), "|" + "---|" * len(names)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

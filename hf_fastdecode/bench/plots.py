@@ -1,0 +1,253 @@
+"""Pictures of rows: latency against context and samples, throughput beside its ceiling, and the share of the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from .markdown import CEILING
+from .rows import Row
+from .runner import failed
+
+# One colour and name for each way, in every picture.
+_STYLES: dict[str, tuple[str, str]] = {
+    "ours": ("#1b7f5c", "hf_fastdecode"),
+    "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
+    "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
+    "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
+    "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
+    "plain": ("#9aa0a6", "plain flash decode, a copy a row"),
+    "stock": ("#9aa0a6", "transformers"),
+    "stock-static": ("#5f6368", "transformers, static cache, compiled"),
+    "generate_batch": ("#c2a5a5", "transformers generate_batch"),
+    "shared": ("#1b7f5c", "hf_fastdecode"),
+    "eager": ("#8fc7ae", "hf_fastdecode, eager"),
+    "graph": ("#3fa37a", "hf_fastdecode, graph"),
+    "compile": ("#0b5a3e", "hf_fastdecode, compile"),
+    "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
+    "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
+}
+_PLAIN_STYLE = ("#444444", "")
+_COLUMNS = 4
+
+Picture = Callable[[Sequence[Row], Path], Path | None]
+"""Draws rows to a file, or finds nothing to draw."""
+
+
+class RedCheckError(ValueError):
+    """Rows whose check was red are not drawn."""
+
+
+def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Draw all pictures that rows of operators or of `generate` give.
+
+    Args:
+        rows: Of one bench.
+        stem: What the files' names begin with.
+
+    Returns:
+        The files written; none for rows that show no line.
+
+    Raises:
+        RedCheckError: A row's check was red, so that its run says nothing.
+    """
+    if red := failed(rows):
+        raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
+    if not rows:
+        return []
+    pictures = _OPS if "case" in rows[0] else _GENERATE
+    found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in pictures.items()]
+    return [path for path in found if path is not None]
+
+
+def _op_lines(x: str, other: str) -> Picture:
+    """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Row], path: Path) -> Path | None:
+        rows = [row for row in rows if row["nodes"] == f"1x{row['context']}"]
+        shortest = min((int(row["suffix"]) for row in rows), default=0)
+        rows = [row for row in rows if int(row["suffix"]) == shortest]
+        panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (title, own) in zip(axes, panels.items()):
+            axis.set_title(title, fontsize=9)
+            for way, points in _lines(own, x, "us_p50"):
+                if not way.startswith("ours-"):
+                    axis.plot(*points, **_look(way))
+            floor = {int(row[x]): float(row["floor_us"]) for row in sorted(own, key=lambda row: int(row[x]))}
+            axis.plot(floor.keys(), floor.values(), "k--", linewidth=1, label="floor: bytes or arithmetic")
+        head = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
+        _finish(figure, axes, x, "microseconds a layer", head)
+        return _save(figure, path)
+
+    return draw
+
+
+def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
+    """A map for each head layout: the floor over our time, by context and n."""
+    rows = [r for r in rows if r["way"] == "ours" and r["status"] == "ok" and r["nodes"] == f"1x{r['context']}"]
+    panels: dict[Any, list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["heads"], row["kv_heads"], row["suffix"]), []).append(row)
+    panels = {key: own for key, own in panels.items() if len(own) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, ((heads, kv_heads, suffix), own) in zip(axes, panels.items()):
+        contexts = sorted({int(row["context"]) for row in own})
+        samples = sorted({int(row["rows"]) for row in own})
+        shares = [[float("nan")] * len(contexts) for _ in samples]
+        for row in own:
+            at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
+            shares[at[0]][at[1]] = 1 / float(row["over_floor"])
+            text = f"{shares[at[0]][at[1]]:.0%}"
+            axis.text(at[1], at[0], text, ha="center", va="center", fontsize=8, color="white")
+        axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
+        axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
+        axis.set_yticks(range(len(samples)), [str(n) for n in samples])
+        axis.set_xlabel("context, tokens")
+        axis.set_ylabel("n, samples")
+        axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
+    _title(figure, f"hf_fastdecode: floor over time (100 % is the hardware's limit), {_where(rows)}")
+    return _save(figure, path)
+
+
+def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Picture:
+    """A number of whole calls against `x`: a line of panels for each model, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Row], path: Path) -> Path | None:
+        rows = [row for row in rows if not row.get("finish")]
+        panels = _panels(rows, x, other, lambda row: row["shape"])
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (panel, own) in zip(axes, panels.items()):
+            axis.set_title(panel, fontsize=9)
+            for way, points in _lines(own, x, y):
+                axis.plot(*points, **_look(way))
+        _finish(figure, axes, x, name, f"{title}, {_where(rows)}; where a line ends, memory did")
+        return _save(figure, path)
+
+    return draw
+
+
+_OPS = {
+    "latency-context": _op_lines("context", "rows"),
+    "latency-n": _op_lines("rows", "context"),
+    "floor": _floor_share,
+}
+_GENERATE = {
+    "latency-context": _generate_lines("context", "samples", "ms_per_step", "ms a step", "generate, time of a step"),
+    "latency-n": _generate_lines("samples", "context", "ms_per_step", "ms a step", "generate, time of a step"),
+    "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
+}
+
+_NAMES = {"context": "context", "rows": "n", "samples": "n"}
+
+
+def _panels(rows: Sequence[Row], x: str, other: str, line: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
+
+    Panels come in the order of lines, so that a line of the figure is one model or head layout.
+    """
+    found: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
+    panels = {}
+    for name, by_value in found.items():
+        values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
+        last, most = len(values) - 1, min(_COLUMNS, len(values))
+        for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
+            panels[f"{name}; {_NAMES[other]} {value:,}"] = by_value[value]
+    return panels
+
+
+def _lines(rows: Sequence[Row], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
+    ways = sorted({row["way"] for row in rows}, key=[*_STYLES, *(row["way"] for row in rows)].index)
+    lines = []
+    for way in ways:
+        points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
+        if points:
+            lines.append((way, ([at for at, _ in points], [value for _, value in points])))
+    return lines
+
+
+def _look(way: str) -> dict[str, Any]:
+    base = way.removesuffix(CEILING)
+    colour, name = _STYLES.get(base, _PLAIN_STYLE)
+    if way.endswith(CEILING):
+        return {"color": colour, "linestyle": ":", "linewidth": 1.4, "label": f"{name or base}: ceiling, no attention"}
+    return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}
+
+
+def _figure(panels: Sized) -> tuple[Any, list[Any]]:
+    """A figure with a panel for each, hung in lines of up to four."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    count = len(panels)
+    columns = 3 if count % 3 == 0 and count % _COLUMNS else min(_COLUMNS, count)
+    lines = -(-count // columns)
+    size = (max(5.5, 3.6 * columns), 3.1 * lines + 0.8)
+    figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    axes = list(grid.flat)
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
+
+
+def _finish(figure: Any, axes: list[Any], x: str, y: str, title: str) -> None:
+    named = {"context": "context, tokens", "rows": "n, samples", "samples": "n, samples"}
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+        axis.set_xticks(ticks, [_tokens(tick) for tick in ticks], minor=False)
+        axis.minorticks_off()
+        axis.set_xlabel(named[x], fontsize=8)
+        axis.set_ylabel(y, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        _label_decades(axis)
+        handles |= {line.get_label(): line for line in axis.lines}
+    _title(figure, title)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+
+
+def _title(figure: Any, text: str) -> None:
+    figure.suptitle(fill(text, int(12 * figure.get_figwidth())), fontsize=10)
+
+
+def _label_decades(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high / low < 1000 else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def _where(rows: Sequence[Row]) -> str:
+    return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
+
+
+def _save(figure: Any, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+    return path

@@ -1,0 +1,101 @@
+"""The one runner: cases times ways, a row for each, written as they come, taken up again where a run broke off."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from tqdm import tqdm
+
+from .rows import Row, read_rows, write_rows
+
+
+class Case(Protocol):
+    """What a case must be able to do."""
+
+    def columns(self) -> dict[str, Any]:
+        """What of the case stands in a row, and tells it from others."""
+
+
+C = TypeVar("C", bound=Case)
+
+# A row is measured again, unless these and the case and the way are the same. Versions and device say what ran.
+_SAME_RUN = ("device", "torch", "transformers", "commit", "command")
+
+_SHOWN = (
+    *("case", "shape", "context", "samples", "finish", "way", "variant", "us_p50", "over_floor", "tb_per_s"),
+    *("first_call_s", "prefill_s", "ms_per_step", "tokens_per_s", "total_s"),
+)
+
+
+def run(
+    cases: Sequence[C],
+    ways: Sequence[str],
+    measure: Callable[[C, str], dict[str, Any]],
+    *,
+    provenance: dict[str, Any],
+    out: Path,
+) -> list[Row]:
+    """Measure every way of every case, and write each row to `out` when it is there.
+
+    Rows that `out` already has from the same commit and command are kept and not measured again; others give way to
+    new ones of the same case, way and device, and else stay.
+
+    Args:
+        cases: The cases, in an order in which neighbours share what is dear to set up.
+        ways: Names of the ways.
+        measure: Gives the measured columns of a case and a way, ``status`` among them.
+        provenance: The columns that every row begins with.
+        out: The CSV file.
+
+    Returns:
+        The rows of these cases and ways, as `read_rows` reads them.
+    """
+    rows = {_key(row, cases[0]): row for row in (read_rows(out) if out.exists() else [])} if cases else {}
+    asked: list[tuple[Any, ...]] = []
+    with tqdm(total=len(cases) * len(ways), unit="row", dynamic_ncols=True, disable=None) as bar:
+        for case in cases:
+            for way in ways:
+                head = {**provenance, **case.columns(), "way": way}
+                key = _key(head, case)
+                asked.append(key)
+                bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
+                if not _is_done(rows.get(key), head):
+                    rows[key] = _as_read(head | measure(case, way))
+                    write_rows(out, list(rows.values()))
+                    tqdm.write(brief(rows[key]), file=sys.stderr)
+                bar.update()
+    return [rows[key] for key in asked]
+
+
+def failed(rows: Iterable[Row]) -> list[Row]:
+    """The rows that were not measured because a check was red or an error was raised."""
+    return [row for row in rows if row["status"].startswith(("wrong", "failed"))]
+
+
+def brief(row: Row) -> str:
+    """One line of what a row found."""
+    named = {"case", "shape", "way"}
+    parts = [row[name] if name in named else f"{name}={_short(row[name])}" for name in _SHOWN if row.get(name)]
+    return "  ".join(parts + ([row["status"]] if row["status"] != "ok" else []))
+
+
+def _short(value: str) -> str:
+    try:
+        return f"{float(value):.4g}" if "." in value else value
+    except ValueError:
+        return value
+
+
+def _key(row: dict[str, Any], case: Case) -> tuple[Any, ...]:
+    return tuple(str(row.get(name, "")) for name in ("device", *case.columns(), "way"))
+
+
+def _is_done(row: Row | None, head: dict[str, Any]) -> bool:
+    return row is not None and not failed([row]) and all(row.get(name) == str(head[name]) for name in _SAME_RUN)
+
+
+def _as_read(row: dict[str, Any]) -> Row:
+    return {name: "" if value is None else str(value) for name, value in row.items()}

@@ -1,0 +1,126 @@
+"""The one timing core: what is timed is warm, synchronised, and for operators finds its inputs outside the L2 cache.
+
+On CUDA, calls are captured in one graph that runs over all their input sets, which together are larger than the cache:
+no launch overhead, no warm cache. Elsewhere, and for whole calls of `generate`, a wall clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LEAST_GRAPH_S = 2e-3  # a replay this long makes the gap before it small
+_MOST_LAUNCHES = 512
+
+
+class Times(NamedTuple):
+    """Seconds: the median, between the 20th and the 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def percentiles(samples: Sequence[float]) -> Times:
+    """The three percentiles of measured seconds, by the nearest rank."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return Times(ordered[round(0.2 * last)], median, ordered[round(0.8 * last)])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, where there is one to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def wall_samples(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> list[float]:
+    """Up to `repeats` measurements of a call, fewer (one at least) once they have taken `budget_s` seconds."""
+    samples: list[float] = []
+    while len(samples) < repeats and sum(samples) < budget_s:
+        samples.append(wall_seconds(call, device))
+    return samples
+
+
+def time_operator(
+    calls: Sequence[Callable[[], Tensor]], device: torch.device, *, budget_s: float = 0.06
+) -> tuple[Times, Tensor]:
+    """Seconds of one call, over calls that are alike but for their inputs.
+
+    Args:
+        calls: The same work on different inputs, which together should not fit into the L2 cache.
+        device: Where they run.
+        budget_s: About how long to measure.
+
+    Returns:
+        The times, and what the first call left behind when it was last timed.
+    """
+    if device.type != "cuda":
+        return _time_on_cpu(calls, budget_s)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, plans, and allocates what is allocated once
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph, output = _captured(calls, rounds=1)
+    seconds = min(_replays(graph, 2))
+    rounds = min(math.ceil(_LEAST_GRAPH_S / seconds), max(1, _MOST_LAUNCHES // len(calls)))
+    if rounds > 1:
+        del graph, output
+        graph, output = _captured(calls, rounds)
+        seconds *= rounds
+    samples = _replays(graph, max(5, min(30, int(budget_s / seconds))))
+    return percentiles([sample / (rounds * len(calls)) for sample in samples]), output
+
+
+def _captured(calls: Sequence[Callable[[], Tensor]], rounds: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            output = calls[0]()
+            for call in calls[1:]:
+                call()
+    return graph, output
+
+
+def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Seconds of each replay; two that are not measured keep the device busy, so that no launch is waited for."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    graph.replay()
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def _time_on_cpu(calls: Sequence[Callable[[], Tensor]], budget_s: float) -> tuple[Times, Tensor]:
+    output = calls[0]()
+    samples: list[float] = []
+    while len(samples) < 3 or (len(samples) < 20 and sum(samples) * len(calls) < budget_s):
+        start = time.perf_counter()
+        output = calls[0]()
+        for call in calls[1:]:
+            call()
+        samples.append((time.perf_counter() - start) / len(calls))
+    return percentiles(samples), output

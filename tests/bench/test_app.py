@@ -1,0 +1,146 @@
+"""The bench's commands from the outside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_fastdecode.bench.app import OP_WAY_NAMES
+from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
+from hf_fastdecode.bench.rows import read_rows
+from hf_fastdecode.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["bench", *map(str, words)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", ["ops", "generate", "tables"])
+def test_help_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"hf-fastdecode bench {command} " in result.stdout
+    assert "Examples" in result.stdout
+    assert "goes on" in result.stdout
+
+
+def test_the_group_lists_its_commands():
+    result = run("--help")
+    assert all(command in result.stdout for command in ("ops", "generate", "tables"))
+
+
+def test_help_and_lists_need_no_torch():
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from hf_fastdecode.cli import app
+for words in (["bench", "ops", "--help"], ["bench", "tables", "--table", "hydragen-fig1", "--list"]):
+    try:
+        app(words)
+    except SystemExit as leaving:
+        assert not leaving.code
+assert not {{"torch", "transformers"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "shape=13b-mha  context=2048  samples=1024" in done.stdout
+
+
+def test_as_a_module(tmp_path):
+    def module(*words):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMIT": "abc"}
+        command = [sys.executable, "-m", "hf_fastdecode.bench", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    wrong = module("tables")
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "bench: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, hydragen-fig1, "
+        "hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
+    )
+    words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
+    assert module(*words).returncode == 0
+    (row,) = read_rows(tmp_path / "runs" / "ops.csv")
+    assert row["command"] == "python -m hf_fastdecode.bench " + " ".join(words)
+    assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
+
+
+def test_operators(tmp_path):
+    out = tmp_path / "ops.csv"
+    result = run("ops", "--set", "tiny", "--device", "cpu", "--out", out)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("| rows | context | suffix | heads | floor | ours | recipe | hydragen |")
+    rows = read_rows(out)
+    assert len(rows) == 3 * (len(OP_WAY_NAMES) - 1)
+    assert {row["status"] for row in rows} == {"ok", "not run: defined for one shared context only"}
+    columns = "device python torch transformers hf_fastdecode commit command case rows context suffix heads kv_heads "
+    columns += "head_dim dtype nodes way status variant us_p20 us_p50 us_p80 over_floor tb_per_s tflop_per_s bytes "
+    columns += "flops floor_us copy_tb_per_s matmul_tflop_per_s error_ratio"
+    assert list(rows[0]) == columns.split()
+    assert tuple(OP_WAYS) == OP_WAY_NAMES
+
+
+def test_a_wrong_way_ends_the_command(tmp_path, monkeypatch):
+    def variants(sets):
+        right = OP_WAYS["hydragen"].variants(sets)["flash"][0]
+        return {"broken": [lambda: 1.1 * right()]}
+
+    monkeypatch.setitem(OP_WAYS, "recipe", OpWay(variants))
+    words = ("ops", "--set", "tiny", "--device", "cpu", "--plot", "--out", tmp_path / "ops.csv")
+    result = run(*words)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "are not right: recipe: wrong: broken errs " in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ops.csv"]
+    assert run(*words, "--no-check").exit_code == 0
+
+
+def test_generate(tmp_path):
+    out = tmp_path / "g.csv"
+    words = ("generate", "--shape", "tiny", "--new-tokens", 4, "--dtype", "float32", "--repeats", 1, "--device", "cpu")
+    ways = ("--way", "stock", "--way", "shared", "--way", "eager-no-attention")
+    result = run(*words, *ways, "--point", "100x2", "--point", "100x4", "--plot", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert [(row["samples"], row["way"]) for row in read_rows(out)][:2] == [("2", "stock"), ("2", "shared")]
+    assert (tmp_path / "g-throughput.png").exists()
+    result = run(*words, "--way", "shared", "--point", "100x4", "--finish", 2, "--out", out)
+    assert "| all to the end | rows finish | ratio |" in result.stdout
+    assert len(read_rows(out)) == 8
+
+
+def test_papers_tables(tmp_path):
+    words = ("--device", "cpu", "--only", "n64-m1024-L64-", "--way", "hydragen")
+    result = run("tables", "--table", "hydragen-fig5", *words, "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("hydragen-fig5: Hydragen, figure 5: attention alone")
+    assert [row["case"] for row in read_rows(tmp_path / "hydragen-fig5.csv")] == ["n64-m1024-L64-h8g1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --set nosuch", "--set must be one of grid, one-row,"),
+        ("ops --way nosuch", "--way must be one of ours, plain,"),
+        ("ops --only nosuch", "no case contains 'nosuch'"),
+        ("ops --dtype float8", "--dtype must be bfloat16, float16 or float32, got 'float8'"),
+        ("ops --device nonsense", "device 'nonsense' is not available"),
+        ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
+        ("generate --way nosuch+a=b", "--way must be one of stock,"),
+        ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
+        ("generate --finish 99", "rows must finish between 1 and new_tokens = 64, got '99-64'"),
+        ("tables --table nosuch", "--table must be one of bifurcated-1,"),
+        ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,128 @@
+"""Pictures and tables of rows, from rows made up for the purpose."""
+
+from itertools import product
+
+import pytest
+
+from hf_fastdecode.bench import markdown
+from hf_fastdecode.bench.op_cases import OP_SETS
+from hf_fastdecode.bench.paper_tables import PAPER_TABLES
+from hf_fastdecode.bench.plots import RedCheckError, plot
+
+SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16", "status": "ok"}
+
+
+def op_rows(set_name="grid"):
+    for case, (way, times) in product(OP_SETS[set_name], (("ours", 2.0), ("recipe", 4.0), ("plain", 40.0))):
+        floor = case.bytes(2) / 4e6
+        measured = {"us_p50": times * floor, "floor_us": floor, "over_floor": times}
+        ceilings = {"copy_tb_per_s": 4.0, "matmul_tflop_per_s": 800.0}
+        row = SOME | case.columns() | measured | ceilings | {"way": way}
+        yield {name: str(value) for name, value in row.items()}
+
+
+def generate_rows(finish=""):
+    ways = (("stock", 20.0), ("compile", 8.0), ("compile-no-attention", 4.0))
+    for context, samples, (way, ms) in product((2048, 8192), (16, 128), ways):
+        row = SOME | {"shape": "7b-mha", "context": context, "samples": samples, "new_tokens": 65, "way": way}
+        row |= {"ms_per_step": ms, "tokens_per_s": 1e3 * samples / ms, "finish": finish}
+        if way == "stock" and context * samples > 2**18:
+            row |= {"status": "out of memory", "ms_per_step": "", "tokens_per_s": ""}
+        yield {name: str(value) for name, value in row.items()}
+
+
+def test_pictures_of_operators(tmp_path):
+    pictures = plot(list(op_rows()), tmp_path / "new" / "ops")
+    assert [path.name for path in pictures] == ["ops-latency-context.png", "ops-latency-n.png", "ops-floor.png"]
+    for path in pictures:
+        assert path.read_bytes()[:4] == b"\x89PNG"
+        assert path.stat().st_size > 30_000
+
+
+def test_pictures_of_generate(tmp_path):
+    pictures = plot(list(generate_rows()), tmp_path / "g")
+    assert [path.name for path in pictures] == ["g-latency-context.png", "g-latency-n.png", "g-throughput.png"]
+
+
+def test_what_the_panels_show(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    plot(list(generate_rows()), tmp_path / "g")
+    throughput = drawn[-1]
+    assert [axis.get_title() for axis in throughput.axes] == ["7b-mha; context 2,048", "7b-mha; context 8,192"]
+    lines = {line.get_label(): list(line.get_ydata()) for line in throughput.axes[1].lines}
+    assert lines == {
+        "transformers": [16 * 50.0],
+        "hf_fastdecode, compile": [16 * 125.0, 128 * 125.0],
+        "hf_fastdecode, compile: ceiling, no attention": [16 * 250.0, 128 * 250.0],
+    }
+    assert throughput.axes[0].get_xlabel() == "n, samples"
+    assert throughput.axes[0].get_ylabel() == "tokens a second"
+    assert "H200, bfloat16" in throughput.get_suptitle()
+
+
+def test_no_line_no_picture(tmp_path):
+    assert plot(list(op_rows("two-level")), tmp_path / "ops") == []
+    assert plot([], tmp_path / "ops") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("status", ["wrong: ours errs 3 times PyTorch's error", "failed: x"])
+def test_nothing_is_drawn_on_a_red_check(tmp_path, status):
+    rows = list(op_rows())
+    rows[5] |= {"status": status}
+    with pytest.raises(RedCheckError, match="1 rows are not right"):
+        plot(rows, tmp_path / "ops")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_of_operators():
+    lines = markdown.ops_table(list(op_rows("two-level"))).splitlines()
+    assert lines[0] == "| rows | context | suffix | heads | floor | ours | recipe | plain | ours over floor |"
+    assert lines[2].startswith("| 1024 | 1x2400+8x512 | 64 | 32/8 | ")
+    assert lines[2].endswith(" | 2.00x |")
+    assert "4.00 TB/s and 800 TFLOP/s" in lines[-1]
+
+
+def test_table_of_generate():
+    lines = markdown.generate_table(list(generate_rows())).splitlines()
+    assert lines[0].endswith("| n | stock | compile | compile-no-attention | compile, of ceiling |")
+    assert lines[2] == "| 7b-mha | 2,048 | 16 | 20.00 | 8.00 | 4.00 | 50% |"
+    assert lines[5] == "| 7b-mha | 8,192 | 128 | out of memory | 8.00 | 4.00 | 50% |"
+    assert lines[-1].endswith("65 new tokens; ms/step, medians.")
+
+
+def test_table_of_rows_that_finish():
+    whole, apart = list(generate_rows("65-65")), list(generate_rows("16-65"))
+    for row in apart:
+        if row["ms_per_step"]:
+            row["ms_per_step"] = str(0.75 * float(row["ms_per_step"]))
+    lines = markdown.finish_table([*whole, *apart]).splitlines()
+    assert lines[2] == "| 7b-mha | 2,048 | 16 | stock | 1.28 s | 0.96 s | 0.75 |"
+    assert "| 7b-mha | 8,192 | 128 | stock |  |  |  |" in lines
+    assert markdown.finish_table(whole) == ""
+
+
+def test_published_numbers_stand_beside():
+    published = {(2048, 16): 12.6, (8192, 128): 19.5}
+    lines = markdown.paper_table(list(generate_rows()), published, "ms/step").splitlines()
+    assert lines[0].endswith("| published: ms/step |")
+    assert len(lines[1].split("|")) == len(lines[0].split("|"))
+    assert [line.rpartition("% ")[2] for line in lines[2:6]] == ["| 12.6 |", "|  |", "|  |", "| 19.5 |"]
+
+
+def test_the_papers_tables():
+    by_hand = {
+        ("bifurcated-1", 32768, 4): 29.73,
+        ("bifurcated-6", 8192, 1024): 81.14,
+        ("bifurcated-6", 32768, 128): 41.44,
+        ("bifurcated-7", 16384, 256): 33.76,
+        ("hydragen-table1", 16256, 2048): 22.7,
+        ("hydragen-table2", 16128, 1024): 20.9,
+        ("hydragen-table2", 1024, 32): 2.7,
+    }
+    for (name, context, samples), value in by_hand.items():
+        assert PAPER_TABLES[name].published[context, samples] == value
+    for name, table in PAPER_TABLES.items():
+        settings = {(case.context, getattr(case, "samples", 0)) for case in table.cases}
+        assert set(table.published) <= settings, name
