@@ -50,7 +50,8 @@ def enable(
             which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
             half-precision models on a GPU, unless the call asks for what only transformers' code does.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
-        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then.
+        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
+            unless its steps are captured.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
 
     Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,14 +70,18 @@ class CapturedStep:
             )
             return output.logits[:, -1]
 
-        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
-        with active(configs, max_tokens=0), compiled.installed(model) if compiled else nullcontext():
-            self._run = step
-            self.graph: torch.cuda.CUDAGraph | None = None
-            if device.type != "cuda":  # interpreted kernels, in tests: the step runs uncaptured
-                self._context = configs
-                return
-            with torch.cuda.device(device):
+        def ours() -> ExitStack:
+            stack = ExitStack()
+            stack.enter_context(active(configs, max_tokens=0))
+            if compiled is not None:
+                stack.enter_context(compiled.installed(model))
+            return stack
+
+        self._step, self._ours = step, ours
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":  # else kernels are interpreted, in tests: the step runs uncaptured
+            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
+            with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
@@ -111,8 +115,8 @@ class CapturedStep:
         if self.graph is not None:
             self.graph.replay()
         else:
-            with active(self._context, max_tokens=0):
-                self.logits = self._run()
+            with self._ours():
+                self.logits = self._step()
         self.tables.lengths.add_(1)
         return self.logits[:count]
 
@@ -201,15 +205,15 @@ def model_state(model: nn.Module) -> Hashable:
     )
 
 
-def capture_reason(model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
+def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, Any]) -> str | None:
     """Why this model's steps cannot be captured, or None when nothing is known against it."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must lie on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
     if model.dtype not in (torch.float16, torch.bfloat16):
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
-    if cache.state.backend not in ("auto", "triton"):
-        return f"backend={cache.state.backend!r} was asked for"
+    if backend not in ("auto", "triton"):
+        return f"backend={backend!r} was asked for"
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"

@@ -38,22 +38,15 @@ class State(Protocol):
 
 @contextmanager
 def steps_maker(
-    model: PreTrainedModel,
-    state: State,
-    call: CallReport,
-    cache: SharedContextCache,
-    arguments: dict[str, Any],
-    new_tokens: int,
+    model: PreTrainedModel, state: State, call: CallReport, arguments: dict[str, Any]
 ) -> Iterator[StepsMaker]:
-    """Within, the function makes what runs the decode steps of a cache's rows.
+    """Within, the function makes what runs the decode steps of a cache's rows, in the mode that the report names.
 
     Args:
         model: The model.
         state: Its options and captures.
-        call: The report to fill in.
-        cache: The call's cache.
+        call: The report, with the mode chosen; what becomes of it is filled in.
         arguments: What the model's forward takes beside tokens, positions and cache.
-        new_tokens: Most tokens that a row will draw.
 
     Raises:
         ValueError: The mode that the options force cannot run.
@@ -62,9 +55,7 @@ def steps_maker(
     def eager(cache: SharedContextCache) -> Steps:
         return EagerSteps(model, cache, arguments)
 
-    mode, reason = _choose(model, state, cache, arguments, new_tokens)
-    call.mode, call.mode_reason = mode, reason
-    if mode == "eager":
+    if call.mode == "eager":
         yield eager
         return
     captures, forced = state.captures, state.options.mode != "auto"
@@ -84,7 +75,7 @@ def steps_maker(
         except Exception as error:
             failure = error
         if forced:
-            raise ValueError(f"mode={mode!r} cannot run: {failure}; use mode='auto'") from failure
+            raise ValueError(f"mode={call.mode!r} cannot run: {failure}; use mode='auto'") from failure
         captures.failure = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
         state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({captures.failure})")
         call.mode, call.mode_reason = "eager", captures.failure
@@ -105,15 +96,23 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
 
-def _choose(
-    model: PreTrainedModel, state: State, cache: SharedContextCache, arguments: dict[str, Any], new_tokens: int
-) -> tuple[str, str]:
-    """The mode, and why."""
+def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any], new_tokens: int) -> tuple[str, str]:
+    """How a call's decode steps run, and why.
+
+    Args:
+        model: The model.
+        state: Its options and captures.
+        arguments: What the model's forward takes beside tokens, positions and cache.
+        new_tokens: Most tokens that a row will draw.
+
+    Raises:
+        ValueError: The mode that the options force cannot run.
+    """
     options, captures = state.options, state.captures
     captures.steps_asked += new_tokens
     if options.mode == "eager":
         return "eager", "mode='eager' was asked for"
-    reason = capture_reason(model, cache, arguments)
+    reason = capture_reason(model, options.backend, arguments)
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if options.mode != "auto":

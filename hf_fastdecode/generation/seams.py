@@ -35,10 +35,10 @@ from ..attention.interface import active
 from ..cache.shared import SharedContextCache
 from .capture import Captures
 from .eligibility import call_reason, model_reason
-from .modes import configs_of
+from .modes import choose_mode, configs_of
 from .options import Options
 from .report import CallReport, Report
-from .shared import decode_shared
+from .shared import decode_shared, step_arguments
 from .start import NotSharedError, start_shared
 
 logger = logging.getLogger("hf_fastdecode")
@@ -198,6 +198,8 @@ def _decode(
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         seams: Seams = vars(model)[STATE_ATTRIBUTE]
+        new_tokens = generation_config.max_length - input_ids.shape[1]
+        call.mode, call.mode_reason = choose_mode(model, seams, step_arguments(model_kwargs), new_tokens)
         try:
             start = start_shared(model, seams.options, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:

@@ -36,6 +36,11 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
     logprobs: Tensor | None = None
 
 
+def step_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What every step passes to the model beside tokens, positions and cache."""
+    return {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS and value is not None}
+
+
 def decode_shared(
     model: PreTrainedModel,
     state: State,
@@ -49,20 +54,17 @@ def decode_shared(
     model_kwargs: dict[str, Any],
 ) -> FastDecodeOutput | Tensor:
     """Decode from where `start_shared` left off; arguments as transformers' decoding loops take them."""
-    arguments = {
-        name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS and value is not None
-    }
+    arguments = step_arguments(model_kwargs)
     stopping = Stopping(criteria, input_ids.device)
     sampler, call.sampler_reason = choose_sampler(state.options.sampler, processors, config, input_ids, start.logits)
     call.sampler = sampler.name
-    new_tokens = (stopping.max_length or config.max_length) - input_ids.shape[1]
 
     def eager(cache: SharedContextCache) -> EagerSteps:
         return EagerSteps(model, cache, arguments)
 
     with (
         model._optimize_model_for_decode(),
-        steps_maker(model, state, call, start.cache, arguments, new_tokens) as make_steps,
+        steps_maker(model, state, call, arguments) as make_steps,
     ):
         wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call).run()
     if not config.return_dict_in_generate:

@@ -59,7 +59,7 @@ def start_shared(
     Args:
         model: The enabled model.
         options: Of `enable`.
-        call: The report to fill in.
+        call: The report to fill in, with the mode chosen.
         input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
         generation_config: The call's own, with its lengths prepared.
         model_kwargs: What `generate` prepared for the model.
@@ -114,7 +114,8 @@ def _start(
 
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
-    if given is None and saved < least:
+    # Captured steps are faster than stock's whatever is shared.
+    if given is None and saved < least and call.mode == "eager":
         raise NotSharedError(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", logging.INFO)
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"

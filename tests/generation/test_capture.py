@@ -1,17 +1,22 @@
 """Captured decode steps: on a GPU in graphs; here the same steps over the same tables, uncaptured and interpreted."""
 
+import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation import modes
-from hf_fastdecode.generation.capture import bucket
+from hf_fastdecode.generation.capture import CapturedStep, bucket
+from hf_fastdecode.generation.compiled import CompiledLayers
 from hf_fastdecode.generation.seams import seams_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
@@ -28,7 +33,7 @@ def test_buckets():
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_tables_give_stock_tokens_in_every_call(name, uncaptured):
     """Other prompts, lengths, trees and fewer rows through the tables of one captured step."""
     model = tiny_model(name)
@@ -59,3 +64,184 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured):
     assert {2, 8} <= used
     assert used <= {1, 2, 4, 8}
     assert report.captures == len(used)
+
+
+@on_the_cpu
+def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
+    """As many graphs for six layers as for two, stock's tokens, and nothing left on the layers."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = []
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    for layers in (2, 6):
+        model = tiny_model("llama-gqa", num_hidden_layers=layers)
+        stock = seeded(lambda model=model: model.generate(**call))
+        before = counters["unique_graphs"]
+        with fd.enabled(model, mode="compile", backend="triton"):
+            seams_of(model).captures.compiled = CompiledLayers(backend="eager")
+            assert torch.equal(seeded(lambda model=model: model.generate(**call)), stock)
+            assert fd.explain(model).last_call.mode == "compile"
+        graphs.append(counters["unique_graphs"] - before)
+        assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert graphs[0] > 0
+    assert graphs[1] == 0  # the second model's layers are of the same class, and reuse its code
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_a_forced_mode_runs_or_raises(mode):
+    model = tiny_model("llama-gqa")
+    with (
+        fd.enabled(model, mode=mode),
+        pytest.raises(ValueError, match=f"mode='{mode}' cannot run: .* got cpu; use mode"),
+    ):
+        model.generate(**ragged_prompts(60), **SAMPLING)
+
+
+@on_the_cpu
+def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypatch, caplog):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 70}
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CapturedStep, "__init__", broken)
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
+        for _ in range(2):
+            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert (report.mode, report.path) == ("eager", "shared")
+        assert "not permitted" in report.mode_reason
+    assert len(caplog.records) == 1
+    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="mode='graph' cannot run: operation not"):
+        model.generate(**call)
+
+
+@on_the_cpu
+def test_a_few_steps_do_not_pay_for_a_capture(uncaptured, monkeypatch):
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 6)
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
+    modes_seen = []
+    with fd.enabled(model, backend="triton"):
+        for _ in range(3):
+            model.generate(**call)
+            modes_seen.append(fd.explain(model).last_call.mode)
+    assert modes_seen == ["eager", "eager", "graph"]
+
+
+@on_the_cpu
+def test_one_row_is_captured_too(uncaptured):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(60) | SAMPLING | {"num_return_sequences": 1}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+@pytest.fixture
+def on_a_gpu():
+    return tiny_model("llama-gqa", hidden_size=256).bfloat16().cuda()
+
+
+def gpu_call(*lengths, **extra):
+    prompt = {key: value.cuda() for key, value in ragged_prompts(*lengths, shared=min(lengths) // 2).items()}
+    return prompt | SAMPLING | {"max_new_tokens": 20} | extra
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_captured_steps_serve_other_calls(mode, on_a_gpu):
+    """Other lengths, trees, samples and longer suffixes: nothing is captured again."""
+    model = on_a_gpu
+    calls = [
+        gpu_call(300, 200),
+        gpu_call(77, 513),
+        gpu_call(1000, num_return_sequences=5),
+        gpu_call(300, 200, max_new_tokens=400),
+    ]
+    with fd.enabled(model, mode="eager"):
+        eager = [seeded(lambda call=call: model.generate(**call)) for call in calls]
+    with fd.enabled(model, mode=mode):
+        captured = [seeded(lambda call=call: model.generate(**call)) for call in calls]
+        assert seams_of(model).captures.count == 1
+    if mode == "graph":  # the same kernels on the same numbers, but for the shares of the work
+        same = [(a == b).float().mean() for a, b in zip(eager, captured, strict=True)]
+        assert min(same) > 0.5
+    assert [out.shape for out in eager] == [out.shape for out in captured]
+
+
+@pytest.mark.gpu
+def test_changed_weights_are_not_replayed_stale(on_a_gpu):
+    model = on_a_gpu
+    call = gpu_call(300, do_sample=False, num_return_sequences=1)
+    with fd.enabled(model, mode="graph"):
+        before = model.generate(**call)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))  # in place: the capture reads it
+        flipped = model.generate(**call)
+        assert seams_of(model).captures.count == 1
+        model.lm_head.weight = torch.nn.Parameter(
+            model.lm_head.weight.flip(0).contiguous()
+        )  # elsewhere: captured again
+        again = model.generate(**call)
+        assert seams_of(model).captures.count == 2
+    assert torch.equal(before, again)
+    assert not torch.equal(before, flipped)
+
+
+@pytest.mark.gpu
+def test_hooks_and_float32_run_eagerly(on_a_gpu):
+    model = on_a_gpu
+    call = gpu_call(300, max_new_tokens=100)
+    with fd.enabled(model):
+        hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+        model.generate(**call)
+        assert "forward hooks" in fd.explain(model).last_call.mode_reason
+        hook.remove()
+        model.generate(**call)
+        assert fd.explain(model).last_call.mode == "graph"
+        model.float()
+        model.generate(**call)
+        assert "float32" in fd.explain(model).last_call.mode_reason
+
+
+@pytest.mark.gpu
+def test_rows_leave_captured_steps(on_a_gpu):
+    model = on_a_gpu
+    call = gpu_call(300, num_return_sequences=64, eos_token_id=list(range(3, 8)), max_new_tokens=120)
+    with fd.enabled(model, mode="graph", sampler="fast"):
+        whole = seeded(lambda: model.generate(**call))
+        report = fd.explain(model).last_call
+    assert report.compactions >= 2
+    ended = torch.isin(whole[:, 300:], torch.tensor(call["eos_token_id"], device="cuda"))
+    behind = ended.int().cumsum(1).roll(1, 1)
+    behind[:, 0] = 0
+    assert (whole[:, 300:][behind > 0] == 0).all()
+    assert ((whole[:, 300:] >= 3) | (behind > 0)).float().mean() > 0.9
+
+
+@pytest.mark.gpu
+def test_threads_take_turns_or_run_eagerly(on_a_gpu):
+    model = on_a_gpu
+    call = gpu_call(300, do_sample=False, num_return_sequences=1, max_new_tokens=80)
+    with fd.enabled(model):
+        expected = model.generate(**call)
+        with ThreadPoolExecutor(4) as pool:
+            outs = list(pool.map(lambda _: model.generate(**call), range(8)))
+    assert all((out == expected).float().mean() > 0.5 for out in outs)
+
+
+@pytest.mark.gpu
+def test_a_deep_copy_captures_for_itself(on_a_gpu):
+    model = on_a_gpu
+    call = gpu_call(300, do_sample=False, num_return_sequences=1)
+    with fd.enabled(model, mode="graph"):
+        expected = model.generate(**call)
+        twin = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert torch.equal(twin.generate(**call), expected)

@@ -1,0 +1,137 @@
+"""The decoding loop: rows that leave, waves, and what is undone."""
+
+import logging
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation.steps import EagerSteps
+from hf_fastdecode.generation.watch import Watch
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 8, "max_new_tokens": 24}
+ENDS = {"eos_token_id": list(range(3, 10))}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama-gqa")
+
+
+def embedded(model, run):
+    """Tokens that went through the embedding while `run` ran."""
+    counted = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, args, __: counted.append(args[0].numel()))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return sum(counted)
+
+
+def test_rows_that_ended_are_not_computed(model):
+    prompt = ragged_prompts(70, 60, shared=40)
+    stock = seeded(lambda: model.generate(**prompt, **SAMPLING, **ENDS))
+    with fd.enabled(model):
+        shared = seeded(lambda: model.generate(**prompt, **SAMPLING, **ENDS))
+        assert fd.explain(model).last_call.compactions >= 2
+        steps = shared.shape[1] - 70 - 1
+        count = embedded(model, lambda: seeded(lambda: model.generate(**prompt, **SAMPLING, **ENDS)))
+    assert torch.equal(shared, stock)
+    ended = torch.isin(stock[:, 70:], torch.tensor(ENDS["eos_token_id"])).int().cummax(1).values.bool()
+    alive = (~ended).sum(0)[:steps].tolist()
+    assert sum(alive) <= count - 90 <= sum(rows * 4 / 3 + 1 for rows in alive) < 16 * steps
+
+
+def test_a_returned_cache_keeps_all_rows(model):
+    prompt = ragged_prompts(70)
+    arguments = SAMPLING | ENDS | {"return_dict_in_generate": True}
+    stock = seeded(lambda: model.generate(**prompt, **arguments))
+    with fd.enabled(model):
+        shared = seeded(lambda: model.generate(**prompt, **arguments))
+        assert fd.explain(model).last_call.compactions == 0
+    assert torch.equal(shared.sequences, stock.sequences)
+    assert shared.past_key_values.rows == 8
+    assert shared.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
+
+
+def out_of_memory(monkeypatch, *, rows, after):
+    """Let eager steps of more than `rows` rows fail once `after` steps have run."""
+    feed, done = EagerSteps.feed, []
+
+    def failing(self, ids, positions):
+        if self.cache.rows > rows and len(done) >= after:
+            raise torch.OutOfMemoryError("on purpose")
+        done.append(1)
+        return feed(self, ids, positions)
+
+    monkeypatch.setattr(EagerSteps, "feed", failing)
+
+
+@pytest.mark.parametrize("after", [0, 1, 20], ids=lambda after: f"after-{after}-steps")
+@pytest.mark.parametrize("ends", [{}, ENDS], ids=["to-the-end", "eos"])
+@pytest.mark.parametrize("held", [False, True], ids=["", "prefilled"])
+def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, ends, held):
+    prompt = {key: value.repeat_interleave(5, 0) for key, value in ragged_prompts(70, 60, shared=40).items()}
+    arguments = {"max_new_tokens": 30, "do_sample": False} | ends
+    stock = model.generate(**prompt, **arguments)
+    with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
+        given = {"past_key_values": fd.prefill(model, ragged_prompts(70, 60, shared=40))} if held else {}
+        out_of_memory(monkeypatch, rows=3, after=after)
+        shared = model.generate(**prompt, **arguments, **given)
+        report = fd.explain(model).last_call
+    assert torch.equal(shared, stock)
+    assert report.waves >= 3
+    assert [record.message for record in caplog.records] == [
+        "10 rows do not fit into memory at once; going on in smaller waves"
+    ]
+
+
+def test_one_row_that_does_not_fit_is_an_error(model, monkeypatch):
+    out_of_memory(monkeypatch, rows=0, after=0)
+    with fd.enabled(model), pytest.raises(torch.OutOfMemoryError):
+        model.generate(**ragged_prompts(70), num_return_sequences=2, do_sample=True, max_new_tokens=4)
+
+
+def test_no_bound_on_the_length(model):
+    """A user's own criterion in the place of a length."""
+    prompt = {key: value.repeat(4, 1) for key, value in ragged_prompts(70).items()}
+
+    def generate():
+        stop = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 85)]
+        return model.generate(**prompt, stopping_criteria=stop, do_sample=True, max_length=10_000)
+
+    stock = seeded(generate)
+    with fd.enabled(model):
+        assert torch.equal(seeded(generate), stock)
+    assert stock.shape == (4, 85)
+
+
+@pytest.mark.gpu
+def test_what_was_drawn_past_the_end_is_undone():
+    """On a GPU the host learns late that all rows ended; tokens, cache and random state must not show it."""
+    device = torch.device("cuda")
+    watch = Watch(device, at_once=False, draws=True)
+    states, looks = [], []
+    for step in range(1, 20):
+        torch.rand(3, device=device)
+        states.append(torch.cuda.get_rng_state(device))
+        looks.append(watch.look(torch.tensor([step < 5], device=device), step))
+    assert [step for step, look in enumerate(looks, 1) if look is not None] == [16]
+    assert not torch.equal(looks[15], torch.tensor([True]))
+    watch.rewind(5)
+    assert torch.equal(torch.cuda.get_rng_state(device), states[4])
+
+    model = tiny_model("llama-gqa").cuda()
+    prompt = {key: value.cuda() for key, value in ragged_prompts(70).items()}
+    arguments = SAMPLING | {"eos_token_id": list(range(3, 30)), "return_dict_in_generate": True}
+    outs, after = [], []
+    for enabled in (False, True):
+        with fd.enabled(model) if enabled else torch.no_grad():
+            outs.append(seeded(lambda: model.generate(**prompt, **arguments)))
+            after.append(torch.rand(4, device=device))
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[0].past_key_values.get_seq_length() == outs[1].past_key_values.get_seq_length()
+    assert torch.equal(*after)
