@@ -224,6 +224,7 @@ def sample(
             seen.stride(0) if seen is not None and penalty else 0,
             FORM=form,
             num_warps=config.warps,
+            enable_fp_fusion=False,  # a token drawn must compare with the row's as the same bits, wherever computed
         )
     return tokens, logprobs
 

@@ -270,6 +270,21 @@ def test_large_vocabularies_draw_what_is_specified(numbers, vocab):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("numbers", CHAINS, ids=name_of)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_thousands_of_rows_draw_what_is_specified(numbers, penalty):
+    """Enough rows that a token which the filters just keep is drawn many times."""
+    logits = random_logits(5000, 200, seed=1)
+    settings = Settings("cuda", typical="typical_p" in numbers, penalty=penalty != 1)
+    settings.update(temperature=0.8, repetition_penalty=penalty, seed=6, **numbers)
+    seen = seen_tokens(torch.randint(0, 200, (5000, 90), device="cuda"), 200)
+    config = Config(64, group=2, tile=32, warps=4)
+    expected, _ = reference.sample(logits, ids_of(5000, "cuda"), settings, columns=64, seen=seen)
+    tokens, _ = sample(logits, ids_of(5000, "cuda"), settings, seen=seen, config=config)
+    assert (tokens != expected).sum() <= 2  # a uniform number may fall within rounding of an edge
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_serves_other_settings():
     logits, row_ids = random_logits(9, 5000, dtype=torch.bfloat16), ids_of(9, "cuda")
     settings = Settings("cuda", penalty=True, eos_token_ids=[3])
