@@ -97,10 +97,15 @@ class GenerateBench:
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
             call(1)
-            for _ in range(way.warm):
-                call(most)
-            short = percentiles(self._samples(lambda: call(1)))
-            whole = self._samples(lambda: call(most))
+            if not way.hooks and not way.batch:
+                call(most)  # compilers record in the second call
+
+            def captured() -> bool:
+                last = fd.explain(model).last_call if way.enable is not None else None
+                return last is not None and last.captures > 0
+
+            short = percentiles(self._samples(lambda: call(1), captured))
+            whole = self._samples(lambda: call(most), captured)
             memory = {} if way.batch else self._memory(model, case, way, call)
             ran = _ran(model, way)
         if self.device.type == "cuda":
@@ -115,8 +120,8 @@ class GenerateBench:
             return result | memory
         return result | {"total_s": percentiles(whole).p50} | memory
 
-    def _samples(self, call: Callable[[], Any]) -> list[float]:
-        return wall_samples(call, self.device, repeats=self.repeats, budget_s=self.budget_s)
+    def _samples(self, call: Callable[[], Any], warming: Callable[[], bool] = lambda: False) -> list[float]:
+        return wall_samples(call, self.device, repeats=self.repeats, budget_s=self.budget_s, warming=warming)
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase) -> float:
         key = case.shape, case.dtype, case.context
@@ -188,9 +193,9 @@ def _ran(model: PreTrainedModel, way: GenerateWay) -> str | None:
 
 
 def collect() -> None:
-    """Free what nothing refers to."""
-    gc.collect()
+    """Free the device memory that nothing refers to."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -7,6 +7,7 @@ that the way chose its tokens by counts: against the model in fp64 it is at most
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> str
     Returns:
         None when it is right; else what a row's status says of it.
     """
+    # Who draws is not checked here: the fast sampler keeps no logits, and has tests of its own.
+    way = replace(way, enable={name: value for name, value in (way.enable or {}).items() if name != "sampler"})
     try:
         if not (way.half and device.type == "cuda") and not gives_stock_tokens(way, device):
             return f"wrong: other tokens than stock in fp32 on {device}"

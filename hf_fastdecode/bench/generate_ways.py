@@ -26,16 +26,16 @@ class GenerateWay:
         arguments: What `generate` is given in addition.
         attention: Another attention in our loop, one of `REPLACEMENTS`.
         batch: Through `generate_batch`.
-        warm: Calls before the timed ones, beside the first: what replays must record first.
+        compiles: Whether it may compile anything: it then starts without what others compiled.
         hooks: Whether forward hooks leave the way what it is, so that tokens can be counted.
-        half: Whether on CUDA it takes half precision only, as this package's kernels do.
+        half: Whether on CUDA it takes half precision only, as this package's kernels and flash attention do.
     """
 
     enable: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     attention: str | None = None
     batch: bool = False
-    warm: int = 0
+    compiles: bool = False
     hooks: bool = True
     half: bool = False
 
@@ -46,21 +46,20 @@ class GenerateWay:
 
 
 _MODES = {
-    "shared": GenerateWay(enable={}, warm=1, hooks=False),
+    "shared": GenerateWay(enable={}, compiles=True, hooks=False),
     "eager": GenerateWay(enable={"mode": "eager"}),
-    "graph": GenerateWay(enable={"mode": "graph"}, warm=1, hooks=False, half=True),
-    "compile": GenerateWay(enable={"mode": "compile"}, warm=1, hooks=False, half=True),
+    "graph": GenerateWay(enable={"mode": "graph"}, hooks=False, half=True),
+    "compile": GenerateWay(enable={"mode": "compile"}, compiles=True, hooks=False, half=True),
 }
 
 _WAYS: dict[str, GenerateWay] = {
     "stock": GenerateWay(),
-    # Compiled steps are recorded once more after the first call.
-    "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, warm=1, hooks=False),
+    "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, compiles=True, hooks=False),
     "generate_batch": GenerateWay(batch=True, hooks=False),
     **_MODES,
     **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},
     "eager-bifurcated": replace(_MODES["eager"], attention="bifurcated"),
-    "eager-hydragen": replace(_MODES["eager"], attention="hydragen"),
+    "eager-hydragen": replace(_MODES["eager"], attention="hydragen", half=True),
 }
 
 
@@ -105,6 +104,9 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     Raises:
         NotAvailableError: This version has no such option, or the attention was not replaced.
     """
+    # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
+    if way.compiles and model.device.type == "cuda":
+        torch.compiler.reset()
     if way.enable is None:
         yield
         return

@@ -51,11 +51,29 @@ def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def wall_samples(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> list[float]:
-    """Up to `repeats` measurements of a call, fewer (one at least) once they have taken `budget_s` seconds."""
+def wall_samples(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    budget_s: float,
+    warming: Callable[[], bool] = lambda: False,
+) -> list[float]:
+    """Measurements of a call.
+
+    Args:
+        call: What to measure.
+        device: Where it runs.
+        repeats: Most measurements.
+        budget_s: No further ones are made when they have taken this many seconds.
+        warming: Whether the last call was a warm-up after all: what was measured does not count, up to four times.
+    """
     samples: list[float] = []
+    forgiven = 4
     while len(samples) < repeats and sum(samples) < budget_s:
         samples.append(wall_seconds(call, device))
+        if forgiven and warming():
+            samples, forgiven = [], forgiven - 1
     return samples
 
 

@@ -46,7 +46,7 @@ def test_stock_and_shared(bench):
     assert list(stock) == list(shared)
 
 
-@pytest.mark.parametrize("way", ["stock-static", "eager", "eager-bifurcated", "eager-hydragen", "shared+sampler=hf"])
+@pytest.mark.parametrize("way", ["stock-static", "eager", "eager-bifurcated", "eager-hydragen", "eager+sampler=hf"])
 def test_other_ways(bench, way):
     row = bench.measure(CASE, way)
     assert row["status"] == "ok"
@@ -93,6 +93,10 @@ def test_logits_in_half_precision(monkeypatch):
     monkeypatch.setattr("hf_fastdecode.bench.generate_check.gives_stock_tokens", lambda *arguments: True)
     monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
     assert check_way(find_way("eager-hydragen"), CPU, torch.bfloat16).startswith("wrong: logits err ")
+
+
+def test_the_check_is_of_attention_whoever_draws():
+    assert check_way(find_way("eager+sampler=nosuch"), CPU, torch.float32) is None
 
 
 def test_out_of_memory_and_errors_are_results(bench, monkeypatch):

@@ -36,6 +36,18 @@ def test_a_budget_ends_repetition():
     assert len(wall_samples(lambda: None, CPU, repeats=3, budget_s=10.0)) == 3
 
 
+def test_warming_calls_do_not_count():
+    states = [False, True, True, False, False]
+    naps = iter([0.05, 0.05, 0.05, 0.0, 0.0])
+    samples = wall_samples(
+        lambda: time.sleep(next(naps)), CPU, repeats=2, budget_s=10.0, warming=lambda: states.pop(0)
+    )
+    assert states == []
+    assert len(samples) == 2
+    assert max(samples) < 0.05
+    assert len(wall_samples(lambda: None, CPU, repeats=3, budget_s=10.0, warming=lambda: True)) == 3
+
+
 def test_the_floor_is_the_larger_of_bytes_and_arithmetic():
     case = shared(2, 10, 2, 4, 2, head_dim=16)
     assert Ceilings(1.0, 1e30).floor_s(case, 2) == case.bytes(2)
