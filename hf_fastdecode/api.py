@@ -42,7 +42,7 @@ def enable(
         model: A decoder-only transformers model, on any device.
         backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
             package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
-            forced one runs or raises.
+            forced one runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` stands in for ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
             once a model's calls have asked for enough steps to pay for it. A forced one runs or raises.

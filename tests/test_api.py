@@ -238,6 +238,19 @@ def test_a_forced_backend_runs_or_raises(model):
         model.generate(**PROMPT, **SAMPLING)
 
 
+def test_the_environment_stands_in_for_auto(model, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        assert "plain" in "".join(fd.explain(model).last_call.layers)
+    with fd.enabled(model, backend="cpu"):
+        model.generate(**PROMPT, **SAMPLING)
+        assert "plain" not in "".join(fd.explain(model).last_call.layers)
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "warp")
+    with pytest.raises(ValueError, match="HF_FASTDECODE_BACKEND must be one of auto, .* got 'warp'"):
+        fd.enable(model)
+
+
 def test_explain_reads_as_text(model):
     assert "not enabled" in str(fd.explain(model))
     with fd.enabled(model):

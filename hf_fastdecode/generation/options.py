@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..attention import torch_ops
 
 BACKENDS = ("auto", "triton", *torch_ops.BACKENDS[1:])
 """What ``backend=`` takes."""
+
+BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
+"""Environment variable that stands in for ``backend=`` where that is ``auto``."""
 
 MODES = ("auto", "eager", "graph", "compile")
 """What ``mode=`` takes."""
@@ -23,7 +27,7 @@ class Options:
     Attributes:
         backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
             package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
-            forced one runs or raises.
+            forced one runs or raises. ``$HF_FASTDECODE_BACKEND`` stands in for ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d.
             ``auto`` runs eagerly on the CPU, and on a GPU captures once a model's calls have asked for enough steps.
         sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
@@ -43,6 +47,11 @@ class Options:
     max_prefill_tokens: int = 16384
 
     def __post_init__(self) -> None:
+        forced = os.environ.get(BACKEND_VARIABLE)
+        if self.backend == "auto" and forced:
+            if forced not in BACKENDS:
+                raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {forced!r}")
+            object.__setattr__(self, "backend", forced)
         for name, known in (("backend", BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
