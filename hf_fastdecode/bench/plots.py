@@ -78,8 +78,10 @@ def _op_lines(x: str, other: str) -> Picture:
             for way, points in _lines(own, x, "us_p50"):
                 if not way.startswith("ours-"):
                     axis.plot(*points, **_look(way))
-            floor = {int(row[x]): float(row["floor_us"]) for row in sorted(own, key=lambda row: int(row[x]))}
-            axis.plot(floor.keys(), floor.values(), "k--", linewidth=1, label="floor: bytes or arithmetic")
+            floor = sorted(
+                {(int(row[x]), float(row["floor_us"])) for row in own if not row["way"].startswith("ours-")}
+            )
+            axis.plot(*zip(*floor), "k--", linewidth=1, label="floor: bytes or arithmetic")
         head = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
         _finish(figure, axes, x, "microseconds a layer", head)
         return _save(figure, path)
@@ -104,8 +106,9 @@ def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
         for row in own:
             at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
             shares[at[0]][at[1]] = 1 / float(row["over_floor"])
-            text = f"{shares[at[0]][at[1]]:.0%}"
-            axis.text(at[1], at[0], text, ha="center", va="center", fontsize=8, color="white")
+            share = shares[at[0]][at[1]]
+            colour = "black" if share > 0.7 else "white"
+            axis.text(at[1], at[0], f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
         axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         axis.set_yticks(range(len(samples)), [str(n) for n in samples])

@@ -13,8 +13,10 @@ SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16"
 
 
 def op_rows(set_name="grid"):
-    for case, (way, times) in product(OP_SETS[set_name], (("ours", 2.0), ("recipe", 4.0), ("plain", 40.0))):
-        floor = case.bytes(2) / 4e6
+    for case, (way, times) in product(
+        OP_SETS[set_name], (("ours", 2.0), ("recipe", 4.0), ("plain", 40.0), ("ours-suffix", 3.0))
+    ):
+        floor = (case.suffix_only if way == "ours-suffix" else case).bytes(2) / 4e6
         measured = {"us_p50": times * floor, "floor_us": floor, "over_floor": times}
         ceilings = {"copy_tb_per_s": 4.0, "matmul_tflop_per_s": 800.0}
         row = SOME | case.columns() | measured | ceilings | {"way": way}
@@ -61,6 +63,25 @@ def test_what_the_panels_show(tmp_path, monkeypatch):
     assert "H200, bfloat16" in throughput.get_suptitle()
 
 
+def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    plot(list(op_rows()), tmp_path / "ops")
+    against_context, against_n, floor = drawn
+    titles = [axis.get_title() for axis in against_context.axes]
+    assert titles[4:8] == [f"32 heads, 8 KV; n {n}" for n in ("1", "32", "128", "1,024")]
+    assert "64 own tokens a row" in against_context.get_suptitle()
+    lines = {line.get_label(): dict(zip(*line.get_data())) for line in against_n.axes[5].lines}
+    cases = {
+        case.rows: case for case in OP_SETS["grid"] if (case.kv_heads, case.suffix, case.context) == (8, 64, 8192)
+    }
+    floors = {n: case.bytes(2) / 4e6 for n, case in cases.items()}
+    assert lines.pop("floor: bytes or arithmetic") == pytest.approx(floors)
+    assert lines["hf_fastdecode"] == pytest.approx({n: 2 * value for n, value in floors.items()})
+    assert len(lines) == 3
+    assert {text.get_text() for axis in floor.axes for text in axis.texts} == {"50%"}
+
+
 def test_no_line_no_picture(tmp_path):
     assert plot(list(op_rows("two-level")), tmp_path / "ops") == []
     assert plot([], tmp_path / "ops") == []
@@ -78,7 +99,10 @@ def test_nothing_is_drawn_on_a_red_check(tmp_path, status):
 
 def test_table_of_operators():
     lines = markdown.ops_table(list(op_rows("two-level"))).splitlines()
-    assert lines[0] == "| rows | context | suffix | heads | floor | ours | recipe | plain | ours over floor |"
+    assert (
+        lines[0]
+        == "| rows | context | suffix | heads | floor | ours | recipe | plain | ours-suffix | ours over floor |"
+    )
     assert lines[2].startswith("| 1024 | 1x2400+8x512 | 64 | 32/8 | ")
     assert lines[2].endswith(" | 2.00x |")
     assert "4.00 TB/s and 800 TFLOP/s" in lines[-1]
