@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal, shared_memory
 from ..kernels.forest_decode.schedule import Capacity, NodeShape, Schedule, make_schedule
+from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
 from .forest import Forest
 from .kv import Segment
 
@@ -22,30 +23,14 @@ __all__ = [
     "SuffixTable",
     "decode_config",
     "forest_schedule",
-    "is_faster",
     "node_addresses",
     "node_shapes",
     "refusal",
     "suffix_addresses",
 ]
 
-# With this many packed queries over this many keys the work is arithmetic, and cuDNN's prefix is faster.
-_LIBRARY_QUERIES = 2048
-_LIBRARY_KEYS = 4096
-
-
-def is_faster(forest: Forest, packed: int, device: torch.device) -> bool:
-    """Whether the kernels are expected to beat PyTorch's operators on this forest.
-
-    Args:
-        forest: The nodes.
-        packed: Packed queries of one row for a KV head.
-        device: The layer's device; on others than CUDA the kernels are interpreted.
-    """
-    wide = any(
-        node.row_count * packed >= _LIBRARY_QUERIES and node.span.length >= _LIBRARY_KEYS for node in forest.nodes
-    )
-    return device.type == "cuda" and not wide
+# What a suffix is taken to hold where the choice of operators is made once for all steps.
+_TYPICAL_SUFFIX = 64
 
 
 class NodeTable:
@@ -100,6 +85,7 @@ class ForestTables:
     def __init__(self) -> None:
         self._forest: Forest | None = None
         self._schedules: dict[tuple[object, ...], tuple[Schedule, Config]] = {}
+        self._choices: dict[tuple[Heads, torch.device], Choice] = {}
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
         self._slots: dict[torch.device, Tensor] = {}
 
@@ -170,11 +156,22 @@ class ForestTables:
             )
         return out
 
+    def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
+        """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""
+        self._turn_to(forest)
+        if (heads, device) not in self._choices:
+            chosen = choose(forest, _TYPICAL_SUFFIX, heads, device, among=(KERNELS, LIBRARY))
+            self._choices[heads, device] = chosen
+        return self._choices[heads, device]
+
+    def _turn_to(self, forest: Forest) -> None:
+        if self._forest is not forest:
+            self._forest, self._schedules, self._choices = forest, {}, {}
+
     def _schedule(
         self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device
     ) -> tuple[Schedule, Config]:
-        if self._forest is not forest:
-            self._forest, self._schedules = forest, {}
+        self._turn_to(forest)
         key = (kv_heads, each, head_dim, device)
         if key not in self._schedules:
             config = decode_config(forest, each, head_dim, device)

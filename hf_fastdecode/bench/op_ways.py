@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import torch_ops, triton_ops
+from ..attention.dispatch import KERNELS, Heads
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .op_cases import OpCase
 from .op_inputs import OpInputs
@@ -43,8 +44,10 @@ def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     """What the package itself would run."""
     case, query = sets[0].case, sets[0].query
     refusal = triton_ops.refusal(query, *sets[0].new, [sets[0].segment.keys, sets[0].suffix.keys])
-    if refusal is None and triton_ops.is_faster(sets[0].forest, case.heads // case.kv_heads, query.device):
-        return {"kernels": kernel_calls(sets)}
+    if refusal is None and query.is_cuda:
+        heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
+        if triton_ops.ForestTables().choice(sets[0].forest, heads, query.device).name == KERNELS:
+            return {"kernels": kernel_calls(sets)}
     return {"operators": [_operators(inputs) for inputs in sets]}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import torch_ops, triton_ops
+from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
@@ -270,8 +271,14 @@ class _DecodeKV(SharedKV):
         reason = triton_ops.refusal(query, self.keys, self.values, stored)
         if backend == "triton" and reason is not None:
             raise torch_ops.BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
-        packed = query.shape[1] // self.keys.shape[1] * query.shape[2]
-        return reason is None and (backend == "triton" or triton_ops.is_faster(kv.forest, packed, query.device))
+        if reason is not None or backend == "triton":
+            return reason is None
+        return self._choice(kv, query).name == KERNELS
+
+    def _choice(self, kv: ForestKV, query: Tensor) -> Choice:
+        _, heads, queries, head_dim = query.shape
+        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size())
+        return self.layer.state.tables.choice(kv.forest, layout, query.device)
 
 
 class _PrefillKV(SharedKV):

@@ -1,0 +1,86 @@
+"""Constants of the cost model, as data: measured, or for other GPUs estimated from what they report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one way of attending reaches.
+
+    Attributes:
+        launch: Seconds before and between the parts that do the work, a launch for the library's.
+        bandwidth: Bytes a second over nodes.
+        suffix_bandwidth: Bytes a second over suffixes.
+        rate: Floating-point operations a second over nodes.
+    """
+
+    launch: float
+    bandwidth: float
+    suffix_bandwidth: float
+    rate: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The candidates on one device; see `dispatch`."""
+
+    kernels: Candidate
+    library: Candidate
+    plain: Candidate
+
+    def scaled(self, bandwidth: float, rate: float) -> Costs:
+        """The same for a device with so many times the memory bandwidth and arithmetic rate."""
+        return Costs(
+            *(
+                replace(
+                    candidate,
+                    bandwidth=candidate.bandwidth * bandwidth,
+                    suffix_bandwidth=candidate.suffix_bandwidth * bandwidth,
+                    rate=candidate.rate * rate,
+                )
+                for candidate in (self.kernels, self.library, self.plain)
+            )
+        )
+
+
+# Least squares over the rows of bench/results/ops.csv; `python -m hf_fastdecode.bench.calibrate` makes them.
+_H200 = Costs(
+    kernels=Candidate(launch=9e-6, bandwidth=3.6e12, suffix_bandwidth=3.6e12, rate=5.5e14),
+    library=Candidate(launch=12e-6, bandwidth=2.5e12, suffix_bandwidth=2.5e12, rate=4.5e14),
+    plain=Candidate(launch=8e-6, bandwidth=3.8e12, suffix_bandwidth=3.8e12),
+)
+_MEASURED = {"NVIDIA H200": _H200}
+# What the estimate for other devices is relative to.
+_H200_BANDWIDTH, _H200_MULTIPROCESSORS = 4.8e12, 132
+
+
+@lru_cache
+def costs_of(device: torch.device) -> Costs:
+    """The constants of a CUDA device: measured, or the H200's scaled by memory bandwidth and multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    if properties.name in _MEASURED:
+        return _MEASURED[properties.name]
+    return estimated_costs(properties.multi_processor_count, memory_bandwidth(properties))
+
+
+def estimated_costs(multiprocessors: int, bandwidth: float | None) -> Costs:
+    """Constants for a device that was not measured.
+
+    Args:
+        multiprocessors: Streaming multiprocessors.
+        bandwidth: Peak bytes a second of its memory; None when it does not tell, which is then taken to follow the
+            multiprocessors.
+    """
+    size = multiprocessors / _H200_MULTIPROCESSORS
+    return _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, size)
+
+
+def memory_bandwidth(properties: object) -> float | None:
+    """Peak bytes a second by clock and bus width, where torch tells them."""
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    return 2 * clock * 1e3 * width / 8 if clock and width else None  # kHz, bits, two transfers a clock

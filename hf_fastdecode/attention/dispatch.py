@@ -1,0 +1,101 @@
+"""Which operators attend in a decode step: a cost model of bytes, operations and launches, with measured constants.
+
+The candidates are this package's kernels, PyTorch's fused operators over the same forest (the *library*), and plain
+decoding, in which every row reads its own copy of its whole context (what stock transformers does). The model's form
+is the roofline: a part takes the longer of its bytes at the bandwidth that the candidate reaches and its operations
+at its rate, plus what launching costs; the constants are those of `costs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .costs import Costs, costs_of
+from .forest import Forest
+
+KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head layout of a layer.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Numbers per head.
+        queries: Tokens of a row in the step.
+        itemsize: Bytes of a number.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int = 1
+    itemsize: int = 2
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the model says.
+
+    Attributes:
+        name: The candidate chosen.
+        seconds: Predicted time of a layer's step, by candidate.
+    """
+
+    name: str
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name} {1e6 * time:.0f}" for name, time in self.seconds.items())
+        return f"{self.name} (predicted us a layer: {others})"
+
+
+def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) -> dict[str, float]:
+    """Seconds of one layer's attention in a decode step, by candidate.
+
+    Args:
+        forest: The nodes.
+        suffix_tokens: Tokens in a row's suffix.
+        heads: Head layout.
+        costs: Constants of the device.
+    """
+    per_token, pairs = heads.bytes_per_token, 4 * heads.heads * heads.head_dim * heads.queries
+    node_bytes = [node.span.length * per_token for node in forest.nodes]
+    node_flops = [node.span.length * node.row_count * pairs for node in forest.nodes]
+    suffix_bytes = forest.rows * suffix_tokens * per_token
+    plain_bytes = sum(forest.context_lengths) * per_token + suffix_bytes
+    batches = sum(len(level) for level in forest.batches)
+    kernels, library, plain = costs.kernels, costs.library, costs.plain
+    by_library = (
+        max(size / library.bandwidth, work / library.rate) for size, work in zip(node_bytes, node_flops, strict=True)
+    )
+    return {
+        KERNELS: kernels.launch
+        + max(sum(node_bytes) / kernels.bandwidth, sum(node_flops) / kernels.rate)
+        + suffix_bytes / kernels.suffix_bandwidth,
+        LIBRARY: library.launch * (1 + 2 * batches)
+        + sum(by_library)
+        + suffix_bytes / library.suffix_bandwidth,
+        PLAIN: plain.launch + plain_bytes / plain.bandwidth,
+    }
+
+
+def choose(
+    forest: Forest,
+    suffix_tokens: float,
+    heads: Heads,
+    device: torch.device,
+    among: tuple[str, ...] = (KERNELS, LIBRARY, PLAIN),
+) -> Choice:
+    """The fastest of some candidates on a CUDA device; other arguments as for `predict`."""
+    seconds = predict(forest, suffix_tokens, heads, costs_of(device))
+    return Choice(min(among, key=lambda name: seconds[name]), seconds)

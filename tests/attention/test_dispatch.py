@@ -1,0 +1,79 @@
+"""The cost model: what must hold whatever its constants are, and the choices that were measured."""
+
+import pytest
+import torch
+
+from hf_fastdecode.attention.costs import _H200, estimated_costs, memory_bandwidth
+from hf_fastdecode.attention.dispatch import KERNELS, LIBRARY, PLAIN, Choice, Heads, predict
+from hf_fastdecode.attention.forest import Forest, Node, Span
+
+MHA, GQA = Heads(32, 32, 128), Heads(32, 8, 128)
+
+
+def shared(rows, length):
+    return Forest(rows, [Node(Span(0, 0, length), 0, rows)])
+
+
+def fastest(forest, suffix, heads):
+    seconds = predict(forest, suffix, heads, _H200)
+    return min(seconds, key=seconds.get)
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA], ids=["mha", "gqa"])
+def test_plain_decoding_loses_where_much_is_shared(heads):
+    seconds = predict(shared(128, 8192), 64, heads, _H200)
+    assert seconds[PLAIN] > 20 * seconds[KERNELS]
+    assert fastest(shared(128, 2048), 64, heads) == KERNELS
+
+
+def test_plain_decoding_wins_where_nothing_is_shared():
+    """One row: the same bytes, and fewer launches."""
+    assert fastest(shared(1, 64), 16, MHA) == PLAIN
+    alone = predict(Forest(4), 256, GQA, _H200)
+    assert alone[PLAIN] < alone[LIBRARY]
+
+
+@pytest.mark.parametrize("name", [KERNELS, LIBRARY, PLAIN])
+def test_more_work_takes_longer(name):
+    base = predict(shared(64, 4096), 64, GQA, _H200)[name]
+    assert predict(shared(64, 65536), 64, GQA, _H200)[name] > base
+    assert predict(shared(64, 4096), 640, GQA, _H200)[name] > base
+    assert predict(shared(64, 4096), 64, MHA, _H200)[name] > base
+
+
+def test_every_node_is_read_once_by_the_kernels_and_by_every_row_in_plain():
+    bytes_of_context = 8192 * GQA.bytes_per_token
+    for rows in (1, 8):
+        seconds = predict(shared(rows, 8192), 0, GQA, _H200)
+        assert seconds[KERNELS] == pytest.approx(_H200.kernels.launch + bytes_of_context / _H200.kernels.bandwidth)
+        assert seconds[PLAIN] == pytest.approx(_H200.plain.launch + rows * bytes_of_context / _H200.plain.bandwidth)
+
+
+def test_other_devices_are_scaled():
+    half = estimated_costs(66, 2.4e12)
+    whole = predict(shared(1024, 32768), 256, GQA, _H200)
+    for name, seconds in predict(shared(1024, 32768), 256, GQA, half).items():
+        assert seconds == pytest.approx(2 * whole[name], rel=0.05)  # but for launches
+    assert estimated_costs(66, None) == half
+
+
+def test_memory_bandwidth():
+    class H200:
+        memory_clock_rate, memory_bus_width = 3201000, 6144
+
+    assert memory_bandwidth(H200()) == pytest.approx(4.9e12, rel=0.01)
+    assert memory_bandwidth(object()) is None
+
+
+def test_a_choice_reads_as_text():
+    assert (
+        str(Choice(KERNELS, {KERNELS: 1.24e-5, PLAIN: 3e-5})) == "kernels (predicted us a layer: kernels 12, plain 30)"
+    )
+
+
+@pytest.mark.gpu
+def test_costs_of_this_device():
+    from hf_fastdecode.attention.costs import costs_of
+
+    costs = costs_of(torch.device("cuda", 0))
+    assert 1e11 < costs.kernels.bandwidth < 2e13
