@@ -155,7 +155,7 @@ def test_a_gpu_that_is_too_small(mode, caplog):
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert fd.explain(model).last_call.waves >= 2
-    assert len(caplog.records) == 1
+    assert len([record for record in caplog.records if record.name == "hf_fastdecode"]) == 1
     assert parts.shape == whole.shape
     assert torch.equal(parts[:, :300], whole[:, :300])
     # Greedy rows of one prompt are equal, whichever wave they were in, but for rounding after very many steps.
