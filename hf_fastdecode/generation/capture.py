@@ -175,7 +175,9 @@ class Captures:
         if self._pool is None and model.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         layers = self.compiled if compiled else None
-        step = CapturedStep(model, rows, cache, configs, arguments, layers, self._pool)
+        # Tensors made in a caller's inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            step = CapturedStep(model, rows, cache, configs, arguments, layers, self._pool)
         self._steps[key].append(step)
         self.count += 1
         return step

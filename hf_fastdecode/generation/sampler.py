@@ -123,11 +123,11 @@ class FastSampler:
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
         if self._rows is None or self._rows[0] is not rows:
-            self._rows = rows, rows.to(torch.int32)
+            self._rows = rows, rows.to(device=logits.device, dtype=torch.int32)
         self._settings.step.fill_(step)
         with torch.cuda.device_of(logits):
             tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen)
-        return Drawn(tokens, logprobs=logprobs)
+        return Drawn(tokens.to(rows.device), logprobs=logprobs.to(rows.device))  # prompts may stay on the CPU
 
 
 def choose_sampler(

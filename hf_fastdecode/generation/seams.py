@@ -201,6 +201,8 @@ def _decode(
         new_tokens = generation_config.max_length - input_ids.shape[1]
         call.mode, call.mode_reason = choose_mode(model, seams, step_arguments(model_kwargs), new_tokens)
         try:
+            if synced_gpus:
+                raise NotSharedError("synced_gpus=True: all processes must run the same number of forward passes")
             start = start_shared(model, seams.options, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)

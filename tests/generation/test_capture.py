@@ -194,6 +194,27 @@ def test_changed_weights_are_not_replayed_stale(on_a_gpu):
 
 
 @pytest.mark.gpu
+def test_captured_in_inference_mode_and_used_outside(on_a_gpu):
+    call = gpu_call(300, do_sample=False, num_return_sequences=1)
+    with fd.enabled(on_a_gpu, mode="graph"):
+        with torch.inference_mode():
+            inside = on_a_gpu.generate(**call)
+        assert torch.equal(on_a_gpu.generate(**call), inside)
+        assert seams_of(on_a_gpu).captures.count == 1
+
+
+@pytest.mark.gpu
+def test_prompts_may_stay_on_the_cpu(on_a_gpu):
+    call = gpu_call(300)
+    with fd.enabled(on_a_gpu, mode="graph", sampler="fast"):
+        there = seeded(lambda: on_a_gpu.generate(**call))
+        prompt = {key: call[key].cpu() for key in ("input_ids", "attention_mask")}
+        here = seeded(lambda: on_a_gpu.generate(**call | prompt))
+    assert here.device.type == "cpu"
+    assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.gpu
 def test_hooks_and_float32_run_eagerly(on_a_gpu):
     model = on_a_gpu
     call = gpu_call(300, max_new_tokens=100)

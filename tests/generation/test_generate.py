@@ -256,6 +256,17 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
     assert torch.equal(*sequences)
 
 
+def test_processes_that_must_keep_step_run_stock(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stock, shared, call = both(model, lambda: SAMPLING | {"synced_gpus": True})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert call.path == "stock"
+    assert "synced_gpus=True" in call.reason
+    assert torch.equal(shared, stock)
+
+
 def test_a_message_comes_once(model, caplog):
     with fd.enabled(model), caplog.at_level(logging.INFO, logger="hf_fastdecode"):
         for _ in range(3):
