@@ -16,6 +16,7 @@ from ..commands.errors import CommandError
 from .generate_cases import DEFAULT_WAYS, WAYS, GenerateCase
 from .op_cases import OP_SETS, OpCase, with_dtype
 from .paper_tables import PAPER_TABLES
+from .sampling_cases import SAMPLING_SETS, SAMPLING_WAYS, SamplingCase
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ _NOTE = (
 
 @app.callback()
 def main() -> None:
-    """Measure operators and `generate`, ours beside what others do, in one run."""
+    """Measure operators, sampling and `generate`, ours beside what others do, in one run."""
 
 
 @app.command(epilog=_NOTE)
@@ -177,6 +178,49 @@ def generate_command(
 
 
 @app.command(epilog=_NOTE)
+def sampling(
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help=f"Named set of cases, repeatable: {', '.join(SAMPLING_SETS)}.",
+            show_default="grid, on a CPU tiny",
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SAMPLING_WAYS)}.", show_default="both")
+    ] = None,
+    only: Annotated[list[str] | None, _ONLY] = None,
+    device: Annotated[str, _DEVICE] = "auto",
+    check: Annotated[bool, _CHECK] = True,
+    show: Annotated[bool, _LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/sampling.csv"),
+) -> None:
+    """Drawing the tokens of one step: the sampling kernel beside transformers' own processors.
+
+    The kernel (`fast`) is timed in a CUDA graph over logits larger than the L2 cache; transformers' processors,
+    softmax and multinomial (`hf`) as `generate` calls them. The floor is one read of the logits at the copy bandwidth
+    measured in the same run. The kernel is first checked: it draws only what transformers leaves, and its
+    log-probabilities err at most twice as much as PyTorch's against fp64, or its row says `wrong` and the command ends
+    with exit code 1.
+
+    Examples:
+
+        hf-fastdecode bench sampling
+        hf-fastdecode bench sampling --only n1024- --way fast
+        hf-fastdecode bench sampling --set grid --only top_p0.95 --list
+        hf-fastdecode bench sampling --out runs/sampling-h200.csv
+    """
+    place = _device(device)
+    names = _known("set", sets or ["tiny" if place.type == "cpu" else "grid"], SAMPLING_SETS)
+    ways = _known("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
+    cases = _chosen([case for name in names for case in SAMPLING_SETS[name]], only)
+    if show:
+        return _show(cases)
+    _report(_run_sampling(cases, ways, place, check, out), out, plot=False)
+
+
+@app.command(epilog=_NOTE)
 def tables(
     table: Annotated[
         list[str] | None, typer.Option(help=f"Repeatable: {', '.join(PAPER_TABLES)}.", show_default="none")
@@ -231,6 +275,16 @@ def _run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device,
     return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
 
 
+def _run_sampling(
+    cases: Sequence[SamplingCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
+) -> list[Row]:
+    from .rows import provenance
+    from .runner import run
+    from .sampling import SamplingBench
+
+    return run(cases, ways, SamplingBench(device, check=check).measure, provenance=provenance(device), out=out)
+
+
 def _run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
 ) -> list[Row]:
@@ -259,10 +313,13 @@ def _report(
     from .markdown import finish_table, generate_table, ops_table, paper_table
     from .plots import plot as draw
     from .runner import failed
+    from .sampling_table import sampling_table
 
     if red := failed(rows):
         raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
-    if "case" in rows[0]:
+    if "vocabulary" in rows[0]:
+        typer.echo(sampling_table(rows))
+    elif "case" in rows[0]:
         typer.echo(ops_table(rows))
     elif published is not None:
         typer.echo(paper_table(rows, *published))
@@ -290,7 +347,7 @@ def _show(cases: Iterable[Any]) -> None:
         typer.echo(_in_words(case))
 
 
-def _in_words(case: OpCase | GenerateCase) -> str:
+def _in_words(case: OpCase | GenerateCase | SamplingCase) -> str:
     return "  ".join(f"{name}={value}" for name, value in case.columns().items() if value != "")
 
 

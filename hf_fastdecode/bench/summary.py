@@ -14,6 +14,7 @@ import typer
 
 from .markdown import finish_table, generate_table, ops_table
 from .rows import RESULTS, Row, read_rows
+from .sampling_table import sampling_table
 
 PICTURE = RESULTS / "generate.png"
 _MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+) -->\n).*?(<!-- end rows -->)", re.DOTALL)
@@ -23,7 +24,9 @@ _OURS = ("shared", "compile", "graph", "eager")
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table of rows: operators, two ways of `generate` side by side, or more of them in columns."""
+    """A Markdown table of rows: sampling, operators, two ways of `generate` side by side, or more in columns."""
+    if "vocabulary" in rows[0]:
+        return sampling_table(rows)
     if "case" in rows[0]:
         return ops_table(rows)
     if {row["way"] for row in rows} <= {"stock", "shared"}:
