@@ -12,9 +12,9 @@ from .accuracy import BOUND
 def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorList, *, greedy: bool) -> int:
     """How many tokens transformers would never draw.
 
-    Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token counts when its logit is
-    below all that are left. The filters sum probabilities in fp32, so a token at the edge may fall on either side: one
-    that they remove in fp32 counts only if they remove it in fp64 too.
+    Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token counts when its logit
+    is below all that are left. The filters sum probabilities in fp32, so a token at the edge may fall on either side:
+    one that they remove in fp32 counts only if they remove it in fp64 too.
 
     Args:
         logits: ``[rows, vocabulary]``.

@@ -1,0 +1,222 @@
+"""The constants of the dispatcher's cost model, fitted to rows of operators.
+
+``python -m hf_fastdecode.bench.calibrate ROWS.csv`` prints what to paste into ``attention/costs.py``, and how well the
+model then tells the time and the winner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+
+from ..attention.costs import Candidate, Costs, estimated_costs
+from ..attention.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
+from ..attention.forest import Forest
+from .op_cases import NodeSpec
+from .op_inputs import make_forest
+from .rows import Row, read_rows
+
+# A way's rows, in some variants, are a candidate's times; plain decoding reads nodes and suffixes alike.
+_WAYS = {("ours", "kernels"): KERNELS, ("recipe", ""): LIBRARY, ("plain", ""): PLAIN}
+_FITTED = {
+    KERNELS: ("launch", "bandwidth", "suffix_bandwidth", "rate"),
+    LIBRARY: ("launch", "bandwidth", "suffix_bandwidth", "rate"),
+    PLAIN: ("launch", "bandwidth"),
+}
+_START = estimated_costs(132, None)  # the constants in use for an H200
+_PULL = 1e-6  # towards the start, so that a constant that no row depends on stays where it was
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate's time in one case.
+
+    Attributes:
+        candidate: A name of `dispatch`.
+        case: What names the case, with the dtype.
+        forest: Its nodes.
+        suffix: Tokens in a row's suffix.
+        heads: Its head layout.
+        seconds: The median.
+    """
+
+    candidate: str
+    case: str
+    forest: Forest
+    suffix: int
+    heads: Heads
+    seconds: float
+
+    def ratio(self, costs: Costs) -> float:
+        """Predicted over measured."""
+        return predict(self.forest, self.suffix, self.heads, costs)[self.candidate] / self.seconds
+
+
+def measured(rows: Sequence[Row]) -> list[Measured]:
+    """What the rows of ``bench ops`` say of the candidates; rows that are not ``ok``, and other ways, are left out."""
+    found = []
+    for row in rows:
+        name = _WAYS.get((row["way"], row["variant"])) or _WAYS.get((row["way"], ""))
+        if name is None or row["status"] != "ok":
+            continue
+        heads, kv_heads, head_dim = (int(row[column]) for column in ("heads", "kv_heads", "head_dim"))
+        layout = Heads(heads, kv_heads, head_dim, itemsize=getattr(torch, row["dtype"]).itemsize)
+        forest = _forest(int(row["rows"]), row["nodes"])
+        case = f"{row['case']} {row['dtype']}"
+        found.append(Measured(name, case, forest, int(row["suffix"]), layout, 1e-6 * float(row["us_p50"])))
+    return found
+
+
+def _forest(rows: int, words: str) -> Forest:
+    """The forest of a row's ``nodes``, such as ``1x2400+8x512``, in which each depth divides the rows evenly."""
+    nodes: list[NodeSpec] = []
+    for depth, level in enumerate(words.split("+") if words else []):
+        runs = [run.split("x") for run in level.split(",")]
+        lengths = [int(length) for count, length in runs for _ in range(int(count))]
+        each, rest = divmod(rows, len(lengths))
+        if rest:
+            raise ValueError(f"nodes {words!r} do not divide {rows} rows evenly at depth {depth}")
+        nodes += [NodeSpec(length, index * each, each, depth) for index, length in enumerate(lengths)]
+    return make_forest(rows, tuple(nodes))
+
+
+def fit(points: Sequence[Measured], start: Costs = _START) -> Costs:
+    """Costs with the least mean square of log(predicted / measured).
+
+    A candidate with fewer rows than constants stays as it was.
+    """
+    costs = start
+    for name, constants in _FITTED.items():
+        own = [point for point in points if point.candidate == name]
+        if len(own) >= len(constants):
+            costs = _fit_one(own, name, constants, costs)
+    return costs
+
+
+def _fit_one(points: Sequence[Measured], name: str, constants: Sequence[str], start: Costs) -> Costs:
+    before = [math.log(getattr(getattr(start, name), constant)) for constant in constants]
+
+    def costs_at(logs: Sequence[float]) -> Costs:
+        values = {constant: math.exp(value) for constant, value in zip(constants, logs, strict=True)}
+        if name == PLAIN:
+            values["suffix_bandwidth"] = values["bandwidth"]
+        return replace(start, **{name: replace(getattr(start, name), **values)})
+
+    def loss(logs: Sequence[float]) -> float:
+        costs = costs_at(logs)
+        error = sum(math.log(point.ratio(costs)) ** 2 for point in points) / len(points)
+        return error + _PULL * sum((x - y) ** 2 for x, y in zip(logs, before, strict=True))
+
+    best = before
+    for width in (0.7, 0.3, 0.1):  # a simplex may collapse early: begin anew from where it did
+        best = minimise(loss, best, width)
+    return costs_at(best)
+
+
+def minimise(
+    loss: Callable[[Sequence[float]], float], start: Sequence[float], width: float, *, steps: int = 400
+) -> list[float]:
+    """The place of a local minimum, by the simplex of Nelder and Mead (1965).
+
+    Args:
+        loss: What to minimise.
+        start: Where to begin.
+        width: Of the first simplex, in every direction.
+        steps: Most moves; fewer are made when the simplex has become flat.
+    """
+    places = [list(start)] + [[x + width * (i == j) for j, x in enumerate(start)] for i in range(len(start))]
+    simplex = sorted((loss(place), place) for place in places)
+    for _ in range(steps):
+        if simplex[-1][0] - simplex[0][0] <= 1e-9 * simplex[0][0]:
+            break
+        (worst, last), others = simplex[-1], [place for _, place in simplex[:-1]]
+        centre = [sum(values) / len(others) for values in zip(*others, strict=True)]
+
+        def moved(by: float, centre: list[float] = centre, last: list[float] = last) -> tuple[float, list[float]]:
+            place = [c + by * (c - x) for c, x in zip(centre, last, strict=True)]
+            return loss(place), place
+
+        new = moved(1.0)
+        if new[0] < simplex[0][0]:
+            new = min(new, moved(2.0))
+        elif new[0] >= simplex[-2][0]:
+            new = moved(0.5 if new[0] < worst else -0.5)
+        if new[0] < worst:
+            simplex = sorted([*simplex[:-1], new])
+        else:
+            best = simplex[0][1]
+            shrunk = [[(b + x) / 2 for b, x in zip(best, place, strict=True)] for _, place in simplex[1:]]
+            simplex = sorted([simplex[0], *((loss(place), place) for place in shrunk)])
+    return simplex[0][1]
+
+
+def literal(costs: Costs) -> str:
+    """Python for the costs, to paste."""
+
+    def candidate(name: str) -> str:
+        values = zip(fields(Candidate), astuple(getattr(costs, name)), strict=True)
+        shown = [f"{field.name}={_number(value)}" for field, value in values if math.isfinite(value)]
+        return f"    {name}=Candidate({', '.join(shown)}),"
+
+    return "\n".join(["Costs(", *(candidate(name) for name in _FITTED), ")"])
+
+
+def _number(value: float) -> str:
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def report(points: Sequence[Measured], costs: Costs) -> str:
+    """How well costs tell the times, the winners, and what a wrong choice costs."""
+    lines = []
+    for name, constants in _FITTED.items():
+        own = {point: point.ratio(costs) for point in points if point.candidate == name}
+        if not own:
+            lines.append(f"{name}: no rows, not fitted")
+            continue
+        worst = max(own, key=lambda point: abs(math.log(own[point])))
+        note = "" if len(own) >= len(constants) else f", too few for {len(constants)} constants: not fitted"
+        lines.append(
+            f"{name}: {len(own)} rows{note}; predicted over measured: median {median(own.values()):.2f}, "
+            f"worst {own[worst]:.2f} ({worst.case})"
+        )
+    cases: dict[str, list[Measured]] = {}
+    for point in points:
+        cases.setdefault(point.case, []).append(point)
+    losses = {}
+    for case, ways in cases.items():
+        if len(ways) > 1:
+            chosen = min(ways, key=lambda point: point.ratio(costs) * point.seconds)
+            losses[case] = chosen.seconds / min(point.seconds for point in ways)
+    if losses:
+        right = sum(loss == 1 for loss in losses.values())
+        dearest = max(losses, key=lambda case: losses[case])
+        lines.append(
+            f"the predicted winner is the measured one in {right} of {len(losses)} cases; "
+            f"the dearest choice takes {losses[dearest]:.2f}x the best one's time ({dearest})"
+        )
+    return "\n".join(lines)
+
+
+def main(path: Annotated[Path, typer.Argument(help="CSV file of `bench ops`.", exists=True, dir_okay=False)]) -> None:
+    """Fit the cost model's constants to measured rows of `bench ops`, one set for each device."""
+    rows = read_rows(path)
+    for device in dict.fromkeys(row["device"] for row in rows):
+        points = measured([row for row in rows if row["device"] == device])
+        if not points:
+            typer.echo(f"# {device}: no row of ours, recipe or plain is ok")
+            continue
+        costs = fit(points)
+        typer.echo(f"# {device}\n{literal(costs)}\n\nfitted:\n{report(points, costs)}")
+        typer.echo(f"\nwith the constants in use for an H200:\n{report(points, _START)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
