@@ -248,7 +248,9 @@ class _DecodeKV(SharedKV):
         if self._by_kernels(kv, query):
             if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
-                self.layer.ran["decode"] = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton"
+                self.layer.ran["decode"] = (
+                    f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{self._why(kv, query)}"
+                )
             if self.layer.own is None or self.layer.own.keys is not kv.suffix.keys:
                 self.layer.own = triton_ops.SuffixTable(kv.suffix)
             tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
@@ -259,7 +261,8 @@ class _DecodeKV(SharedKV):
         kv.suffix.values[:, :, self.before : after] = self.values
         backend = self.layer.state.torch_backend
         if "decode" not in self.layer.ran:
-            self.layer.ran["decode"] = torch_ops.describe(query, kv, softcap=softcap, backend=backend)
+            did = torch_ops.describe(query, kv, softcap=softcap, backend=backend)
+            self.layer.ran["decode"] = did + self._why(kv, query)
         out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=backend).out
         return out.to(query.dtype).transpose(1, 2)
 
@@ -274,6 +277,11 @@ class _DecodeKV(SharedKV):
         if reason is not None or backend == "triton":
             return reason is None
         return self._choice(kv, query).name == KERNELS
+
+    def _why(self, kv: ForestKV, query: Tensor) -> str:
+        """What the cost model predicted, where it had the choice."""
+        chooses = self.layer.state.backend == "auto" and query.device.type == "cuda"
+        return f"; {self._choice(kv, query)}" if chooses else ""
 
     def _choice(self, kv: ForestKV, query: Tensor) -> Choice:
         _, heads, queries, head_dim = query.shape
