@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..commands.errors import CommandError
-from .generate_cases import DEFAULT_WAYS, WAYS, GenerateCase
+from .generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree
 from .op_cases import OP_SETS, OpCase, with_dtype
 from .paper_tables import PAPER_TABLES
 from .sampling_cases import SAMPLING_SETS, SAMPLING_WAYS, SamplingCase
@@ -116,7 +116,16 @@ def generate_command(
     point: Annotated[
         list[str] | None,
         typer.Option(
-            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8, 1024x32"
+            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+            show_default="512x8, 1024x32, with a tree none",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their "
+            "own and samples of each, such as 2400+8x512x128.",
+            show_default="none",
         ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
@@ -154,9 +163,14 @@ def generate_command(
         hf-fastdecode bench generate --shape 7b-mha --point 2048x16 --point 8192x128 --plot
         hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf --point 8192x32 --way stock --way compile
         hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
+
+    The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
     """
     shapes = [*(shape or []), *(model or [])] or ["embedded"]
-    points = [_point(text) for text in (point or ["512x8", "1024x32"])]
+    points = [_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
+    if tree and finish is not None and not point:
+        raise CommandError("--finish is for --point: rows of a --tree all run to the end")
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ways = way or list(DEFAULT_WAYS)
     _known("way", [name.partition("+")[0] for name in ways], WAYS)
@@ -167,6 +181,11 @@ def generate_command(
                 for name in shapes
                 for context, n in points
                 for ends in finishes
+            ]
+            + [
+                PromptTree.parse(text).case(name, new_tokens, _dtype(dtype) or dtype)
+                for name in shapes
+                for text in tree or []
             ],
             only,
         )

@@ -51,7 +51,7 @@ class GenerateBench:
         seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
-        end; ``floor_kv_bytes``: of the prompt once and every sample's tokens. ``peak_bytes``: most memory over the
+        end; ``floor_kv_bytes``: of the prompts' tokens once and every sample's. ``peak_bytes``: most memory over the
         weights since the way was turned on, on CUDA. ``embedded_tokens``: tokens that the embedding saw in a call,
         where a hook can count them. ``ran``: what our report says ran. Times are medians.
         """
@@ -146,7 +146,7 @@ class GenerateBench:
             cache = call(case.new_tokens, return_dict=True).past_key_values
         finally:
             hook.remove()
-        tokens = case.context + sum(case.lengths())
+        tokens = case.prompt_tokens + sum(case.lengths())
         return {
             "kv_bytes": None if cache is None else cache_bytes(cache),
             "floor_kv_bytes": tokens * KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),

@@ -71,7 +71,8 @@ class RowsFinish(StoppingCriteria):
 
 
 def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
-    """Random ids ``[1, context]``, or where rows finish apart ``[samples, context]`` that differ in the last token."""
+    """Random ids ``[1, context]``; where rows finish apart ``[samples, context]`` that differ in the last token; of a
+    tree ``[problems, context]``, no two of which go on alike after what all share."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_FIRST_ID, model.config.vocab_size, (1, case.context), generator=generator)
     if case.finish:
@@ -79,6 +80,11 @@ def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
             raise ValueError(f"{case.samples} rows need as many tokens, the vocabulary has {model.config.vocab_size}")
         ids = ids.repeat(case.samples, 1)
         ids[:, -1] = _FIRST_ID + torch.arange(case.samples)
+    if case.tree is not None:
+        shared, problems = case.tree.shared, case.tree.problems
+        own = torch.randint(_FIRST_ID, model.config.vocab_size, (problems, case.tree.own), generator=generator)
+        own[:, 0] = _FIRST_ID + torch.arange(problems)
+        ids = torch.cat([ids[:, :shared].expand(problems, -1), own], 1)
     return ids.to(model.device)
 
 
@@ -90,7 +96,7 @@ def caller(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any]
         extra["pad_token_id"] = 0
         extra["stopping_criteria"] = StoppingCriteriaList([RowsFinish(case.context, case.lengths(), model.device)])
     else:
-        extra["num_return_sequences"] = case.samples
+        extra["num_return_sequences"] = case.samples // len(ids)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
         return model.generate(
@@ -114,11 +120,12 @@ def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., An
     """
     if not hasattr(model, "generate_batch") or case.finish:
         raise NotAvailableError("generate_batch does not take this case")
-    ids = prompt(model, case)[0].tolist()
+    ids = prompt(model, case)
+    prompts = ids.repeat_interleave(case.samples // len(ids), 0).tolist()
 
     def call(new_tokens: int) -> Any:
         config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLING)
-        found = model.generate_batch([ids] * case.samples, generation_config=config)
+        found = model.generate_batch(prompts, generation_config=config)
         drawn = [len(output.generated_tokens) for output in found.values()]
         if drawn != [new_tokens] * case.samples:
             raise RuntimeError(f"generate_batch drew {sorted(set(drawn))} tokens for {len(drawn)} samples")

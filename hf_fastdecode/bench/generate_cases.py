@@ -33,6 +33,58 @@ DEFAULT_WAYS = (
 )
 
 
+_TREE = " tree "  # between shape and tree in a row
+
+
+@dataclass(frozen=True)
+class PromptTree:
+    """Prompts that share on two levels: what all begin with, and what the samples of each problem do.
+
+    Attributes:
+        shared: Tokens that every prompt begins with.
+        problems: Prompts.
+        own: Further tokens of each.
+        samples: Completions of each.
+    """
+
+    shared: int
+    problems: int
+    own: int
+    samples: int
+
+    @classmethod
+    def parse(cls, text: str) -> PromptTree:
+        """The tree of ``SHARED+PROBLEMSxOWNxSAMPLES``, such as ``2400+8x512x128``.
+
+        Raises:
+            ValueError: It is written otherwise, or a number is 0.
+        """
+        first, plus, rest = text.partition("+")
+        numbers = [first, *rest.split("x")]
+        if not plus or len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
+            raise ValueError(f"a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got {text!r}")
+        return cls(*map(int, numbers))
+
+    @classmethod
+    def of_row(cls, shape: str) -> PromptTree | None:
+        """The tree that stands behind the shape in a row, if one does."""
+        _, found, text = shape.partition(_TREE)
+        return cls.parse(text) if found else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return self.shared + self.problems * self.own
+
+    def __str__(self) -> str:
+        return f"{self.shared}+{self.problems}x{self.own}x{self.samples}"
+
+    def case(self, shape: str, new_tokens: int, dtype: str = "bfloat16") -> GenerateCase:
+        """The case whose prompts these are."""
+        context, samples = self.shared + self.own, self.problems * self.samples
+        return GenerateCase(shape, context, samples, new_tokens, dtype, tree=self)
+
+
 @dataclass(frozen=True)
 class GenerateCase:
     """One setting: `samples` completions of `new_tokens` tokens after a prompt of `context` tokens.
@@ -40,11 +92,12 @@ class GenerateCase:
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
         context: Tokens of the prompt.
-        samples: Completions, all of one prompt.
+        samples: Completions, all of one prompt unless there is a tree.
         new_tokens: Tokens of the longest completion.
         dtype: Of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`; they then come
             from prompts that differ in the last token. Empty: every row runs to the end.
+        tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
     """
 
     shape: str
@@ -53,6 +106,7 @@ class GenerateCase:
     new_tokens: int
     dtype: str = "bfloat16"
     finish: str = ""
+    tree: PromptTree | None = None
 
     def __post_init__(self) -> None:
         if min(self.context, self.samples) < 1 or self.new_tokens < 2:
@@ -60,6 +114,13 @@ class GenerateCase:
         first, last = self.finish_bounds
         if not 1 <= first <= last == self.new_tokens:
             raise ValueError(f"rows must finish between 1 and new_tokens = {self.new_tokens}, got {self.finish!r}")
+        if self.tree is not None and self.finish:
+            raise ValueError(f"rows of a tree run to the end, got finish={self.finish!r} with {self.tree}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once; rows that finish apart have a last one each, not counted."""
+        return self.context if self.tree is None else self.tree.tokens
 
     @property
     def finish_bounds(self) -> tuple[int, int]:
@@ -78,5 +139,7 @@ class GenerateCase:
         return [spread[index * stride % self.samples] for index in range(self.samples)]
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
-        return asdict(self)
+        """What of the case stands in a row; a tree stands behind the shape, so that all rows have the same columns."""
+        columns = asdict(self)
+        del columns["tree"]
+        return columns if self.tree is None else columns | {"shape": f"{self.shape}{_TREE}{self.tree}"}

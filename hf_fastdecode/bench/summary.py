@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from .generate_cases import PromptTree
 from .markdown import finish_table, generate_table, ops_table
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
@@ -81,7 +82,8 @@ def _stock_kv(stock: Row, shared: Row) -> float:
     if stock["status"] == "ok":
         return float(stock["kv_bytes"])
     context, samples, new = (int(stock[name]) for name in ("context", "samples", "new_tokens"))
-    per_token = float(shared["floor_kv_bytes"]) / (context + samples * new)
+    tree = PromptTree.of_row(stock["shape"])
+    per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + samples * new)
     return samples * (context + new) * per_token
 
 

@@ -113,6 +113,22 @@ def test_generate(tmp_path):
     assert len(read_rows(out)) == 8
 
 
+def test_a_tree(tmp_path):
+    out = tmp_path / "g.csv"
+    words = ("generate", "--shape", "tiny", "--new-tokens", 4, "--dtype", "float32", "--repeats", 1, "--device", "cpu")
+    words = (*words, "--way", "eager", "--way", "eager+min_shared_tokens=61")
+    assert run(*words, "--point", "100x2", "--out", out).exit_code == 0
+    result = run(*words, "--tree", "60+2x40x3", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "| tiny tree 60+2x40x3 | 100 | 6 | " in result.stdout
+    plain, _, two, one = read_rows(out)
+    assert (plain["shape"], two["shape"], two["samples"]) == ("tiny", "tiny tree 60+2x40x3", "6")
+    assert list(plain) == list(two)
+    assert int(one["kv_bytes"]) - int(two["kv_bytes"]) == 60 * (int(two["kv_bytes"]) // (60 + 2 * 40 + 6 * 4))
+    listed = run(*words, "--tree", "60+2x40x3", "--point", "100x2", "--list").stdout.splitlines()
+    assert [line.split("  ")[0] for line in listed] == ["shape=tiny", "shape=tiny tree 60+2x40x3"]
+
+
 def test_papers_tables(tmp_path):
     words = ("--device", "cpu", "--only", "n64-m1024-L64-", "--way", "hydragen")
     result = run("tables", "--table", "hydragen-fig5", *words, "--out", tmp_path)
@@ -133,6 +149,8 @@ def test_papers_tables(tmp_path):
         ("generate --way nosuch+a=b", "--way must be one of stock,"),
         ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
         ("generate --finish 99", "rows must finish between 1 and new_tokens = 64, got '99-64'"),
+        ("generate --tree 24x8", "a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got '24x8'"),
+        ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
         ("tables --table nosuch", "--table must be one of bifurcated-1,"),
         ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
     ],

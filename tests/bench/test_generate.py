@@ -11,8 +11,8 @@ from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_att
 from hf_fastdecode.bench import attention_hook, generate
 from hf_fastdecode.bench.attention_hook import NotAvailableError, no_attention, replaced_attention
 from hf_fastdecode.bench.generate import GenerateBench
-from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load
-from hf_fastdecode.bench.generate_cases import WAYS, GenerateCase
+from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load, prompt
+from hf_fastdecode.bench.generate_cases import WAYS, GenerateCase, PromptTree
 from hf_fastdecode.bench.generate_check import check_way, logits_error
 from hf_fastdecode.bench.generate_ways import find_way, using
 from hf_fastdecode.bench.shapes import random_model
@@ -208,6 +208,51 @@ def test_rows_that_finish_are_counted(bench):
     assert row["status"] == "ok"
     drawn = sum(case.lengths()) - 4
     assert row["tokens_per_s"] == pytest.approx(drawn / (row["ms_per_step"] * 11e-3))
+
+
+# --- prompts that share on two levels --------------------------------------------------------------------------------
+
+
+TREE = PromptTree.parse("80+3x40x2")
+
+
+def test_a_tree_is_a_case():
+    case = TREE.case("tiny", 8, "float32")
+    assert (case.context, case.samples, case.prompt_tokens) == (120, 6, 80 + 3 * 40)
+    assert case.columns() == {**CASE.columns(), "samples": 6, "shape": "tiny tree 80+3x40x2"}
+    assert PromptTree.of_row(case.columns()["shape"]) == TREE
+    assert PromptTree.of_row("tiny") is None
+    assert CASE.prompt_tokens == 120
+    with pytest.raises(ValueError, match="rows of a tree run to the end, got finish='2-8' with 80"):
+        replace(case, finish="2-8")
+
+
+@pytest.mark.parametrize("text", ["2400", "2400+8x512", "2400x8x512x128", "0+8x512x128", "1+2x3x-4", "+8x512x128"])
+def test_what_is_no_tree(text):
+    with pytest.raises(ValueError, match=r"a tree is SHARED\+PROBLEMSxOWNxSAMPLES, such as 2400"):
+        PromptTree.parse(text)
+
+
+def test_prompts_of_a_tree_share_what_it_says(model):
+    ids = prompt(model, TREE.case("tiny", 8))
+    assert ids.shape == (3, 120)
+    assert (ids[:, :80] == ids[0, :80]).all()
+    assert len(ids[:, 80].unique()) == 3
+
+
+def test_one_level_stores_each_problem_whole(bench):
+    case = TREE.case("tiny", 8, "float32")
+    rows = {way: bench.measure(case, way) for way in ("stock", "eager", "eager+min_shared_tokens=81")}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    stored = [6 * 127, 80 + 3 * 40 + 6 * 8, 3 * 120 + 6 * 8]
+    assert [row["kv_bytes"] for row in rows.values()] == [tokens * PER_TOKEN for tokens in stored]
+    assert {row["floor_kv_bytes"] for row in rows.values()} == {stored[1] * PER_TOKEN}
+    embedded = [6 * 127, 80 + 3 * 40 + 6 * 7, 3 * 120 + 6 * 7]
+    assert [row["embedded_tokens"] for row in rows.values()] == embedded
+
+
+def test_bifurcated_takes_one_prompt(bench):
+    assert bench.measure(TREE.case("tiny", 8, "float32"), "eager-bifurcated")["status"].startswith("not run: ")
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

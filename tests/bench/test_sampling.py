@@ -17,7 +17,7 @@ from hf_fastdecode.cli import app
 from hf_fastdecode.kernels.sampling import api
 
 CPU = torch.device("cpu")
-CASE = SamplingCase(4, 200, "top_k50-top_p0.95")
+CASE = SamplingCase(2, 200, "top_k50-top_p0.95")
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def test_the_kernel_and_transformers(bench, settings):
     assert hf["error_ratio"] is None
     for row in (fast, hf):
         assert 0 < row["us_p20"] <= row["us_p50"] <= row["us_p80"]
-        assert row["bytes"] == 4 * 200 * 2
-        assert row["floor_us"] == pytest.approx(1.6)
-        assert row["over_floor"] == pytest.approx(row["us_p50"] / 1.6)
-        assert row["tb_per_s"] == pytest.approx(1600 / row["us_p50"] / 1e6)
+        assert row["bytes"] == 2 * 200 * 2
+        assert row["floor_us"] == pytest.approx(0.8)
+        assert row["over_floor"] == pytest.approx(row["us_p50"] / 0.8)
+        assert row["tb_per_s"] == pytest.approx(800 / row["us_p50"] / 1e6)
     assert list(fast) == list(hf)
 
 
@@ -62,8 +62,8 @@ def spoiled(monkeypatch, spoil):
 
 
 SPOILS = {
-    "least": (lambda logits, tokens, logprobs: (logits.argmin(-1), logprobs), "32 of 32 tokens "),
-    "beyond": (lambda logits, tokens, logprobs: (tokens + 200, logprobs), "32 of 32 tokens "),
+    "least": (lambda logits, tokens, logprobs: (logits.argmin(-1), logprobs), "16 of 16 tokens "),
+    "beyond": (lambda logits, tokens, logprobs: (tokens + 200, logprobs), "16 of 16 tokens "),
     "logprobs": (lambda logits, tokens, logprobs: (tokens, logprobs * (1 + 1e-5)), "log-probabilities err "),
     "nan": (lambda logits, tokens, logprobs: (tokens, logprobs * torch.nan), "log-probabilities err inf "),
 }
@@ -173,7 +173,7 @@ def test_a_table_names_what_did_not_run(tmp_path):
     hf = row | {"way": "hf", "status": "ok", "us_p50": 300.0}
     write_rows(tmp_path / "rows.csv", [fast, hf])
     text = summary.table(read_rows(tmp_path / "rows.csv"))
-    assert "| 4 | 200 | top_k50, top_p0.95 | 1.5 | not run | 300.0 |  |  |" in text
+    assert "| 2 | 200 | top_k50, top_p0.95 | 1.5 | not run | 300.0 |  |  |" in text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def test_a_table_names_what_did_not_fit(tmp_path):
     assert line in text
 
 
+def test_what_stock_would_hold_of_a_tree():
+    stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
+    shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}
+    assert summary._stock_kv(stock, shared) == 7 * 6 * 110
+
+
 def test_the_picture_is_drawn(tmp_path):
     summary.draw(read_rows(RESULTS / "generate.csv"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
