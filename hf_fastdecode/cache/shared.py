@@ -123,7 +123,7 @@ class SharedContextCache(Cache):
 
     def record_tokens(self, input_ids: Tensor) -> None:
         """Note the ids ``[rows, queries]`` of tokens being appended, so that a later call can match them."""
-        self._suffix_tokens.append(input_ids)
+        self._suffix_tokens.append(input_ids.clone())  # the caller may change what these are a view of
 
     def fork(self, *, max_suffix: int | None = None, backend: str | None = None) -> SharedContextCache:
         """A cache that shows the same tokens and can grow without touching this one.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.interface import active
-from ..attention.static_tables import KernelRefusalError, LayerStorage, StaticTables
+from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers
@@ -64,10 +64,10 @@ class CapturedStep:
         self.load(cache)
         view = CapturedCache(self.tables, len(cache.layers))
 
-        def step() -> Tensor:
-            output = model(
-                input_ids=self.ids, position_ids=self.positions, past_key_values=view, return_dict=True, **arguments
-            )
+        ids, positions = self.ids, self.positions
+
+        def step() -> Tensor:  # without a reference to this object, whose memory is then freed with it
+            output = model(input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments)
             return output.logits[:, -1]
 
         def ours() -> ExitStack:
@@ -77,9 +77,10 @@ class CapturedStep:
                 stack.enter_context(compiled.installed(model))
             return stack
 
-        self._step, self._ours = step, ours
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":  # else kernels are interpreted, in tests: the step runs uncaptured
+        if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
+            self._step, self._ours = step, ours
+        else:
             # A pass writes the rows' new keys and values, at a place that the first real step writes again.
             with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
@@ -128,9 +129,11 @@ def _storage(cache: SharedContextCache) -> list[LayerStorage]:
 class Captures:
     """The captured steps of one model.
 
-    One call at a time uses them: `lock` is held while it decodes, and calls of other threads run eagerly meanwhile.
+    One call at a time uses them: `lock` is held while it decodes. In ``mode="auto"`` calls of other threads run
+    eagerly meanwhile, in others they wait.
 
     Attributes:
+        owner: The thread that holds the lock.
         count: Captures made.
         steps_asked: Most steps that the model's calls may have taken so far, this one included.
         failure: Why a capture failed, when one did.
@@ -138,6 +141,7 @@ class Captures:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.owner: int | None = None
         self.compiled = CompiledLayers()
         self.count = 0
         self.steps_asked = 0
@@ -167,7 +171,7 @@ class Captures:
             KernelRefusalError: The kernels cannot compute the model's attention.
         """
         rows = bucket(cache.rows)
-        key = rows, compiled, tuple(sorted(arguments.items()))
+        key = _key(rows, arguments, compiled)
         for step in self._steps.setdefault(key, []):
             if step.tables.fits(cache.forest):
                 step.load(cache)
@@ -182,6 +186,10 @@ class Captures:
         self.count += 1
         return step
 
+    def has(self, rows: int, arguments: dict[str, Any], *, compiled: bool) -> bool:
+        """Whether steps of this bucket of rows were captured before."""
+        return bool(self._steps.get(_key(rows, arguments, compiled)))
+
     def refresh(self, model: PreTrainedModel) -> None:
         """Drop what was captured when the model's weights or modules are no longer those."""
         state = model_state(model)
@@ -194,9 +202,13 @@ class Captures:
         self._steps, self._pool, self._state, self.failure = {}, None, None, None
 
 
+def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> Hashable:
+    return rows, compiled, tuple(sorted(arguments.items()))
+
+
 def model_state(model: nn.Module) -> Hashable:
     """What a capture bakes in of a model: where its weights lie, and switches that modules read on the host."""
-    switches = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
+    switches = ("training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
     return (
         tuple(parameter.data_ptr() for parameter in model.parameters()),
         tuple(buffer.data_ptr() for buffer in model.buffers()),
@@ -217,12 +229,11 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was asked for"
     for module in model.modules():
+        if "forward" in vars(module) and module is not model:
+            return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
     return None
-
-
-__all__ = ["CapturedStep", "Captures", "KernelRefusalError", "bucket", "capture_reason"]

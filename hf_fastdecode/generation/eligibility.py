@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..cache.shared import SharedContextCache
 
+# What transformers' loop calls at every step, and ours does not.
+_OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Theirs only drops the cache where the position embedding changes, see `rope_limit`.
+_HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Layers whose state is keys and values of single tokens. Local ones run while their window does not bind.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -65,6 +69,9 @@ def call_reason(
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
         return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"
+    for name in _OWN_METHODS:
+        if changed := _changed(model, name):
+            return changed
     for name, value in model_kwargs.items():
         if name not in _KNOWN_ARGUMENTS and value is not None and not isinstance(value, bool):
             return f"the argument {name!r} is not accelerated yet"
@@ -79,6 +86,16 @@ def call_reason(
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
         return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+    return None
+
+
+def _changed(model: PreTrainedModel, name: str) -> str | None:
+    """Whether a method that our loop stands in for is not transformers' own."""
+    if name in vars(model):
+        return f"the model carries a {name} of its own, which the decoding loop would not call"
+    method = getattr(type(model), name, None)
+    if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
+        return f"{type(model).__name__} has a {name} of its own, which the decoding loop would not call"
     return None
 
 

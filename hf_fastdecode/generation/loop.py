@@ -28,6 +28,9 @@ from .watch import Watch
 
 logger = logging.getLogger("hf_fastdecode")
 
+_FIRST_ROOM = 512
+"""New tokens of a row that memory is taken for at first; it doubles as they come."""
+
 _REPLAY = 16
 """Tokens of a row that go through the model at once when a wave is taken up again."""
 
@@ -60,7 +63,7 @@ class Wave:
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
         """All rows of a call, before the first token."""
         rows, width = prompts.shape
-        tokens = prompts.new_empty(rows, width + max_new_tokens)
+        tokens = prompts.new_empty(rows, width + min(max_new_tokens, _FIRST_ROOM))
         tokens[:, :width] = prompts
         index = torch.arange(rows, device=prompts.device)
         return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
@@ -75,18 +78,27 @@ class Wave:
             self.drawn,
         )
 
-    def append(self, tokens: Tensor, width: int) -> None:
-        """Take over the tokens ``[rows]`` of one step."""
+    def with_next(self, tokens: Tensor, width: int) -> Tensor:
+        """The rows so far with the tokens ``[rows]`` of one step, which `commit` takes over."""
         at = width + self.drawn
-        if at == self.tokens.shape[1]:  # only without a bound on the length
-            self.tokens = torch.cat([self.tokens, torch.empty_like(self.tokens)], dim=1)
+        if at == self.tokens.shape[1]:
+            room = self.tokens.new_empty(len(tokens), self.drawn)
+            self.tokens = torch.cat([self.tokens, room], dim=1)
         self.tokens[:, at] = tokens
+        return self.tokens[:, : at + 1]
+
+    def commit(self, ended: Tensor | None) -> None:
+        """Take over the step's tokens, with which the rows `ended` (bool ``[rows]``) end if they have not before."""
+        if ended is not None:
+            ends = torch.where(self.unfinished & ended, self.drawn + 1, self.ends)
+            unfinished = self.unfinished & ~ended
+            self.ends, self.unfinished = ends, unfinished
         self.drawn += 1
 
-    def end(self, rows: Tensor) -> None:
-        """Note that rows (bool ``[rows]``) end with the token just drawn, if they have not before."""
-        self.ends = torch.where(self.unfinished & rows, self.drawn, self.ends)
-        self.unfinished = self.unfinished & ~rows
+    def end(self) -> None:
+        """Note that all rows end here that have not before."""
+        self.ends = torch.where(self.unfinished, self.drawn, self.ends)
+        self.unfinished = torch.zeros_like(self.unfinished)
 
 
 @dataclass
@@ -130,8 +142,9 @@ class Loop:
             wave = waiting.popleft()
             try:
                 self._decode(wave, cache or self._resume(wave, forest))
-            except torch.OutOfMemoryError:
-                if len(wave.rows) == 1 or self.config.return_dict_in_generate:
+            except torch.OutOfMemoryError as error:
+                if len(wave.rows) == 1 or self._keeps_together:
+                    error.add_note(f"{len(wave.rows)} rows at once; {self._keeps_together or 'use shorter prompts'}")
                     raise
                 fits = False
             else:
@@ -142,15 +155,15 @@ class Loop:
                 self.start.cache.plant(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
             cache = None
+        self.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
         return done[0] if len(done) == 1 else _joined(done, self._pad)
 
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2
-        if not self.report.waves:
+        if len(wave.rows) == len(self.prompts):
             logger.warning("%d rows do not fit into memory at once; going on in smaller waves", len(wave.rows))
-        self.report.waves = max(self.report.waves, len(self.prompts) // half)
         waiting.extendleft((wave.part(slice(half, None)), wave.part(slice(half))))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -176,40 +189,41 @@ class Loop:
         positions = self.start.positions[wave.rows] + wave.drawn - 1
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         alive: Tensor | None = None  # where in the wave the batch's rows are; None for all of them
+        numbers = wave.rows  # of the batch's rows in the call
         watch = Watch(self.prompts.device, at_once=self._looks_at_once, draws=self.sampler.generator_draws)
+        limit = stopping.max_length or self.config.max_length
         while True:
             if logits is None:
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if alive is None else last[alive], positions)
-            drawn = self._draw(wave, logits, alive)
+            drawn = self._draw(wave, logits, numbers, alive)
             tokens = drawn.tokens
             if stopping.pads:
                 tokens = torch.where(wave.unfinished, tokens, self._pad)
             self._collect(wave, drawn)
-            wave.append(tokens, width)
+            view = wave.with_next(tokens, width)
+            ended = stopping.rows_end(tokens, view.contiguous() if stopping.custom else None, self._scores(wave))
+            wave.commit(ended)  # nothing of a step is taken over when something in it fails
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
-            view = wave.tokens[:, : width + wave.drawn]
-            ended = stopping.rows_end(tokens, view.contiguous() if stopping.custom else None, self._scores(wave))
-            if ended is not None:
-                wave.end(ended)
             if stopping.all_end(width + wave.drawn, view):
                 break
-            mask = watch.look(wave.unfinished, wave.drawn) if ended is not None else None
+            mask = watch.look(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
             if mask is None:
                 continue
             count = int(mask.sum())
             if count == 0:
                 break
-            if self._rows_may_leave and steps.worthwhile(count):
+            if self._rows_may_leave and steps.worthwhile(count, limit - width - wave.drawn):
                 batch = torch.arange(len(mask)) if alive is None else alive.cpu()
                 keep = mask[batch].nonzero().flatten()
-                steps.select(keep.tolist())
+                steps = steps.select(keep.tolist())
                 positions = positions[keep.to(positions.device)]
                 alive = batch[keep].to(positions.device)
+                numbers = wave.rows[alive]
                 self.report.compactions += 1
-        wave.end(torch.ones_like(wave.unfinished))
+        wave.end()
         self._undo(wave, steps.cache, watch)
 
     def _undo(self, wave: Wave, cache: SharedContextCache, watch: Watch) -> None:
@@ -222,13 +236,13 @@ class Loop:
             watch.rewind(last)
             cache.crop(-overrun)
         wave.drawn = last
-        wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last]
+        wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
         self.report.observe(cache)
 
-    def _draw(self, wave: Wave, logits: Tensor, alive: Tensor | None) -> Drawn:
+    def _draw(self, wave: Wave, logits: Tensor, numbers: Tensor, alive: Tensor | None) -> Drawn:
         """Draw for the wave's rows from the logits of its batch."""
         if not self.sampler.whole:
-            drawn = self.sampler.draw(logits, wave.rows if alive is None else wave.rows[alive], None, wave.drawn)
+            drawn = self.sampler.draw(logits, numbers, None, wave.drawn)
             return drawn if alive is None else drawn.spread(alive, len(wave.rows))
         if alive is not None:
             logits = logits.new_zeros(len(wave.rows), logits.shape[1]).index_copy_(0, alive.to(logits.device), logits)
@@ -243,19 +257,29 @@ class Loop:
         if self.config.output_logits and drawn.logits is not None:
             wave.logits.append(drawn.logits)
         if drawn.logprobs is not None:
-            wave.logprobs.append(drawn.logprobs)
+            wave.logprobs.append(torch.where(wave.unfinished, drawn.logprobs, 0.0))
 
     def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
         return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None
 
     @property
     def _rows_may_leave(self) -> bool:
-        """Not without a pad token to stand for them, and not from a cache that the caller gets."""
-        return self.stopping.pads and not self.config.return_dict_in_generate
+        """Not without a pad token to stand for them, not from a cache that the caller gets, and not where the user's
+        own code may look at all rows' logits together."""
+        return self.stopping.pads and not self.config.return_dict_in_generate and not self.sampler.custom
+
+    @property
+    def _keeps_together(self) -> str | None:
+        """Why the rows cannot go on in smaller waves, with the remedy."""
+        if self.config.return_dict_in_generate:
+            return "with return_dict_in_generate they stay together: use fewer samples in a call"
+        if self.streamer is not None or self.stopping.custom or self.sampler.custom:
+            return "with a streamer, or processors or criteria of one's own, they stay together: use fewer samples"
+        return None
 
     @property
     def _looks_at_once(self) -> bool:
-        """Where the user's own code runs every step, it must not run for steps that are undone."""
+        """The user's own code must not run for steps that are undone, and a time limit means what the device did."""
         return self.streamer is not None or self.stopping.custom or self.stopping.timed or self.sampler.custom
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,8 +11,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.interface import UnsupportedAttentionError
-from ..attention.static_tables import KernelRefusalError
 from ..cache.shared import SharedContextCache
 from .capture import Captures, capture_reason
 from .compiled import decoder_layers
@@ -25,6 +24,8 @@ StepsMaker = Callable[[SharedContextCache], Steps]
 # captured steps lose to compiled ones (H200, 7B; both counted over the calls of a model).
 _STEPS_THAT_PAY_A_CAPTURE = 64
 _STEPS_THAT_PAY_A_COMPILATION = 4096
+# A bound on the length says little about where rows end.
+_MOST_STEPS_EXPECTED = 1024
 
 
 class State(Protocol):
@@ -59,21 +60,26 @@ def steps_maker(
         yield eager
         return
     captures, forced = state.captures, state.options.mode != "auto"
+    if captures.owner == threading.get_ident():
+        if forced:
+            raise ValueError(f"mode={call.mode!r} cannot run inside another generate call; use mode='auto'")
+        call.mode, call.mode_reason = "eager", "it runs inside another generate call of this model"
+        yield eager
+        return
     if not captures.lock.acquire(blocking=forced):
         call.mode, call.mode_reason = "eager", "another thread decodes with this model's captured steps"
         yield eager
         return
 
     def captured(cache: SharedContextCache) -> Steps:
+        compiled = call.mode == "compile"
         try:
-            return CapturedSteps(model, cache, arguments, captures, configs_of(model), compiled=call.mode == "compile")
+            return CapturedSteps(model, cache, arguments, captures, configs_of(model), captured, compiled=compiled)
         except torch.OutOfMemoryError:
             captures.clear()
             raise
-        except (KernelRefusalError, UnsupportedAttentionError) as error:
-            failure: Exception = error
         except Exception as error:
-            failure = error
+            failure = error  # whatever a model does that a capture forbids
         if forced:
             raise ValueError(f"mode={call.mode!r} cannot run: {failure}; use mode='auto'") from failure
         captures.failure = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
@@ -81,12 +87,13 @@ def steps_maker(
         call.mode, call.mode_reason = "eager", captures.failure
         return eager(cache)
 
-    before = captures.count
+    before, captures.owner = captures.count, threading.get_ident()
     try:
         captures.refresh(model)
         yield captured
     finally:
         call.captures = captures.count - before
+        captures.owner = None
         captures.lock.release()
 
 
@@ -109,7 +116,7 @@ def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any],
         ValueError: The mode that the options force cannot run.
     """
     options, captures = state.options, state.captures
-    captures.steps_asked += new_tokens
+    captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     if options.mode == "eager":
         return "eager", "mode='eager' was asked for"
     reason = capture_reason(model, options.backend, arguments)

@@ -81,9 +81,18 @@ class CallReport:
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 f"  steps: {self.mode} ({self.mode_reason})",
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
+                *self._events(),
                 *_layer_lines(self.layers),
             ]
         return lines
+
+    def _events(self) -> list[str]:
+        counts = {
+            "CUDA graphs captured": self.captures,
+            "times that ended rows left the batch": self.compactions,
+            "waves, since not all rows fitted into memory": self.waves,
+        }
+        return [f"  {what}: {count}" for what, count in counts.items() if count]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Sampler(Protocol):
     Attributes:
         name: For reports.
         whole: Whether it wants the logits of rows that ended too, and the tokens so far.
-        custom: Whether it runs code that is not transformers' or ours.
+        custom: Whether it runs code that is not transformers' or ours, or that keeps a state from step to step.
         generator_draws: Whether it draws from torch's generator of the device, step by step.
     """
 
@@ -64,6 +64,14 @@ class Sampler(Protocol):
         ...
 
 
+# transformers' processors that keep something from step to step, or call the user's code.
+_KEEPS_STATE = {
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+}
+
+
 class TransformersSampler:
     """transformers' own processors and draws, operation by operation as in its sampling loop.
 
@@ -75,7 +83,10 @@ class TransformersSampler:
 
     def __init__(self, processors: LogitsProcessorList, *, do_sample: bool):
         self.processors, self.do_sample = processors, do_sample
-        self.custom = any(not type(entry).__module__.startswith("transformers.") for entry in processors)
+        self.custom = any(
+            not type(entry).__module__.startswith("transformers.") or type(entry).__name__ in _KEEPS_STATE
+            for entry in processors
+        )
         self.generator_draws = do_sample
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:

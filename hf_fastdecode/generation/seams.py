@@ -15,8 +15,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
@@ -46,6 +48,8 @@ logger = logging.getLogger("hf_fastdecode")
 STATE_ATTRIBUTE = "_hf_fastdecode"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
+# Whether the call under way was given our decoding loop.
+_loop_is_ours: ContextVar[bool] = ContextVar("hf_fastdecode_loop", default=False)
 
 
 class Seams:
@@ -97,9 +101,10 @@ class Seams:
         self.tell_once(f"this generate call runs stock transformers: {reason}", level)
 
     def tell_once(self, message: str, level: int = logging.WARNING) -> None:
-        """Log a message the first time."""
-        if message not in self._told:
-            self._told.add(message)
+        """Log a message the first time; messages that differ in numbers only are one."""
+        kind = re.sub(r"\d+", "#", message)
+        if kind not in self._told:
+            self._told.add(kind)
             logger.log(level, message)
 
 
@@ -150,6 +155,10 @@ def _prepare_cache_for_generation(
     seams: Seams = vars(model)[STATE_ATTRIBUTE]
     seams.last_call = call = CallReport()
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
+    if reason is None and not _loop_is_ours.get():
+        reason = (
+            "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
+        )
     if reason is None:
         setattr(generation_config, _CALL_ATTRIBUTE, call)
     elif isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
@@ -162,12 +171,18 @@ def _prepare_cache_for_generation(
 
 def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     original = vars(model)[STATE_ATTRIBUTE].original(model, "generate")
-    parameters = inspect.signature(original).parameters
-    if "custom_generate" not in parameters or inspect.signature(original).bind_partial(*args, **kwargs).arguments.get(
+    signature = inspect.signature(original)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
         "custom_generate"
-    ):
+    )
+    if not takes or given.get("custom_generate") is not None:
         return original(*args, **kwargs)
-    return original(*args, **{**kwargs, "custom_generate": _decode})
+    token = _loop_is_ours.set(True)
+    try:
+        return original(*args, **{**kwargs, "custom_generate": _decode})
+    finally:
+        _loop_is_ours.reset(token)
 
 
 def _extract_generation_mode_kwargs(
@@ -192,6 +207,7 @@ def _decode(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The decoding loop that `generate` calls: ours where the call shares context, else transformers' own."""
@@ -221,6 +237,8 @@ def _decode(
             )
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+    if "inputs_tensor" in inspect.signature(stock).parameters:  # transformers gives it to loops that name it
+        model_kwargs["inputs_tensor"] = inputs_tensor
     return stock(
         model,
         input_ids,

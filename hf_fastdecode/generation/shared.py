@@ -22,6 +22,8 @@ from .steps import EagerSteps
 
 # What the loop itself passes to the model at every step.
 _OWN_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
+# What `generate` hands to decoding loops beside the model's arguments.
+_NOT_THE_MODELS = ("tokenizer", "assistant_tokenizer", "assistant_model")
 
 
 @dataclass
@@ -38,7 +40,8 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
 
 def step_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What every step passes to the model beside tokens, positions and cache."""
-    return {name: value for name, value in model_kwargs.items() if name not in _OWN_ARGUMENTS and value is not None}
+    left_out = (*_OWN_ARGUMENTS, *_NOT_THE_MODELS)
+    return {name: value for name, value in model_kwargs.items() if name not in left_out and value is not None}
 
 
 def decode_shared(

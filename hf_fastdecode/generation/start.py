@@ -147,7 +147,8 @@ def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
             f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
             "hf_fastdecode.prefill(model, ...) of this model"
         )
-    keys = next(iter(cache.layers[0].segments.values())).keys
+    segments = [segment.keys for segment in cache.layers[0].segments.values()]
+    keys = segments[0] if segments else cache.layers[0].forest_kv().suffix.keys[0]
     kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
     if keys.shape[0] != kv_heads or keys.dtype != model.dtype:
         raise ValueError(

@@ -48,7 +48,7 @@ class Watch:
         copy = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True)
         copy.copy_(mask, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
         self._pending = copy, event
         return known
 

@@ -1,14 +1,16 @@
 """Captured decode steps: on a GPU in graphs; here the same steps over the same tables, uncaptured and interpreted."""
 
 import copy
+import gc
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation import modes
+from hf_fastdecode.generation import modes, steps
 from hf_fastdecode.generation.capture import CapturedStep, bucket
 from hf_fastdecode.generation.compiled import CompiledLayers
 from hf_fastdecode.generation.seams import seams_of
@@ -51,7 +53,8 @@ def test_tables_give_stock_tokens_in_every_call(name, uncaptured):
 
 
 @on_the_cpu
-def test_rows_that_end_leave_for_a_smaller_step(uncaptured):
+def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
+    monkeypatch.setattr(steps, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model = tiny_model("llama-gqa")
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     call |= {"num_return_sequences": 4, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
@@ -117,6 +120,33 @@ def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypa
     assert len(caplog.records) == 1
     with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="mode='graph' cannot run: operation not"):
         model.generate(**call)
+
+
+@on_the_cpu
+def test_a_call_inside_a_call(uncaptured):
+    """A criterion that generates: in the outer call's forced mode it would wait for itself."""
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(70) | SAMPLING
+
+    def inner(ids, scores):
+        model.generate(**call)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with fd.enabled(model, mode="graph", backend="triton"), pytest.raises(ValueError, match="inside another generate"):
+        model.generate(**call, stopping_criteria=[inner])
+    with fd.enabled(model, mode="graph", backend="triton"):
+        model.generate(**call)  # the lock is free again
+
+
+@on_the_cpu
+def test_captures_are_freed_with_the_option(uncaptured):
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model, mode="graph", backend="triton"):
+        model.generate(**ragged_prompts(70), **SAMPLING)
+        tables = [weakref.ref(step.tables) for kept in seams_of(model).captures._steps.values() for step in kept]
+    gc.collect()
+    assert tables
+    assert not any(table() for table in tables)
 
 
 @on_the_cpu

@@ -256,6 +256,36 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
     assert torch.equal(*sequences)
 
 
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_model_with_its_own_inputs_runs_stock(where):
+    """Our loop would not call what it overrides."""
+    model = tiny_model("llama-gqa")
+    plain = type(model).prepare_inputs_for_generation
+
+    def shifted(self, input_ids, **kwargs):
+        inputs = plain(self, input_ids, **kwargs)
+        return inputs | {"input_ids": (inputs["input_ids"] + 1) % VOCABULARY}
+
+    if where == "class":
+        model.__class__ = type("Shifted", (type(model),), {"prepare_inputs_for_generation": shifted})
+    else:
+        model.prepare_inputs_for_generation = shifted.__get__(model)
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert torch.equal(shared, stock)
+    assert "prepare_inputs_for_generation of its own" in call.reason
+
+
+def test_a_loop_that_the_user_gives_is_theirs(model):
+    def loop(model, input_ids, **kwargs):
+        return input_ids + 1
+
+    with fd.enabled(model):
+        out = model.generate(**PROMPT, custom_generate=loop, max_new_tokens=4)
+        assert torch.equal(out, PROMPT["input_ids"] + 1)
+        assert "custom_generate" in fd.explain(model).last_call.reason
+        assert model.generate(PROMPT["input_ids"], *[None] * 10, max_new_tokens=4).shape == (1, 84)
+
+
 def test_processes_that_must_keep_step_run_stock(model):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.criteria import Stopping
 from hf_fastdecode.generation.steps import EagerSteps
 from hf_fastdecode.generation.watch import Watch
 
@@ -87,6 +88,54 @@ def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, e
     assert [record.message for record in caplog.records] == [
         "10 rows do not fit into memory at once; going on in smaller waves"
     ]
+
+
+def test_memory_that_runs_out_within_a_step_loses_no_end(model):
+    """The criterion runs between the draw and its bookkeeping; what it raises must leave the step undone."""
+    prompt = {key: value.repeat_interleave(4, 0) for key, value in ragged_prompts(70, 60, shared=40).items()}
+    arguments = {"max_new_tokens": 30, "do_sample": False} | ENDS
+    stock = model.generate(**prompt, **arguments)
+    for call in (1, 2, 5):
+        counted, ends = [], Stopping.rows_end
+
+        def failing(self, *args, call=call, counted=counted, ends=ends):
+            counted.append(1)
+            if len(counted) == call:
+                raise torch.OutOfMemoryError("on purpose")
+            return ends(self, *args)
+
+        with fd.enabled(model), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stopping, "rows_end", failing)
+            assert torch.equal(model.generate(**prompt, **arguments), stock)
+            assert fd.explain(model).last_call.waves == 2
+
+
+def test_rows_with_code_of_the_users_stay_together(model, monkeypatch):
+    out_of_memory(monkeypatch, rows=3, after=2)
+    stop = [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]
+    with fd.enabled(model), pytest.raises(torch.OutOfMemoryError) as caught:
+        model.generate(**ragged_prompts(70), **SAMPLING, stopping_criteria=stop)
+    assert "use fewer samples" in caught.value.__notes__[0]
+
+
+def test_what_is_returned_is_the_callers_own(model):
+    """Its memory is its own and no larger; changing it does not change what a returned cache knows."""
+    prompt = ragged_prompts(70)
+    with fd.enabled(model):
+        cut = seeded(lambda: model.generate(**prompt, **SAMPLING | {"max_new_tokens": 400} | ENDS))
+        assert cut.is_contiguous()
+        assert cut.untyped_storage().nbytes() == cut.numel() * 8
+        out = seeded(lambda: model.generate(**prompt, **SAMPLING, return_dict_in_generate=True))
+        before = out.past_key_values.suffix_tokens()
+        out.sequences.zero_()
+        assert torch.equal(out.past_key_values.suffix_tokens(), before)
+
+
+def test_a_bound_that_is_never_reached_takes_no_memory(model):
+    stop = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 75)]
+    with fd.enabled(model):
+        out = model.generate(**ragged_prompts(70), **SAMPLING | {"max_new_tokens": 10**9}, stopping_criteria=stop)
+    assert out.shape == (8, 75)
 
 
 def test_one_row_that_does_not_fit_is_an_error(model, monkeypatch):
