@@ -1,69 +1,21 @@
-"""The operator: one decode step of one layer over a forest, in two launches."""
+"""The operator: one decode step of one layer over a forest, in two launches or three."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextvars import copy_context
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
+from .merge import merge_partials
 from .schedule import Schedule
-from .triton import node_partials, suffix_and_merge
+from .suffix import attend_suffixes
+from .triton import node_partials
 
-
-@dataclass(frozen=True)
-class Config:
-    """Launch parameters of both kernels.
-
-    Attributes:
-        block_m: Packed queries of a tile, 16 to 128.
-        block_n: Keys of a node's tile.
-        warps: Warps of a program of `node_partials`.
-        stages: Key tiles in flight in `node_partials`.
-        per_sm: Programs of `node_partials` for each multiprocessor.
-        suffix_block_n: Keys of a suffix tile.
-        suffix_warps: Warps of a program of `suffix_and_merge`.
-        merge: Partials of one query that `suffix_and_merge` loads at once.
-        overlap: Launch `suffix_and_merge` while `node_partials` still runs; needs compute capability 9.0.
-    """
-
-    block_m: int
-    block_n: int = 64
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 2
-    suffix_block_n: int = 16
-    suffix_warps: int = 2
-    merge: int = 8
-    overlap: bool = True
-
-
-def choose_config(packed: int, head_dim: int, *, overlap: bool, shared_memory: int = 227 * 1024) -> Config:
-    """Launch parameters, as measured on an H200, shrunk to what a program can hold elsewhere.
-
-    Args:
-        packed: Packed queries of the widest node for a KV head.
-        head_dim: Numbers per head.
-        overlap: Whether the device can overlap the two launches.
-        shared_memory: Bytes that a program may take.
-    """
-    block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    if block_m == 128:
-        config = Config(128, warps=8, per_sm=1, overlap=overlap)
-    else:
-        config = Config(block_m, overlap=overlap)
-
-    def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
-        return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
-
-    while needed() > shared_memory and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    while needed() > shared_memory and config.block_n > 32:
-        config = replace(config, block_n=config.block_n // 2)
-    if head_dim > 128:  # the accumulator fills the registers
-        config = replace(config, block_m=min(64, config.block_m), warps=8 if config.block_m > 32 else 4)
-    return config
+__all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
 
 
 def forest_decode(
@@ -99,7 +51,7 @@ def forest_decode(
         lengths: ``[rows]`` int32: tokens in each suffix before this step.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters; its blocks are the schedule's.
-        scale: Factor on the scores.
+        scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
         return_lse: Also return the log-sum-exp.
 
@@ -110,51 +62,44 @@ def forest_decode(
     rows, heads, queries, head_dim = query.shape
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
-    out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
-    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
-    partial_out = query.new_empty(schedule.piece_count, schedule.block_m, head_dim, dtype=torch.float32)
-    partial_lse = query.new_empty(schedule.piece_count, schedule.block_m, dtype=torch.float32)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    # Suffixes are attended to while the last nodes still are; only the merge waits (programmatic dependent launch).
-    overlap = config.overlap and schedule.piece_count > 0 and query.is_cuda
-    pdl = {"launch_pdl": True} if overlap else {}
-    if schedule.piece_count:
-        node_partials[(schedule.programs,)](
-            query,
-            nodes,
-            schedule.pieces,
-            partial_out,
-            partial_lse,
-            nodes.shape[1],
-            scale,
-            soft_cap or 0.0,
-            *query.stride()[:3],
-            GROUP=group,
-            QUERIES=queries,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_M=schedule.block_m,
-            BLOCK_N=schedule.block_n,
-            SOFT_CAP=soft_cap is not None,
-            STAGES=config.stages,
-            PDL=overlap,
-            num_warps=config.warps,
-            **pdl,
-        )
     each = group * queries
-    suffix_and_merge[(rows * kv_heads,)](
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
+    lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
+    partial_out = torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32)
+    partial_lse = torch.empty(schedule.piece_count, schedule.block_m, **fp32)
+    # A kernel may start while the one before it still runs, and wait where it needs that one's results
+    # (programmatic dependent launch).
+    overlap = config.overlap and schedule.piece_count > 0 and query.is_cuda
+    launch: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    depths = schedule.row_units.shape[0]
+    own = config.suffix or choose_suffix_config(rows, kv_heads, each, head_dim, queries)
+    beside = own.beside and depths > 0
+    shape = {"GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim}
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    if schedule.piece_count:
+        _attend_nodes(
+            query, nodes, schedule, partial_out, partial_lse, config, kv_heads, scale, soft_cap, shape, block_d, launch
+        )
+    unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
+    # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
+    block_p = 1 if each == 1 else max(16, triton.next_power_of_2(each))
+    tile = triton.next_power_of_2(each)
+    through_memory = beside or (depths > 0 and tile != block_p)
+    own_out = torch.empty(rows, heads, queries, head_dim, **fp32) if through_memory else out
+    own_lse = torch.empty(rows, heads, queries, **fp32) if through_memory else out
+    attend_suffixes[(rows * kv_heads,)](
         query,
         new_keys,
         new_values,
         suffix,
         slots,
         lengths,
-        schedule.row_units,
-        schedule.row_offsets,
-        schedule.row_tiles,
-        schedule.unit_slots,
+        *unit_tables,
         partial_out,
         partial_lse,
+        own_out,
+        own_lse,
         out,
         lse if lse is not None else out,
         rows,
@@ -163,19 +108,87 @@ def forest_decode(
         soft_cap or 0.0,
         *query.stride()[:3],
         *new_keys.stride()[:3],
-        GROUP=group,
-        QUERIES=queries,
-        HEAD_DIM=head_dim,
+        **shape,
         BLOCK_D=block_d,
-        BLOCK_P=1 if each == 1 else max(16, triton.next_power_of_2(each)),
+        BLOCK_P=block_p,
+        TILE=tile,
+        BLOCK_Q=1 if block_p == 1 else 16,
         BLOCK_M=schedule.block_m,
-        BLOCK_N=config.suffix_block_n,
-        MERGE=config.merge,
-        DEPTHS=schedule.row_units.shape[0],
+        BLOCK_N=own.block_n,
+        STAGES=own.stages,
+        MERGE=own.merge,
+        DEPTHS=depths,
+        BESIDE=beside,
         SOFT_CAP=soft_cap is not None,
         LSE=return_lse,
         PDL=overlap,
-        num_warps=config.suffix_warps,
-        **pdl,
+        num_warps=own.warps,
+        **launch,
     )
+    if beside:
+        merge_partials[(triton.cdiv(rows * heads * queries, own.merge_tile),)](
+            slots,
+            *unit_tables,
+            partial_out,
+            partial_lse,
+            own_out,
+            own_lse,
+            out,
+            lse if lse is not None else out,
+            rows,
+            heads,
+            **shape,
+            BLOCK_D=block_d,
+            BLOCK_M=schedule.block_m,
+            TILE=own.merge_tile,
+            MERGE=own.merge,
+            DEPTHS=depths,
+            LSE=return_lse,
+            PDL=overlap,
+            num_warps=own.merge_warps,
+            **launch,
+        )
     return out, lse
+
+
+def _attend_nodes(
+    query: Tensor,
+    nodes: Tensor,
+    schedule: Schedule,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    config: Config,
+    kv_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    shape: dict[str, int],
+    block_d: int,
+    launch: dict[str, Any],
+) -> None:
+    """Launch the kernel of nodes."""
+    tensors = (query, nodes, schedule.pieces, partial_out, partial_lse, nodes.shape[1])
+    numbers = (scale, soft_cap or 0.0, *query.stride()[:3])
+    options = shape | {
+        "BLOCK_M": schedule.block_m,
+        "BLOCK_N": schedule.block_n,
+        "SOFT_CAP": soft_cap is not None,
+        "STAGES": config.stages,
+        "PDL": bool(launch),
+    }
+    if not config.hopper:
+        node_partials[(schedule.programs,)](
+            *tensors,
+            *numbers,
+            **options,
+            BLOCK_D=block_d,
+            PREFETCH=config.prefetch,
+            num_warps=config.warps,
+            **launch,
+        )
+        return
+
+    def launch_hopper() -> None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=query.device))
+        hopper_kernel()[(schedule.programs,)](*tensors, kv_heads, *numbers, **options, num_warps=4, **launch)
+
+    copy_context().run(launch_hopper)  # the allocator, of the copy engine's descriptors, is this launch's alone

@@ -4,6 +4,10 @@ A *unit* is a query tile of a node for one KV head: the packed queries that read
 laid end to end, are cut into as many equal shares as the grid has programs, whatever the nodes' lengths. A share that
 ends inside a unit leaves a *piece* of it; a unit's pieces are merged in their order.
 
+Two cases are cut otherwise. Of a node with more units than programs, programs take whole units side by side while each
+still gets one: neighbours then read the same keys at the same time, from L2. And units of one length are cut into the
+same number of pieces each when this costs no more than their beginning and ending everywhere in a share.
+
 Nodes do not change while their rows decode, so the schedule is made once and serves all steps and all layers.
 """
 
@@ -133,43 +137,28 @@ def make_schedule(
     unit_base = np.concatenate([[0], np.cumsum(units_of_node)]).astype(np.int64)
     unit_node = np.repeat(np.arange(len(nodes)), units_of_node)
     unit_in_node = np.arange(unit_base[-1]) - unit_base[unit_node]
-    unit_start = np.concatenate([[0], np.cumsum(key_tiles[unit_node])]).astype(np.int64)
-
-    total = int(unit_start[-1])
-    shares = max(1, min(programs, total // 2))
-    share_start = np.arange(shares + 1, dtype=np.int64) * total // shares
-    cuts = np.union1d(unit_start, share_start)
-    begin, end = cuts[:-1], cuts[1:]
-    unit = np.searchsorted(unit_start, begin, side="right") - 1
-    share = np.searchsorted(share_start, begin, side="right") - 1
-    # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
-    launched, room, unit_room = shares if len(begin) else 0, len(begin), len(unit_start)
+    work = _cut(key_tiles[unit_node], units_of_node, programs)
+    count, total = len(work.unit), len(unit_node)
+    launched, room, unit_room = int(work.program.max(initial=-1)) + 1, count, total + 1
     if capacity is not None:
         launched, room, unit_room = programs, programs + capacity.units, capacity.units + 1
-        if capacity.units < unit_base[-1]:
-            raise ValueError(f"{int(unit_base[-1])} units do not fit a capacity of {capacity.units}")
-    is_first = np.diff(share, prepend=-1) > 0
-    row_of_slot = np.empty(len(begin), dtype=np.int64)
-    row_of_slot[is_first] = np.arange(is_first.sum())
-    row_of_slot[~is_first] = launched + np.arange((~is_first).sum())
-    follows = np.append(share[1:] == share[:-1], False) if len(share) else np.zeros(0, dtype=bool)
-    pieces = np.full((room, 16), -1, dtype=np.int64)
-    if len(begin):
-        node = unit_node[unit]
+        if capacity.units < total:
+            raise ValueError(f"{total} units do not fit a capacity of {capacity.units}")
+    # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
+    run = np.lexsort((work.turn, work.program))
+    starts = np.diff(work.program[run], prepend=-1) > 0
+    row_of_slot = np.empty(count, dtype=np.int64)
+    row_of_slot[run] = np.where(starts, work.program[run], launched + np.cumsum(~starts) - 1)
+    following = np.full(count, -1, dtype=np.int64)
+    following[run[:-1]] = np.where(starts[1:], -1, row_of_slot[run[1:]])
+    pieces = np.full((max(room, launched), 16), -1, dtype=np.int64)
+    if count:
+        node = unit_node[work.unit]
         tiles = query_tiles[node]
         shapes = np.array([(shape.length, shape.row_start, shape.row_count) for shape in nodes], dtype=np.int64)
-        pieces[row_of_slot, : len(PIECE)] = np.column_stack(
-            [
-                node,
-                unit_in_node[unit] // tiles,
-                unit_in_node[unit] % tiles,
-                begin - unit_start[unit],
-                end - unit_start[unit],
-                shapes[node],
-                np.arange(len(begin)),
-                np.where(follows, np.append(row_of_slot[1:], 0), -1),
-            ]
-        )
+        head, tile = np.divmod(unit_in_node[work.unit], tiles)
+        columns = [node, head, tile, work.begin, work.end, shapes[node], np.arange(count), following]
+        pieces[row_of_slot, : len(PIECE)] = np.column_stack(columns)
 
     row_units = np.full((depths, rows), -1, dtype=np.int64)
     row_offsets = np.zeros((depths, rows), dtype=np.int64)
@@ -182,7 +171,7 @@ def make_schedule(
         row_tiles[shape.depth, own] = query_tiles[index]
 
     unit_slots = np.zeros(unit_room, dtype=np.int64)
-    unit_slots[: len(unit_start)] = np.searchsorted(begin, unit_start)
+    unit_slots[: total + 1] = np.searchsorted(work.unit, np.arange(total + 1))
 
     def table(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
@@ -198,6 +187,76 @@ def make_schedule(
         block_n=block_n,
         programs=launched,
     )
+
+
+# What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
+_PIECE_COST = 2
+
+
+class _Work(NamedTuple):
+    """Pieces in the order of units, then of keys; `turn` is a piece's place among those of its program."""
+
+    unit: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    program: np.ndarray
+    turn: np.ndarray
+
+
+def _cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int) -> _Work:
+    """Cut units of these lengths, in key tiles, into pieces for programs."""
+    unit = np.arange(len(lengths))
+    whole = np.zeros(len(lengths), dtype=bool)
+    program, turn = np.zeros_like(unit), np.zeros_like(unit)
+    waves = 0
+    for first, count in zip(np.cumsum(units_of_node) - units_of_node, units_of_node, strict=True):
+        full = count // programs
+        taken = slice(first, first + full * programs)
+        whole[taken] = True
+        program[taken] = np.arange(full * programs) % programs
+        turn[taken] = waves + np.arange(full * programs) // programs
+        waves += full
+    parts = [_Work(unit[whole], np.zeros_like(unit[whole]), lengths[whole], program[whole], turn[whole])]
+    rest = unit[~whole]
+    if len(rest):
+        parts.append(_cut_alike(rest, lengths[rest], programs, waves) or _stream(rest, lengths[rest], programs, waves))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return _Work(*(column[order] for column in columns))
+
+
+def _shares(total: int, programs: int) -> int:
+    """Programs that get work: fewer when it would leave them under two tiles each."""
+    return max(1, min(programs, total // 2))
+
+
+def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> _Work:
+    """Cut all units' tiles, laid end to end, into equal shares."""
+    unit_start = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(unit_start[-1])
+    shares = _shares(total, programs)
+    share_start = np.arange(shares + 1) * total // shares
+    cuts = np.union1d(unit_start, share_start)
+    begin, end = cuts[:-1], cuts[1:]
+    of = np.searchsorted(unit_start, begin, side="right") - 1
+    share = np.searchsorted(share_start, begin, side="right") - 1
+    return _Work(unit[of], begin - unit_start[of], end - unit_start[of], share, turn + np.arange(len(begin)))
+
+
+def _cut_alike(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> _Work | None:
+    """Cut units of one length into the same number of pieces, one for each program; None where that is slower."""
+    length, count = int(lengths[0]), len(unit)
+    if length == 0 or (lengths != length).any() or count > programs:
+        return None
+    shares = _shares(length * count, programs)
+    longest = -(-length // max(1, shares // count))
+    if longest > 1.06 * (length * count / shares) + _PIECE_COST:
+        return None
+    pieces = -(-length // longest)
+    cuts = np.arange(pieces + 1) * length // pieces
+    place = np.arange(count * pieces)
+    of, piece = np.divmod(place, pieces)
+    return _Work(unit[of], cuts[piece], cuts[piece + 1], place, np.full_like(place, turn))
 
 
 def depths_of(nodes: Sequence[NodeShape]) -> int:

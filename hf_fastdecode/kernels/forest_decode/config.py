@@ -1,0 +1,141 @@
+"""Launch parameters of the kernels, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from .limits import compute_capability
+
+
+@dataclass(frozen=True)
+class SuffixConfig:
+    """Launch parameters of `attend_suffixes` and of the merge.
+
+    Attributes:
+        block_n: Tokens of a tile.
+        warps: Warps of a program.
+        stages: Tiles in flight.
+        merge: Partials of one query that are loaded at once.
+        beside: Leave the merge to a third launch.
+        merge_tile: In that launch, queries of a program.
+        merge_warps: In that launch, warps of a program.
+    """
+
+    block_n: int = 16
+    warps: int = 1
+    stages: int = 2
+    merge: int = 4
+    beside: bool = False
+    merge_tile: int = 16
+    merge_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters.
+
+    Attributes:
+        block_m: Packed queries of a tile, 16 to 128.
+        block_n: Keys of a node's tile.
+        warps: Warps of a program of `node_partials`.
+        stages: Key tiles in flight in the kernel of nodes.
+        per_sm: Programs of the kernel of nodes for each multiprocessor.
+        prefetch: With `overlap`, key tiles that `node_partials` asks for before the kernel before it is done: 0 or 1.
+        overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
+        hopper: Use `hopper_node_partials`; needs compute capability 9.0 and `block_m` 128.
+        suffix: Of the kernels that follow; chosen at the launch, by its shape, when None.
+    """
+
+    block_m: int
+    block_n: int = 64
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 2
+    prefetch: int = 1
+    overlap: bool = True
+    hopper: bool = False
+    suffix: SuffixConfig | None = None
+
+
+def choose_config(
+    packed: int,
+    head_dim: int,
+    *,
+    overlap: bool,
+    shared_memory: int = 227 * 1024,
+    device: torch.device | None = None,
+) -> Config:
+    """Launch parameters, as measured on an H200, shrunk to what a program can hold elsewhere.
+
+    Args:
+        packed: Packed queries of the widest node for a KV head.
+        head_dim: Numbers per head.
+        overlap: Whether the device can overlap launches.
+        shared_memory: Bytes that a program may take.
+        device: Where the kernels will run; the current CUDA device when None.
+    """
+    if overlap and packed > 64 and head_dim in (64, 128) and _is_hopper(device) and hopper_kernel() is not None:
+        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True)
+    block_m = min(128, max(16, triton.next_power_of_2(packed)))
+    config = Config(block_m, overlap=overlap)
+    if block_m == 128:
+        config = replace(config, warps=8, per_sm=1)
+
+    def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
+        return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
+
+    while needed() > shared_memory and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    while needed() > shared_memory and config.block_n > 32:
+        config = replace(config, block_n=config.block_n // 2)
+    if head_dim > 128:  # the accumulator fills the registers
+        config = replace(config, block_m=min(64, config.block_m), warps=8 if config.block_m > 32 else 4)
+    return config
+
+
+def choose_suffix_config(rows: int, kv_heads: int, each: int, head_dim: int, queries: int = 1) -> SuffixConfig:
+    """Launch parameters as measured on an H200.
+
+    Args:
+        rows: Rows of the batch.
+        kv_heads: KV heads of the layer.
+        each: Packed queries of one row for one KV head.
+        head_dim: Numbers per head.
+        queries: Tokens of a row in the step.
+    """
+    programs = rows * kv_heads
+    if each == 1:
+        config = SuffixConfig(stages=2, merge=8) if programs <= 1024 else SuffixConfig(stages=1)
+    elif programs <= 64:  # few run at once: each loads much
+        config = SuffixConfig(warps=4, stages=3, merge=32)
+    elif programs <= 256:
+        config = SuffixConfig(warps=2)
+    elif programs * each >= 8192 and queries == 1:  # Triton 3.6 cannot compile the third launch for more
+        config = SuffixConfig(merge=2, beside=True)
+    else:
+        config = SuffixConfig()
+    # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
+    wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
+    warps = min(8, max(config.warps, wide // 2048))
+    return replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
+
+
+def _is_hopper(device: torch.device | None) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    return compute_capability(device or torch.device("cuda", torch.cuda.current_device()))[0] == 9
+
+
+@lru_cache
+def hopper_kernel() -> Any:
+    """`hopper_node_partials`, or None where this Triton lacks the language that it is written in."""
+    try:
+        from .hopper import hopper_node_partials
+    except (ImportError, AttributeError):
+        return None
+    return hopper_node_partials

@@ -1,0 +1,355 @@
+# mypy: ignore-errors
+"""`node_partials` for Hopper GPUs (compute capability 9.0) and many packed queries, where arithmetic is the limit.
+
+One warp brings key and value tiles to shared memory with the bulk tensor copy engine; two groups of four warps each
+hold 64 packed queries and compute. The products of one tile overlap the exponentials of another, within a group
+and between the two (FlashAttention-3, section 3). Written in Gluon, Triton's language with explicit layouts.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
+
+
+@gluon.jit
+def _cap_scores(scores, cap):
+    """As `triton.cap_scores`."""
+    x = scores / cap
+    far = 2.0 / (1.0 + gl.exp(-2.0 * x)) - 1.0
+    y = x * x
+    tail = 62.0 / 2835.0 - y * (1382.0 / 155925.0)
+    near = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0 - y * tail))))
+    return cap * gl.where(y < 0.16, near, far)
+
+
+@gluon.jit
+def _sum_of_threads(weights, BLOCK_N: gl.constexpr):
+    """Sums over the columns that one thread holds, ``[64, 4]``: a row's four threads add theirs up at the end."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _prefetch(addresses, wanted):
+    """Have the 128 bytes at each address brought to L2, where wanted."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [addresses, wanted.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _bring(rings, descriptor, head, tile, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    """Copy a tile to its place in a ring once that is free."""
+    ring, full, free = rings
+    box: gl.constexpr = gl.NVMMASharedLayout(ring.index(0).layout.swizzle_byte_width, 16, rank=3)
+    stage = count % STAGES
+    place = ring.index(stage)._reinterpret(ring.dtype, [1, BLOCK_N, HEAD_DIM], box)
+    mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    tma.async_copy_global_to_shared(descriptor, [head, tile * BLOCK_N, 0], full.index(stage), place)
+
+
+@gluon.jit
+def _produce(
+    tensors,
+    nodes,
+    keys,
+    values,
+    node_capacity,
+    kv_heads,
+    BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The warp that brings tiles: it runs ahead of those that compute by as many tiles as the rings hold."""
+    pieces = tensors[1]
+    element: gl.constexpr = tensors[0].dtype.element_ty
+    box: gl.constexpr = gl.NVMMASharedLayout(keys[0].index(0).layout.swizzle_byte_width, 16, rank=3)
+    piece = gl.program_id(0)
+    count = 0
+    # A program's first piece most often is of the first node, whose addresses need not wait for it.
+    known = 0
+    key_address = gl.load(nodes)
+    value_address = gl.load(nodes + node_capacity)
+    stride = gl.load(nodes + 2 * node_capacity)
+    while piece >= 0:
+        entry = pieces + piece * 16
+        node = gl.load(entry)
+        head = gl.load(entry + 1)
+        first = gl.load(entry + 3)
+        last = gl.load(entry + 4)
+        length = gl.load(entry + 5)
+        piece = gl.load(entry + 9)
+        if node >= 0:
+            if node != known:
+                known = node
+                key_address = gl.load(nodes + node)
+                value_address = gl.load(nodes + node_capacity + node)
+                stride = gl.load(nodes + 2 * node_capacity + node)
+            # The first tiles are on their way to L2 while the descriptors are made.
+            skip = (head * stride + first.to(gl.int64) * BLOCK_N * HEAD_DIM) * 2
+            line = gl.arange(0, BLOCK_N * HEAD_DIM // 64, layout=gl.BlockedLayout([1], [32], [1], [0])) * 128
+            wanted = line < (length - first * BLOCK_N) * (HEAD_DIM * 2)
+            _prefetch(key_address + skip + line, wanted)
+            _prefetch(value_address + skip + line, wanted)
+            # All pieces' descriptors lie in the same memory: no copy may still read it.
+            for back in gl.static_range(1, STAGES + 1):
+                past = count - back
+                mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
+                mbarrier.wait(values[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
+            k_base = key_address.to(gl.pointer_type(element))
+            v_base = value_address.to(gl.pointer_type(element))
+            k_descriptor = tma.make_tensor_descriptor(
+                k_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
+            )
+            _bring(keys, k_descriptor, head, first, count, BLOCK_N, HEAD_DIM, STAGES)
+            v_descriptor = tma.make_tensor_descriptor(
+                v_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
+            )
+            _bring(values, v_descriptor, head, first, count, BLOCK_N, HEAD_DIM, STAGES)
+            count += 1
+            for tile in range(first + 1, last):
+                _bring(keys, k_descriptor, head, tile, count, BLOCK_N, HEAD_DIM, STAGES)
+                _bring(values, v_descriptor, head, tile, count, BLOCK_N, HEAD_DIM, STAGES)
+                count += 1
+
+
+@gluon.jit
+def _consume(
+    tensors,
+    q_memory,
+    keys,
+    values,
+    numbers,
+    WHICH: gl.constexpr,  # of the groups of 64 packed queries in the tile
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Four warps that attend 64 packed queries to the tiles."""
+    query, pieces, partial_out, partial_lse = tensors
+    scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
+    k_ring, k_full, k_free = keys
+    v_ring, v_full, v_free = values
+    element: gl.constexpr = query.dtype.element_ty
+    each: gl.constexpr = GROUP * QUERIES
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    factor = LOG2E if SOFT_CAP else scale * LOG2E
+    columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, load_layout))
+    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    piece = gl.program_id(0)
+    count = 0
+    while piece >= 0:
+        entry = pieces + piece * 16
+        head = gl.load(entry + 1)
+        tile = gl.load(entry + 2)
+        first = gl.load(entry + 3)
+        last = gl.load(entry + 4)
+        length = gl.load(entry + 5)
+        row_start = gl.load(entry + 6)
+        row_count = gl.load(entry + 7)
+        slot = gl.load(entry + 8)
+        piece = gl.load(entry + 9)
+        if first < last:
+            # Packed query i belongs to row i // each; its head and position within the row are i % each.
+            packed = tile * BLOCK_M + WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, load_layout))
+            row = row_start + packed // each
+            within = packed % each
+            where = (
+                row.to(gl.int64) * query_row_stride
+                + (head * GROUP + within // QUERIES) * query_head_stride
+                + (within % QUERIES) * query_stride
+            )
+            in_tile = packed < row_count * each
+            if PDL:
+                for line in gl.static_range(0, HEAD_DIM * 2, 128):
+                    _prefetch((query + where).to(gl.int64) + line, in_tile)
+                # Dependents may start once every program is here; they read what earlier kernels wrote, so those must
+                # be done. Nodes were written long before, so that the producer need not wait.
+                gdc_wait()
+                gdc_launch_dependents()
+            q = gl.load(query + where[:, None] + dims[None, :], mask=in_tile[:, None], other=0.0)
+            _barrier()  # the last piece's products have read the queries before
+            q_memory.store(q)
+            fence_async_shared()
+            _barrier()
+
+            whole = length // BLOCK_N  # the tile that needs a mask
+            o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+            stage = count % STAGES
+            phase = count // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            s = warpgroup_mma(q_memory, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            if SOFT_CAP:
+                s = _cap_scores(s * scale, soft_cap)
+            if first == whole:
+                s = gl.where((first * BLOCK_N + columns < length)[None, :], s, -float("inf"))
+            top = gl.max(s, 1) * factor
+            s = gl.exp2(s * factor - top[:, None])
+            total = _sum_of_threads(s, BLOCK_N)
+            total_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+            p = gl.convert_layout(s.to(element), p_layout)
+            mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=first + 1 < last)
+            for at in range(first + 1, last):
+                v_stage = stage
+                v_phase = phase
+                count += 1
+                stage = count % STAGES
+                phase = count // STAGES & 1
+                s_next = warpgroup_mma(
+                    q_memory, k_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                o_next = warpgroup_mma(p, v_ring.index(v_stage), o, is_async=True)
+                s = warpgroup_mma_wait(1, [s_next])
+                mbarrier.arrive(k_free.index(stage), count=1)
+                if SOFT_CAP:
+                    s = _cap_scores(s * scale, soft_cap)
+                if at == whole:
+                    s = gl.where((at * BLOCK_N + columns < length)[None, :], s, -float("inf"))
+                new_top = gl.maximum(top, gl.max(s, 1) * factor)
+                fade = gl.exp2(top - new_top)
+                top = new_top
+                s = gl.exp2(s * factor - top[:, None])
+                total = total * gl.convert_layout(fade, total_rows)[:, None] + _sum_of_threads(s, BLOCK_N)
+                # This wait's branch also keeps the arithmetic above it before the next one: it overlaps the product.
+                mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=at + 1 < last)
+                o = warpgroup_mma_wait(0, [o_next])
+                mbarrier.arrive(v_free.index(v_stage), count=1)
+                p = gl.convert_layout(s.to(element), p_layout)
+                o = o * gl.convert_layout(fade, o_rows)[:, None]
+            mbarrier.wait(v_full.index(stage), phase)
+            o_last = warpgroup_mma(p, v_ring.index(stage), o, is_async=True)
+            o = warpgroup_mma_wait(0, [o_last])
+            mbarrier.arrive(v_free.index(stage), count=1)
+            count += 1
+
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
+            s_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            lse_at = partial_lse + slot.to(gl.int64) * BLOCK_M + s_row
+            gl.store(lse_at, (top + gl.log2(total)) * LN2, mask=tile * BLOCK_M + s_row < row_count * each)
+            o_row = WHICH * 64 + gl.arange(0, 64, layout=o_rows)
+            o_at = (slot.to(gl.int64) * BLOCK_M + o_row)[:, None] * HEAD_DIM
+            o_at += gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))[None, :]
+            o = o * gl.convert_layout(1.0 / total, o_rows)[:, None]
+            gl.store(partial_out + o_at, o, mask=(tile * BLOCK_M + o_row < row_count * each)[:, None])
+        elif PDL:  # who waits for this kernel waits for those before it too
+            gdc_wait()
+
+
+@gluon.jit
+def hopper_node_partials(
+    query,  # these as those of `node_partials`; head_dim is 64 or 128
+    nodes,
+    pieces,
+    partial_out,
+    partial_lse,
+    node_capacity,
+    kv_heads,
+    scale,
+    soft_cap,
+    query_row_stride,
+    query_head_stride,
+    query_stride,
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,  # 128
+    BLOCK_N: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    STAGES: gl.constexpr,  # key and value tiles in flight, at least 2
+    PDL: gl.constexpr,
+):
+    element: gl.constexpr = query.dtype.element_ty
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], element)
+    q_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], element)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_memory = gl.allocate_shared_memory(element, [2, 64, HEAD_DIM], q_tile)
+    k_ring = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, HEAD_DIM], tile)
+    v_ring = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, HEAD_DIM], tile)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    # Of 504 registers for three groups of four warps, those that compute take 240 each.
+    tensors = (query, pieces, partial_out, partial_lse)
+    keys = (k_ring, k_full, k_free)
+    values = (v_ring, v_full, v_free)
+    numbers = (scale, soft_cap, query_row_stride, query_head_stride, query_stride)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    tensors,
+                    q_memory.index(0),
+                    keys,
+                    values,
+                    numbers,
+                    0,
+                    GROUP,
+                    QUERIES,
+                    HEAD_DIM,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    SOFT_CAP,
+                    PDL,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tensors,
+                    q_memory.index(1),
+                    keys,
+                    values,
+                    numbers,
+                    1,
+                    GROUP,
+                    QUERIES,
+                    HEAD_DIM,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    SOFT_CAP,
+                    PDL,
+                ),
+            ),
+            (_produce, (tensors, nodes, keys, values, node_capacity, kv_heads, BLOCK_N, HEAD_DIM, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

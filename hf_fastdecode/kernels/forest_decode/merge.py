@@ -1,0 +1,181 @@
+# mypy: ignore-errors
+"""Merging of partials, in the order of the schedule: the same input and shape give the same bits."""
+
+import triton
+import triton.language as tl
+
+from .triton import LN2, LOG2E
+
+
+@triton.jit
+def pieces_of(
+    row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M: tl.constexpr
+):
+    """Where the partials of queries lie: the first slot, how many follow, and the query's row in each.
+
+    ``row`` and ``head`` (of KV) are scalars or stand beside ``within``, the queries' places among the packed queries
+    of their rows; those that are not ``real`` have no partials.
+    """
+    unit = tl.load(row_units + depth * rows + row)
+    tiles = tl.load(row_tiles + depth * rows + row)
+    offset = tl.load(row_offsets + depth * rows + row)
+    own = unit + head * tiles + (offset + within) // BLOCK_M - offset // BLOCK_M
+    has = tl.where(unit >= 0, real, False)
+    first = tl.load(unit_slots + own, mask=has, other=0)
+    count = tl.load(unit_slots + own + 1, mask=has, other=0) - first
+    return first, count, (offset + within) % BLOCK_M
+
+
+@triton.jit
+def take_pieces(
+    first,
+    count,
+    row_in_tile,
+    partial_out,
+    partial_lse,
+    top,
+    total,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Take queries' partials into their running maximum (base 2), sum and mean: ``[P]``, ``[P]``, ``[P, D]``."""
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < HEAD_DIM
+    for start in range(0, tl.max(count, 0), MERGE):
+        for index in tl.static_range(MERGE):  # loads that do not wait for each other
+            here = start + index < count
+            at = (first + start + index).to(tl.int64) * BLOCK_M + row_in_tile
+            lse = tl.load(partial_lse + at, mask=here, other=-float("inf")) * LOG2E
+            part = tl.load(
+                partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
+            )
+            new_top = tl.maximum(top, lse)
+            fade = tl.exp2(top - new_top)
+            weight = tl.exp2(lse - new_top)
+            total = total * fade + weight
+            acc = acc * fade[:, None] + part * weight[:, None]
+            top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def take_nodes(
+    first,
+    count,
+    row_in_tile,
+    row,
+    head,
+    within,
+    real,
+    rows,
+    row_units,
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    partial_out,
+    partial_lse,
+    top,
+    total,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    MERGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Take all nodes' partials of queries into what was seen of them.
+
+    The first three are what `pieces_of` gives for depth 0: asked for early, those loads need not be waited for here.
+    """
+    if PDL:  # the tables did not need the partials; what follows does
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    top, total, acc = take_pieces(
+        first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+    )
+    for depth in tl.static_range(1, DEPTHS):
+        first, count, row_in_tile = pieces_of(
+            row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+        )
+        top, total, acc = take_pieces(
+            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+        )
+    return top, total, acc
+
+
+@triton.jit
+def merge_partials(
+    slots,  # [rows] int32: -1 for a row that takes no part
+    row_units,  # [depths, rows] int32, these and the following as in `Schedule`
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    partial_out,  # of `node_partials`
+    partial_lse,
+    suffix_out,  # [rows, heads, queries, head_dim] fp32
+    suffix_lse,  # [rows, heads, queries] fp32
+    out,  # [rows, heads, queries, head_dim]
+    out_lse,
+    rows,
+    heads,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,  # queries of a program
+    MERGE: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    real = index < rows * heads * QUERIES
+    row = tl.where(real, index // (heads * QUERIES), 0)
+    head = index // QUERIES % heads
+    within = head % GROUP * QUERIES + index % QUERIES
+    took_part = real & (tl.load(slots + row) >= 0)
+    first, count, row_in_tile = pieces_of(
+        row, head // GROUP, within, took_part, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = index.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    kept = real[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.load(suffix_out + at, mask=kept, other=0.0)
+    top = tl.load(suffix_lse + index, mask=took_part, other=0.0) * LOG2E
+    total = tl.full([TILE], 1.0, tl.float32)
+    top, total, acc = take_nodes(
+        first,
+        count,
+        row_in_tile,
+        row,
+        head // GROUP,
+        within,
+        took_part,
+        rows,
+        row_units,
+        row_offsets,
+        row_tiles,
+        unit_slots,
+        partial_out,
+        partial_lse,
+        top,
+        total,
+        acc,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        DEPTHS,
+        MERGE,
+        PDL,
+    )
+    result = tl.where(took_part[:, None], acc * (1.0 / total)[:, None], 0.0)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=kept)
+    if LSE:
+        tl.store(out_lse + index, tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf")), mask=real)

@@ -1,0 +1,189 @@
+# mypy: ignore-errors
+"""The kernel of suffixes: each row's attention to its own tokens, to which it appends the new ones.
+
+It then waits for the nodes' partials and merges. Where that is left to `merge_partials` its own result is one more
+partial: then it can run beside a kernel of nodes that is busy computing, for which only its last program waits.
+"""
+
+import triton
+import triton.language as tl
+
+from .merge import pieces_of, take_nodes
+from .triton import LN2, LOG2E, aligned, cap_scores, factor_of, scores_of, see
+
+
+@triton.jit
+def _see_one(q, k, v, seen, top, total, acc, scale, soft_cap, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr):
+    """As `see`, for one query ``[1, D]`` and without matrix units."""
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :] * scale
+    if SOFT_CAP:
+        scores = cap_scores(scores, soft_cap)
+    scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    fade = tl.exp2(top - new_top)
+    added = tl.sum(tl.reshape(weights, [BLOCK_N])[:, None] * v.to(tl.float32), 0)
+    return new_top, total * fade + tl.sum(weights, 1), acc * fade[:, None] + added[None, :]
+
+
+@triton.jit
+def attend_suffixes(
+    query,  # [rows, heads, queries, head_dim]
+    new_keys,  # [rows, kv_heads, queries, head_dim]
+    new_values,
+    suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
+    slots,  # [rows] int32: where a row's suffix is stored; -1 for a row that takes no part
+    lengths,  # [rows] int32: tokens in a row's suffix before the new ones
+    row_units,  # [depths, rows] int32, these and the following as in `Schedule`
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    partial_out,  # of `node_partials`
+    partial_lse,
+    own_out,  # [rows, heads, queries, head_dim] fp32: the suffixes' partials
+    own_lse,  # [rows, heads, queries] fp32
+    out,  # [rows, heads, queries, head_dim]
+    out_lse,  # [rows, heads, queries] fp32
+    rows,
+    kv_heads,
+    scale,
+    soft_cap,
+    query_row_stride,
+    query_head_stride,
+    query_stride,
+    new_row_stride,
+    new_head_stride,
+    new_stride,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # packed queries of a row, padded for matrix units; 1 where one is multiplied without them
+    TILE: tl.constexpr,  # packed queries of a row, padded to a power of two
+    BLOCK_Q: tl.constexpr,  # new tokens, padded like BLOCK_P
+    BLOCK_M: tl.constexpr,  # of node_partials
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
+    MERGE: tl.constexpr,  # partials of a query merged at once
+    DEPTHS: tl.constexpr,  # levels of nodes
+    BESIDE: tl.constexpr,  # leave the merge, and `out`, to `merge_partials`
+    SOFT_CAP: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0) % kv_heads
+    row = tl.program_id(0) // kv_heads
+    element = query.dtype.element_ty
+    each: tl.constexpr = GROUP * QUERIES
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < HEAD_DIM
+    within = tl.arange(0, BLOCK_P)
+    real = within < each
+    position = within % QUERIES
+    row64 = row.to(tl.int64)
+    if PDL and BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # What does not depend on other loads comes first: all of it is under way at once.
+    slot = tl.load(slots + row)
+    before = tl.load(lengths + row)
+    base = (slot * tl.load(suffix + 2) + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
+    suffix_keys = aligned(tl.load(suffix) + base, element)
+    suffix_values = aligned(tl.load(suffix + 1) + base, element)
+    where = row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
+    q = tl.load(query + where[:, None] + dims[None, :], mask=real[:, None] & in_dim[None, :], other=0.0)
+    fresh = tl.arange(0, BLOCK_Q)
+    fresh_at = row64 * new_row_stride + head * new_head_stride + fresh[:, None] * new_stride + dims[None, :]
+    kept = (fresh < QUERIES)[:, None] & in_dim[None, :]
+    new_k = tl.load(new_keys + fresh_at, mask=kept, other=0.0)
+    new_v = tl.load(new_values + fresh_at, mask=kept, other=0.0)
+    took_part = slot >= 0
+    if took_part == 0:
+        before = 0
+
+    factor = factor_of(scale, SOFT_CAP)
+    top = tl.full([BLOCK_P], -1e30, tl.float32)  # so low that it counts for nothing, but no infinity less an infinity
+    total = tl.zeros([BLOCK_P], tl.float32)
+    acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    MERGES: tl.constexpr = DEPTHS > 0 and not BESIDE
+    THROUGH_MEMORY: tl.constexpr = MERGES and TILE != BLOCK_P
+    WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
+    index = tl.arange(0, WIDTH)
+    mine = tl.where(took_part, index < each, False)
+    if MERGES:
+        first, count, row_in_tile = pieces_of(
+            row, head, index, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+        )
+    for start in tl.range(0, before, BLOCK_N, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK_N)
+        seen = token < before
+        at = token[:, None] * HEAD_DIM + dims[None, :]
+        k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        if BLOCK_P == 1:  # one query: matrix units would compute fifteen rows of nothing
+            top, total, acc = _see_one(q, k, v, seen, top, total, acc, scale, soft_cap, BLOCK_N, SOFT_CAP)
+        else:
+            scores = tl.where(seen[None, :], scores_of(q, k, scale, soft_cap, SOFT_CAP), -float("inf"))
+            top, total, acc = see(scores, factor, v, top, total, acc, element)
+
+    # The new tokens go to the end of the suffix; their own keys and values are used from where they are.
+    if BLOCK_P == 1:
+        top, total, acc = _see_one(q, new_k, new_v, fresh < 1, top, total, acc, scale, soft_cap, 1, SOFT_CAP)
+    else:
+        scores = scores_of(q, new_k, scale, soft_cap, SOFT_CAP)
+        scores = tl.where(fresh[None, :] <= position[:, None], scores, -float("inf"))
+        top, total, acc = see(scores, factor, new_v, top, total, acc, element)
+    if took_part:
+        place = (before + fresh)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(suffix_keys + place, new_k, mask=kept)
+        tl.store(suffix_values + place, new_v, mask=kept)
+
+    # From fractions of what was seen to the operator's result, or to a partial.
+    first_query = (row64 * kv_heads + head) * each
+    if BESIDE or THROUGH_MEMORY:
+        at = first_query + within
+        tl.store(own_lse + at, (top + tl.log2(total)) * LN2, mask=real)
+        result = acc * (1.0 / total)[:, None]
+        tl.store(own_out + at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
+    if BESIDE:
+        if PDL and tl.program_id(0) == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()  # who waits for this kernel waits for the nodes' too
+    else:
+        at = first_query + index
+        kept = (index < each)[:, None] & in_dim[None, :]
+        if THROUGH_MEMORY:  # which no other program touches: there the padding is left behind
+            tl.debug_barrier()
+            top = tl.load(own_lse + at, mask=index < each, other=0.0) * LOG2E
+            total = tl.full([WIDTH], 1.0, tl.float32)
+            acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
+        if MERGES:
+            top, total, acc = take_nodes(
+                first,
+                count,
+                row_in_tile,
+                row,
+                head,
+                index,
+                mine,
+                rows,
+                row_units,
+                row_offsets,
+                row_tiles,
+                unit_slots,
+                partial_out,
+                partial_lse,
+                top,
+                total,
+                acc,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_M,
+                DEPTHS,
+                MERGE,
+                PDL,
+            )
+        result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
+        tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
+        if LSE:
+            lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
+            tl.store(out_lse + at, lse, mask=index < each)
