@@ -68,6 +68,11 @@ def costs_of(device: torch.device) -> Costs:
     return estimated_costs(properties.multi_processor_count, memory_bandwidth(properties))
 
 
+def prefill_rate(device: torch.device) -> float:
+    """Floating-point operations a second of large matrix products: what prefill reaches at best."""
+    return costs_of(device).kernels.rate
+
+
 def estimated_costs(multiprocessors: int, bandwidth: float | None) -> Costs:
     """Constants for a device that was not measured.
 

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..attention.costs import prefill_rate
+from ..attention.dispatch import PLAIN, Choice, Heads, choose
+from ..attention.forest import Forest
 from ..attention.interface import UnsupportedAttentionError
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
@@ -117,6 +120,8 @@ def _start(
     # Captured steps are faster than stock's whatever is shared.
     if given is None and saved < least and call.mode == "eager":
         raise NotSharedError(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", logging.INFO)
+    if given is None and call.mode == "eager" and (choice := plain_is_faster(model, plan.forest, max_suffix)):
+        raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
     call.rows, call.padded_length, call.forest = len(input_ids), width, repr(plan.forest)
@@ -137,6 +142,30 @@ def _start(
         return Start(cache, output.logits[:, -1], positions + 1, fed, width)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
     return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed, width)
+
+
+def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:
+    """The cost model's choice where it is plain decoding and outweighs what sharing saves of the prefill.
+
+    Args:
+        model: The model.
+        forest: What the prompts share.
+        new_tokens: Most tokens that a row will draw.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if model.device.type != "cuda" or model.dtype.itemsize != 2:
+        return None
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    choice = choose(forest, new_tokens / 2, Heads(heads, kv_heads, head_dim), model.device)
+    if choice.name != PLAIN:
+        return None
+    best = min(seconds for name, seconds in choice.seconds.items() if name != PLAIN)
+    lost = (best - choice.seconds[PLAIN]) * config.num_hidden_layers * new_tokens
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
+    return choice if lost > saved else None
 
 
 def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:

@@ -13,6 +13,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode.attention.dispatch import Choice
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.generation import start
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 
@@ -295,6 +298,25 @@ def test_processes_that_must_keep_step_run_stock(model):
     assert call.path == "stock"
     assert "synced_gpus=True" in call.reason
     assert torch.equal(shared, stock)
+
+
+@pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
+def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
+    """Where the cost model has plain decoding faster, sharing must save more of the prefill than it loses."""
+    forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
+    times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
+    monkeypatch.setattr(start, "choose", lambda *_: Choice("plain", times))
+    monkeypatch.setattr(start, "prefill_rate", lambda _: 1e14)
+
+    class Gpu:
+        device, dtype, config = torch.device("cuda"), torch.bfloat16, model.config
+        parameters = model.parameters
+
+    choice = start.plain_is_faster(Gpu(), forest, 64)
+    assert (choice is not None) == stock
+    monkeypatch.setattr(start, "choose", lambda *_: Choice("kernels", times))
+    assert start.plain_is_faster(Gpu(), forest, 64) is None
+    assert start.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
 
 
 def test_a_message_comes_once(model, caplog):
