@@ -247,7 +247,7 @@ def test_the_environment_stands_in_for_auto(model, monkeypatch):
         model.generate(**PROMPT, **SAMPLING)
         assert "plain" not in "".join(fd.explain(model).last_call.layers)
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "warp")
-    with pytest.raises(ValueError, match="HF_FASTDECODE_BACKEND must be one of auto, .* got 'warp'"):
+    with pytest.raises(ValueError, match=r"HF_FASTDECODE_BACKEND must be one of auto, .* got 'warp'"):
         fd.enable(model)
 
 

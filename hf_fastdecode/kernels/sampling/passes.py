@@ -19,9 +19,10 @@ def read(source, token, valid, FORM: tl.constexpr):
     """Logits as the model gave them, and after penalty and suppression; both fp32."""
     logits, seen, eos_ids, early, penalty, inverse_penalty = source
     if valid is None:
-        raw = tl.maximum(tl.load(logits + token).to(tl.float32), LOW)
+        given = tl.load(logits + token).to(tl.float32)
     else:
-        raw = tl.maximum(tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32), LOW)
+        given = tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32)
+    raw = tl.where(given > LOW, given, LOW)  # not a maximum: Triton's versions differ in what that makes of NaN
     value = raw
     if FORM.penalty:
         if valid is None:
