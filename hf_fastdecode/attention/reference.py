@@ -9,7 +9,13 @@ from .kv import ForestKV
 
 
 def forest_attention(
-    query: Tensor, kv: ForestKV, scale: float | None = None, *, softcap: float | None = None
+    query: Tensor,
+    kv: ForestKV,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend each row's queries to its path of nodes and its suffix, in fp64.
 
@@ -21,6 +27,8 @@ def forest_attention(
         kv: Keys and values, any dtype.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+        window: When given, a query sees only the last ``window`` tokens up to its own position.
+        sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
 
     Returns:
         ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, both fp64.
@@ -40,8 +48,14 @@ def forest_attention(
             scores = softcap * torch.tanh(scores / softcap)
         context = keys.shape[1] - own
         last_seen = context + own - queries + torch.arange(queries, device=query.device)
-        hidden = torch.arange(keys.shape[1], device=query.device) > last_seen[:, None]
+        position = torch.arange(keys.shape[1], device=query.device)
+        hidden = position > last_seen[:, None]
+        if window is not None:
+            hidden = hidden | (position <= last_seen[:, None] - window)
         scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)
+            values = torch.cat([values, values.new_zeros(values.shape[0], 1, values.shape[2])], dim=1)
         outs.append(torch.softmax(scores, -1).nan_to_num(0.0) @ values.repeat_interleave(group, 0))
         lses.append(torch.logsumexp(scores, -1))
     return torch.stack(outs), torch.stack(lses)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -16,7 +17,14 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
 from hf_fastdecode.kernels.forest_decode.limits import multiprocessors, refusal
 
-from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
+from ..attention.forests import (
+    assert_error_rule,
+    make_inputs,
+    own_keys_and_values,
+    pytorch_attention,
+    pytorch_lse,
+    random_forest,
+)
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
@@ -34,6 +42,8 @@ def decode(
     config: Config | None = None,
     slots: Tensor | None = None,
     capacity: Capacity | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
     rows, heads, queries, head_dim = query.shape
@@ -73,6 +83,8 @@ def decode(
         config,
         scale=head_dim**-0.5,
         soft_cap=softcap,
+        window=window,
+        sinks=sinks,
         return_lse=True,
     )
     for whole, part in zip(stored, new, strict=True):
@@ -90,6 +102,49 @@ def check(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: 
     yardstick = pytorch_attention(query, kv, softcap=softcap)
     assert_error_rule(out, yardstick, oracle, oracle_lse)
     assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
+
+
+def pytorch_with_mask(query: Tensor, kv: ForestKV, window: int | None, sinks: Tensor | None):
+    """PyTorch's attention under a mask that hides what a window does, with a sink as a key of zeros; and its LSE."""
+    heads, queries, head_dim = query.shape[1:]
+    outs, lses = [], []
+    for row, own in enumerate(query):
+        keys, values = (part.repeat_interleave(heads // part.shape[0], 0) for part in own_keys_and_values(kv, row))
+        length = keys.shape[1]
+        age = length - queries + torch.arange(queries, device=query.device)[:, None]
+        age = age - torch.arange(length, device=query.device)
+        hidden = (age < 0) | (age >= (window or length + 1))
+        bias = torch.zeros(heads, queries, length, device=query.device).masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            bias = torch.cat([bias, sinks[:, None, None].expand(-1, queries, 1)], dim=2)
+            keys, values = (F.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        outs.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=bias.to(query.dtype)))
+        lses.append(torch.logsumexp(own.float() @ keys.float().mT * head_dim**-0.5 + bias, -1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 2, 40, 150, 10**6])
+def test_windows_and_sinks(window, sinks, queries):
+    """A window may end in the new tokens, in the suffix, or in a node at any depth."""
+    if window is None and not sinks:
+        pytest.skip("is what other tests do")
+    device = "cpu" if INTERPRETED else "cuda"
+    rows, longest = (7, 60) if INTERPRETED else (70, 500)
+    forest = random_forest(random.Random(5), rows, 3, longest=longest)
+    assert len(forest.levels) == 3
+    lengths = [queries + 9 * row % 50 for row in range(rows)]
+    head_dim = 16 if INTERPRETED else 128
+    options = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "queries": queries, "dtype": torch.half}
+    query, kv = make_inputs(forest, lengths, **options, device=device)
+    sink = torch.linspace(-3, 6, 8, device=device).half().float() if sinks else None
+    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2)) if INTERPRETED else None
+    out, lse = decode(query, kv, config=config, window=window, sinks=sink)
+    oracle, oracle_lse = reference.forest_attention(query, kv, window=window, sinks=sink)
+    yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, sink)
+    assert_error_rule(out, yardstick, oracle, oracle_lse)
+    assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
 
 
 # Queries at once, query heads of a KV head, KV heads, head_dim.
@@ -137,7 +192,7 @@ def test_random_forests_interpreted(seed):
     query, kv, softcap = random_case(seed, "cpu")
     beside = seed % 2 == 1  # by the third kernel
     suffix = SuffixConfig(merge=2, beside=beside, merge_tile=2)
-    config = Config(16, block_n=16, overlap=False, suffix=suffix)
+    config = Config(16, block_n=16, overlap=False, suffix=suffix if seed % 4 else None)
     check(query, kv, softcap=softcap, config=config)
 
 
@@ -383,7 +438,12 @@ def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
         model.generate(**ragged_prompts(80), num_return_sequences=2, max_new_tokens=3, do_sample=True)
 
 
-def test_no_nodes():
+@pytest.mark.parametrize("capacity", [None, Capacity(2, 0, 3)])
+def test_no_nodes(capacity):
     query, kv = make_inputs(Forest(3), 5, heads=2, kv_heads=1, head_dim=16, device="cpu" if INTERPRETED else "cuda")
     half = ForestKV(kv.forest, [], Segment(*(part.half() for part in kv.suffix)), 5)
-    check(query.half(), half, config=Config(16, overlap=False))
+    query, config = query.half(), Config(16, overlap=not INTERPRETED)
+    out, lse = decode(query, half, config=config, capacity=capacity)
+    oracle, oracle_lse = reference.forest_attention(query, half)
+    assert_error_rule(out, pytorch_attention(query, half), oracle, oracle_lse)
+    assert_error_rule(lse, pytorch_lse(query, half), oracle_lse, oracle_lse)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
+from .limits import shared_memory
 from .merge import merge_partials
 from .schedule import Schedule
 from .suffix import attend_suffixes
@@ -31,6 +32,8 @@ def forest_decode(
     *,
     scale: float,
     soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
@@ -53,6 +56,10 @@ def forest_decode(
         config: Launch parameters; its blocks are the schedule's.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
+        window: When given, a query sees only so many tokens of its row, of which it is itself the last: first those of
+            the nodes, in order of depth, then the suffix and the new ones.
+        sinks: ``[heads]`` fp32: when given, a score of each query head that adds to the softmax's denominator, and to
+            the log-sum-exp, but stands for no key.
         return_lse: Also return the log-sum-exp.
 
     Returns:
@@ -73,13 +80,27 @@ def forest_decode(
     overlap = config.overlap and schedule.piece_count > 0 and query.is_cuda
     launch: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     depths = schedule.row_units.shape[0]
-    own = config.suffix or choose_suffix_config(rows, kv_heads, each, head_dim, queries)
+    memory = shared_memory(query.device)
+    own = config.suffix or choose_suffix_config(rows, kv_heads, group, queries, head_dim, shared_memory=memory)
     beside = own.beside and depths > 0
     shape = {"GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim}
     block_d = max(16, triton.next_power_of_2(head_dim))
     if schedule.piece_count:
         _attend_nodes(
-            query, nodes, schedule, partial_out, partial_lse, config, kv_heads, scale, soft_cap, shape, block_d, launch
+            query,
+            nodes,
+            schedule,
+            partial_out,
+            partial_lse,
+            config,
+            kv_heads,
+            scale,
+            soft_cap,
+            window,
+            lengths,
+            shape,
+            block_d,
+            launch,
         )
     unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
     # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
@@ -102,10 +123,12 @@ def forest_decode(
         own_lse,
         out,
         lse if lse is not None else out,
+        sinks if sinks is not None else out,
         rows,
         kv_heads,
         scale,
         soft_cap or 0.0,
+        window or 0,
         *query.stride()[:3],
         *new_keys.stride()[:3],
         **shape,
@@ -120,6 +143,8 @@ def forest_decode(
         DEPTHS=depths,
         BESIDE=beside,
         SOFT_CAP=soft_cap is not None,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
         LSE=return_lse,
         PDL=overlap,
         num_warps=own.warps,
@@ -161,13 +186,15 @@ def _attend_nodes(
     kv_heads: int,
     scale: float,
     soft_cap: float | None,
+    window: int | None,
+    lengths: Tensor,
     shape: dict[str, int],
     block_d: int,
     launch: dict[str, Any],
 ) -> None:
     """Launch the kernel of nodes."""
-    tensors = (query, nodes, schedule.pieces, partial_out, partial_lse, nodes.shape[1])
-    numbers = (scale, soft_cap or 0.0, *query.stride()[:3])
+    tensors = (query, nodes, schedule.pieces, partial_out, partial_lse)
+    strides = query.stride()[:3]
     options = shape | {
         "BLOCK_M": schedule.block_m,
         "BLOCK_N": schedule.block_n,
@@ -175,20 +202,35 @@ def _attend_nodes(
         "STAGES": config.stages,
         "PDL": bool(launch),
     }
-    if not config.hopper:
+    if not config.hopper or window is not None:
         node_partials[(schedule.programs,)](
             *tensors,
-            *numbers,
+            schedule.contexts,
+            lengths,
+            nodes.shape[1],
+            scale,
+            soft_cap or 0.0,
+            window or 0,
+            *strides,
             **options,
             BLOCK_D=block_d,
+            WINDOW=window is not None,
             PREFETCH=config.prefetch,
-            num_warps=config.warps,
+            num_warps=8 if config.hopper else config.warps,
             **launch,
         )
         return
 
-    def launch_hopper() -> None:
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=query.device))
-        hopper_kernel()[(schedule.programs,)](*tensors, kv_heads, *numbers, **options, num_warps=4, **launch)
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        if size > schedule.scratch.nbytes:
+            raise RuntimeError(
+                f"a launch needs {size} bytes for descriptors, but its schedule has {schedule.scratch.nbytes}"
+            )
+        return schedule.scratch
 
-    copy_context().run(launch_hopper)  # the allocator, of the copy engine's descriptors, is this launch's alone
+    def launch_hopper() -> None:
+        triton.set_allocator(scratch)
+        numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
+        hopper_kernel()[(schedule.programs,)](*tensors, *numbers, *strides, **options, num_warps=4, **launch)
+
+    copy_context().run(launch_hopper)  # elsewhere Triton's allocator stays what it is

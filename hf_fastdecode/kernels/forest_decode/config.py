@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -98,35 +99,53 @@ def choose_config(
     return config
 
 
-def choose_suffix_config(rows: int, kv_heads: int, each: int, head_dim: int, queries: int = 1) -> SuffixConfig:
+# For up to so many programs: the fewer they are, the more each must load at once.
+_ONE_QUERY = (
+    (64, SuffixConfig(128, warps=8, stages=1, merge=8)),
+    (256, SuffixConfig(32, warps=1, stages=2, merge=8)),
+    (1024, SuffixConfig(16, warps=1, stages=2, merge=8)),
+    (2**31, SuffixConfig(16, warps=1, stages=1)),
+)
+_QUERIES = (
+    (128, SuffixConfig(64, warps=4, stages=3, merge=32)),
+    (256, SuffixConfig(64, warps=4, stages=3)),
+    (512, SuffixConfig(64, warps=2, stages=2)),
+    (2**31, SuffixConfig(16, warps=1, stages=2)),
+)
+
+
+def choose_suffix_config(
+    rows: int, kv_heads: int, group: int, queries: int, head_dim: int, *, shared_memory: int = 227 * 1024
+) -> SuffixConfig:
     """Launch parameters as measured on an H200.
 
     Args:
         rows: Rows of the batch.
         kv_heads: KV heads of the layer.
-        each: Packed queries of one row for one KV head.
-        head_dim: Numbers per head.
+        group: Query heads of a KV head.
         queries: Tokens of a row in the step.
+        head_dim: Numbers per head.
+        shared_memory: Bytes that a program may take.
     """
-    programs = rows * kv_heads
+    programs, each = rows * kv_heads, group * queries
     if each == 1:
-        config = SuffixConfig(stages=2, merge=8) if programs <= 1024 else SuffixConfig(stages=1)
-    elif programs <= 64:  # few run at once: each loads much
-        config = SuffixConfig(warps=4, stages=3, merge=32)
-    elif programs <= 256:
-        config = SuffixConfig(warps=2)
-    elif programs * each >= 8192 and queries == 1:  # Triton 3.6 cannot compile the third launch for more
-        config = SuffixConfig(merge=2, beside=True)
+        config = next(config for most, config in _ONE_QUERY if programs <= most)
     else:
-        config = SuffixConfig()
+        config = next(config for most, config in _QUERIES if programs <= most)
+        if programs * each >= 8192 and queries == 1:  # Triton 3.6 cannot compile `merge_partials` for more
+            config = replace(config, merge=2, beside=True)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
     wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
-    return replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
+    config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
+    row = 4 * triton.next_power_of_2(head_dim)  # bytes of a token's key and value
+    while config.block_n > 16 and row * config.block_n * (config.stages + 1) > shared_memory:
+        config = replace(config, block_n=config.block_n // 2)
+    return config
 
 
 def _is_hopper(device: torch.device | None) -> bool:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     return compute_capability(device or torch.device("cuda", torch.cuda.current_device()))[0] == 9
 

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
 
 
@@ -84,9 +83,10 @@ def _produce(
     count = 0
     # A program's first piece most often is of the first node, whose addresses need not wait for it.
     known = 0
-    key_address = gl.load(nodes)
-    value_address = gl.load(nodes + node_capacity)
-    stride = gl.load(nodes + 2 * node_capacity)
+    some = node_capacity > 0  # the table may be empty
+    key_address = gl.load(nodes, mask=some, other=0)
+    value_address = gl.load(nodes + node_capacity, mask=some, other=0)
+    stride = gl.load(nodes + 2 * node_capacity, mask=some, other=0)
     while piece >= 0:
         entry = pieces + piece * 16
         node = gl.load(entry)
@@ -254,7 +254,7 @@ def _consume(
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
             s_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             lse_at = partial_lse + slot.to(gl.int64) * BLOCK_M + s_row
-            gl.store(lse_at, (top + gl.log2(total)) * LN2, mask=tile * BLOCK_M + s_row < row_count * each)
+            gl.store(lse_at, top + gl.log2(total), mask=tile * BLOCK_M + s_row < row_count * each)
             o_row = WHICH * 64 + gl.arange(0, 64, layout=o_rows)
             o_at = (slot.to(gl.int64) * BLOCK_M + o_row)[:, None] * HEAD_DIM
             o_at += gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))[None, :]

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .triton import LN2, LOG2E
+from .triton import LN2
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def take_pieces(
         for index in tl.static_range(MERGE):  # loads that do not wait for each other
             here = start + index < count
             at = (first + start + index).to(tl.int64) * BLOCK_M + row_in_tile
-            lse = tl.load(partial_lse + at, mask=here, other=-float("inf")) * LOG2E
+            lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
                 partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
             )
@@ -117,7 +117,7 @@ def merge_partials(
     partial_out,  # of `node_partials`
     partial_lse,
     suffix_out,  # [rows, heads, queries, head_dim] fp32
-    suffix_lse,  # [rows, heads, queries] fp32
+    suffix_lse,  # [rows, heads, queries] fp32, base 2
     out,  # [rows, heads, queries, head_dim]
     out_lse,
     rows,
@@ -148,7 +148,7 @@ def merge_partials(
     at = index.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     kept = real[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(suffix_out + at, mask=kept, other=0.0)
-    top = tl.load(suffix_lse + index, mask=took_part, other=0.0) * LOG2E
+    top = tl.load(suffix_lse + index, mask=took_part, other=0.0)
     total = tl.full([TILE], 1.0, tl.float32)
     top, total, acc = take_nodes(
         first,

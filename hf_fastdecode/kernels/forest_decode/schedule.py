@@ -42,6 +42,7 @@ PIECE = (
     "row_count",
     "slot",  # where the partial goes
     "next",  # the program's next piece, or -1
+    "position",  # tokens before the node on the way to it
 )
 """The columns of a row of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
 
@@ -75,6 +76,9 @@ class Schedule:
         row_units: ``[depths, rows]``: the unit of KV head 0 that holds the row's first packed query; -1 without one.
         row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
         row_tiles: ``[depths, rows]``: query tiles of the row's node.
+        contexts: ``[rows]``: tokens of the row's nodes.
+        scratch: Bytes for the programs of one launch at a time: descriptors, which must stay where they are while the
+            kernels that follow already run.
         queries: Packed queries of one row for one KV head: query heads of the group times query length.
         block_m: Packed queries of a tile.
         block_n: Keys of a tile.
@@ -86,6 +90,8 @@ class Schedule:
     row_units: Tensor
     row_offsets: Tensor
     row_tiles: Tensor
+    contexts: Tensor
+    scratch: Tensor
     queries: int
     block_m: int
     block_n: int
@@ -101,7 +107,7 @@ class Schedule:
         Args:
             other: Made with the same capacity, rows, queries, blocks and programs.
         """
-        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles"):
+        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
@@ -137,6 +143,12 @@ def make_schedule(
     unit_base = np.concatenate([[0], np.cumsum(units_of_node)]).astype(np.int64)
     unit_node = np.repeat(np.arange(len(nodes)), units_of_node)
     unit_in_node = np.arange(unit_base[-1]) - unit_base[unit_node]
+    contexts = np.zeros(rows, dtype=np.int64)
+    position = np.zeros(len(nodes), dtype=np.int64)
+    for index, shape in enumerate(nodes):
+        position[index] = contexts[shape.row_start]
+        contexts[shape.row_start : shape.row_start + shape.row_count] += shape.length
+
     work = _cut(key_tiles[unit_node], units_of_node, programs)
     count, total = len(work.unit), len(unit_node)
     launched, room, unit_room = int(work.program.max(initial=-1)) + 1, count, total + 1
@@ -157,7 +169,7 @@ def make_schedule(
         tiles = query_tiles[node]
         shapes = np.array([(shape.length, shape.row_start, shape.row_count) for shape in nodes], dtype=np.int64)
         head, tile = np.divmod(unit_in_node[work.unit], tiles)
-        columns = [node, head, tile, work.begin, work.end, shapes[node], np.arange(count), following]
+        columns = [node, head, tile, work.begin, work.end, shapes[node], np.arange(count), following, position[node]]
         pieces[row_of_slot, : len(PIECE)] = np.column_stack(columns)
 
     row_units = np.full((depths, rows), -1, dtype=np.int64)
@@ -182,12 +194,16 @@ def make_schedule(
         row_units=table(row_units),
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
+        contexts=table(contexts),
+        scratch=torch.empty(launched * _SCRATCH, dtype=torch.int8, device=device),
         queries=queries,
         block_m=block_m,
         block_n=block_n,
         programs=launched,
     )
 
+
+_SCRATCH = 512  # bytes of a program: two descriptors of 128, as Triton aligns them
 
 # What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
 _PIECE_COST = 2

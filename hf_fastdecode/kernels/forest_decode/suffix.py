@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .merge import pieces_of, take_nodes
-from .triton import LN2, LOG2E, aligned, cap_scores, factor_of, scores_of, see
+from .triton import LN2, LOG2E, LOWEST, aligned, cap_scores, factor_of, scores_of, see
 
 
 @triton.jit
@@ -41,13 +41,15 @@ def attend_suffixes(
     partial_out,  # of `node_partials`
     partial_lse,
     own_out,  # [rows, heads, queries, head_dim] fp32: the suffixes' partials
-    own_lse,  # [rows, heads, queries] fp32
+    own_lse,  # [rows, heads, queries] fp32, base 2
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
+    sinks,  # [heads] fp32: with SINKS, a score of each head that is of no key
     rows,
     kv_heads,
     scale,
     soft_cap,
+    window,  # with WINDOW, a query sees so many tokens, of which it is the last
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -68,6 +70,8 @@ def attend_suffixes(
     DEPTHS: tl.constexpr,  # levels of nodes
     BESIDE: tl.constexpr,  # leave the merge, and `out`, to `merge_partials`
     SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -102,8 +106,11 @@ def attend_suffixes(
         before = 0
 
     factor = factor_of(scale, SOFT_CAP)
-    top = tl.full([BLOCK_P], -1e30, tl.float32)  # so low that it counts for nothing, but no infinity less an infinity
+    top = tl.full([BLOCK_P], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_P], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head * GROUP + within // QUERIES, mask=real, other=0.0) * LOG2E
+        total += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     MERGES: tl.constexpr = DEPTHS > 0 and not BESIDE
     THROUGH_MEMORY: tl.constexpr = MERGES and TILE != BLOCK_P
@@ -114,9 +121,11 @@ def attend_suffixes(
         first, count, row_in_tile = pieces_of(
             row, head, index, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
         )
-    for start in tl.range(0, before, BLOCK_N, num_stages=STAGES):
+    # Of the suffix, query j sees tokens from `oldest + j` on.
+    oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
+    for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
-        seen = token < before
+        seen = (token >= oldest) & (token < before) if WINDOW else token < before
         at = token[:, None] * HEAD_DIM + dims[None, :]
         k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
@@ -124,6 +133,8 @@ def attend_suffixes(
             top, total, acc = _see_one(q, k, v, seen, top, total, acc, scale, soft_cap, BLOCK_N, SOFT_CAP)
         else:
             scores = tl.where(seen[None, :], scores_of(q, k, scale, soft_cap, SOFT_CAP), -float("inf"))
+            if WINDOW and QUERIES > 1:
+                scores = tl.where(token[None, :] > (before + position - window)[:, None], scores, -float("inf"))
             top, total, acc = see(scores, factor, v, top, total, acc, element)
 
     # The new tokens go to the end of the suffix; their own keys and values are used from where they are.
@@ -132,6 +143,8 @@ def attend_suffixes(
     else:
         scores = scores_of(q, new_k, scale, soft_cap, SOFT_CAP)
         scores = tl.where(fresh[None, :] <= position[:, None], scores, -float("inf"))
+        if WINDOW and QUERIES > 1:
+            scores = tl.where(fresh[None, :] > (position - window)[:, None], scores, -float("inf"))
         top, total, acc = see(scores, factor, new_v, top, total, acc, element)
     if took_part:
         place = (before + fresh)[:, None] * HEAD_DIM + dims[None, :]
@@ -142,7 +155,7 @@ def attend_suffixes(
     first_query = (row64 * kv_heads + head) * each
     if BESIDE or THROUGH_MEMORY:
         at = first_query + within
-        tl.store(own_lse + at, (top + tl.log2(total)) * LN2, mask=real)
+        tl.store(own_lse + at, top + tl.log2(total), mask=real)
         result = acc * (1.0 / total)[:, None]
         tl.store(own_out + at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
     if BESIDE:
@@ -153,7 +166,7 @@ def attend_suffixes(
         kept = (index < each)[:, None] & in_dim[None, :]
         if THROUGH_MEMORY:  # which no other program touches: there the padding is left behind
             tl.debug_barrier()
-            top = tl.load(own_lse + at, mask=index < each, other=0.0) * LOG2E
+            top = tl.load(own_lse + at, mask=index < each, other=0.0)
             total = tl.full([WIDTH], 1.0, tl.float32)
             acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
         if MERGES:

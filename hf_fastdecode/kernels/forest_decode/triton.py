@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # a running maximum before anything was seen: no infinity, which less itself is no number
 
 
 @triton.jit
@@ -76,10 +77,13 @@ def node_partials(
     nodes,  # [3, node_capacity] int64: addresses of a node's keys, of its values, elements between its KV heads
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
-    partial_lse,  # [pieces, BLOCK_M] fp32, natural log
+    partial_lse,  # [pieces, BLOCK_M] fp32, in base 2 as all in the workspace: nothing is rounded on the way
+    contexts,  # [rows] int32: tokens of a row's nodes; this, the next and `window` only with WINDOW
+    lengths,  # [rows] int32: tokens in a row's suffix before the new ones
     node_capacity,
     scale,
     soft_cap,
+    window,  # a query sees so many tokens, of which it is the last
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -90,6 +94,7 @@ def node_partials(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,  # with PDL, key tiles of a program's first piece that are asked for before the wait
     PDL: tl.constexpr,
@@ -101,9 +106,10 @@ def node_partials(
     factor = factor_of(scale, SOFT_CAP)
     # A program's first piece most often is of the first node, whose addresses need not wait for it.
     known = 0
-    key_address = tl.load(nodes)
-    value_address = tl.load(nodes + node_capacity)
-    stride = tl.load(nodes + 2 * node_capacity)
+    some = node_capacity > 0  # the table may be empty
+    key_address = tl.load(nodes, mask=some, other=0)
+    value_address = tl.load(nodes + node_capacity, mask=some, other=0)
+    stride = tl.load(nodes + 2 * node_capacity, mask=some, other=0)
     # Everything but the addresses stands in the piece's own row: fewer loads wait for each other.
     entry = pieces + tl.program_id(0) * 16
     node = tl.load(entry)
@@ -116,7 +122,8 @@ def node_partials(
     row_count = tl.load(entry + 7)
     slot = tl.load(entry + 8)
     following = tl.load(entry + 9)
-    if PREFETCH > 0 and PDL and node == 0:
+    position = tl.load(entry + 10)
+    if PREFETCH > 0 and PDL and not WINDOW and node == 0:
         # Nodes were written long before the kernel that this one overlaps: their tiles need not wait for it.
         line = tl.arange(0, PREFETCH * BLOCK_N * BLOCK_D // 64) * 128
         skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
@@ -153,10 +160,14 @@ def node_partials(
             tl.extra.cuda.gdc_launch_dependents()
         q = tl.load(query + where[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
 
-        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        top = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         whole = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
+        if WINDOW:  # the first key that each query sees; tiles before the first of them all are skipped
+            own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
+            oldest = own + within % QUERIES - window + 1 - position
+            first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
         step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # a node may hold more numbers than 32 bits count
         for key_tile in tl.range(first, whole, num_stages=STAGES):
@@ -167,6 +178,9 @@ def node_partials(
                 k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
                 v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
             scores = scores_of(q, k, scale, soft_cap, SOFT_CAP)
+            if WINDOW:
+                key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
             top, total, acc = see(scores, factor, v, top, total, acc, element)
         if whole < last:
             seen = whole * BLOCK_N + tl.arange(0, BLOCK_N) < length
@@ -174,10 +188,16 @@ def node_partials(
             v = tl.load(values + whole * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
             scores = scores_of(q, k, scale, soft_cap, SOFT_CAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
+            if WINDOW:
+                last_key = whole * BLOCK_N + tl.arange(0, BLOCK_N)
+                scores = tl.where(last_key[None, :] >= oldest[:, None], scores, -float("inf"))
             top, total, acc = see(scores, factor, v, top, total, acc, element)
 
         at_row = slot * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        tl.store(partial_lse + at_row, (top + tl.log2(total)) * LN2, mask=in_tile)
+        # Under a window a query may see nothing of a piece.
+        saw = total > 0
+        total = tl.where(saw, total, 1.0)
+        tl.store(partial_lse + at_row, tl.where(saw, top + tl.log2(total), -float("inf")), mask=in_tile)
         result = acc * (1.0 / total)[:, None]
         kept = in_tile[:, None] & in_dim[None, :]
         tl.store(partial_out + at_row[:, None] * HEAD_DIM + dims[None, :], result, mask=kept)
@@ -193,3 +213,4 @@ def node_partials(
         row_count = tl.load(entry + 7)
         slot = tl.load(entry + 8)
         following = tl.load(entry + 9)
+        position = tl.load(entry + 10)
