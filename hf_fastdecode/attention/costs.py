@@ -48,11 +48,12 @@ class Costs:
         )
 
 
-# Least squares over the rows of bench/results/ops.csv; `python -m hf_fastdecode.bench.calibrate` makes them.
+# Read off operators timed alone on an H200 (cold L2, in a graph): 1 to 1024 rows, contexts of 2K to 64K tokens.
+# `python -m hf_fastdecode.bench.calibrate` fits them to the rows of `bench ops`.
 _H200 = Costs(
-    kernels=Candidate(launch=9e-6, bandwidth=3.6e12, suffix_bandwidth=3.6e12, rate=5.5e14),
-    library=Candidate(launch=12e-6, bandwidth=2.5e12, suffix_bandwidth=2.5e12, rate=4.5e14),
-    plain=Candidate(launch=8e-6, bandwidth=3.8e12, suffix_bandwidth=3.8e12),
+    kernels=Candidate(launch=7e-6, bandwidth=4.2e12, suffix_bandwidth=4.2e12, rate=5.2e14),
+    library=Candidate(launch=12e-6, bandwidth=3.7e12, suffix_bandwidth=2.5e12, rate=6.5e14),
+    plain=Candidate(launch=12e-6, bandwidth=3.2e12, suffix_bandwidth=3.2e12),
 )
 _MEASURED = {"NVIDIA H200": _H200}
 # What the estimate for other devices is relative to.

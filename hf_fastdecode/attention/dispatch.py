@@ -82,9 +82,7 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
         KERNELS: kernels.launch
         + max(sum(node_bytes) / kernels.bandwidth, sum(node_flops) / kernels.rate)
         + suffix_bytes / kernels.suffix_bandwidth,
-        LIBRARY: library.launch * (1 + 2 * batches)
-        + sum(by_library)
-        + suffix_bytes / library.suffix_bandwidth,
+        LIBRARY: library.launch * (1 + 2 * batches) + sum(by_library) + suffix_bytes / library.suffix_bandwidth,
         PLAIN: plain.launch + plain_bytes / plain.bandwidth,
     }
 
