@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
