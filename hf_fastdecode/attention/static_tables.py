@@ -17,7 +17,14 @@ from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Capacity, Schedule, needed_capacity
 from .forest import Forest
 from .kv import Segment
-from .triton_ops import decode_config, forest_schedule, node_addresses, node_shapes, suffix_addresses
+from .triton_ops import (
+    decode_config,
+    forest_schedule,
+    node_addresses,
+    node_shapes,
+    run_kernels,
+    suffix_addresses,
+)
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ..kernels.forest_decode.api import Config
@@ -119,8 +126,6 @@ class StaticTables:
         Raises:
             KernelRefusalError: The kernels do not take these.
         """
-        from ..kernels.forest_decode.api import forest_decode
-
         _, heads, queries, head_dim = query.shape
         kv_heads = new_keys.shape[1]
         key = kv_heads, heads // kv_heads * queries, head_dim
@@ -134,24 +139,8 @@ class StaticTables:
             room = Capacity(self._depths, self._nodes, _rounded(needed.units))
             self._schedules[key] = self._make_schedule(*key, config, room), config, room
         schedule, config, _ = self._schedules[key]
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
-            new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-        out, _ = forest_decode(
-            query,
-            new_keys,
-            new_values,
-            self.nodes[layer],
-            self.suffixes[layer],
-            self.slots,
-            self.lengths,
-            schedule,
-            config,
-            scale=scale,
-            soft_cap=softcap,
-        )
-        return out
+        tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, schedule, config)
+        return run_kernels(query, new_keys, new_values, *tables, scale, softcap)
 
     def _make_schedule(self, kv_heads: int, each: int, head_dim: int, config: Config, room: Capacity) -> Schedule:
         return forest_schedule(self.forest, kv_heads, each, config, self.device, rows=self.rows, capacity=room)

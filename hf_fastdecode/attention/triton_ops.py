@@ -26,6 +26,7 @@ __all__ = [
     "node_addresses",
     "node_shapes",
     "refusal",
+    "run_kernels",
     "suffix_addresses",
 ]
 
@@ -131,30 +132,12 @@ class ForestTables:
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
         """
-        from ..kernels.forest_decode.api import forest_decode
-
         rows, heads, queries, head_dim = query.shape
         kv_heads = new_keys.shape[1]
         schedule, config = self._schedule(nodes.forest, kv_heads, heads // kv_heads * queries, head_dim, query.device)
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
-            new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-        with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
-            out, _ = forest_decode(
-                query,
-                new_keys,
-                new_values,
-                nodes.addresses,
-                suffix.addresses,
-                self.slots(rows, query.device),
-                self.lengths(rows, before, query.device),
-                schedule,
-                config,
-                scale=scale,
-                soft_cap=softcap,
-            )
-        return out
+        slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
+        tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, config)
+        return run_kernels(query, new_keys, new_values, *tables, scale, softcap)
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
         """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""
@@ -177,6 +160,32 @@ class ForestTables:
             config = decode_config(forest, each, head_dim, device)
             self._schedules[key] = forest_schedule(forest, kv_heads, each, config, device), config
         return self._schedules[key]
+
+
+def run_kernels(
+    query: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    nodes: Tensor,
+    suffix: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    schedule: Schedule,
+    config: Config,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """`forest_decode` on tensors as models make them: any strides, any device. Arguments and result as there."""
+    from ..kernels.forest_decode.api import forest_decode
+
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
+        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+    tables = (nodes, suffix, slots, lengths, schedule, config)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
+        out, _ = forest_decode(query, new_keys, new_values, *tables, scale=scale, soft_cap=softcap)
+    return out
 
 
 def decode_config(forest: Forest, each: int, head_dim: int, device: torch.device) -> Config:

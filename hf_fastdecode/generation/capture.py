@@ -7,7 +7,6 @@ rows, more nodes than its tables hold, or when the model's own state has changed
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Hashable
 from contextlib import ExitStack
@@ -22,8 +21,6 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 def bucket(rows: int) -> int:

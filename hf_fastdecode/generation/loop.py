@@ -140,21 +140,19 @@ class Loop:
         cache: SharedContextCache | None = self.start.cache
         while waiting:
             wave = waiting.popleft()
+            fits = True
             try:
                 self._decode(wave, cache or self._resume(wave, forest))
+                done.append(wave)
             except torch.OutOfMemoryError as error:
                 if len(wave.rows) == 1 or self._keeps_together:
                     error.add_note(f"{len(wave.rows)} rows at once; {self._keeps_together or 'use shorter prompts'}")
                     raise
                 fits = False
-            else:
-                fits = True
-            if fits:
-                done.append(wave)
-            else:
+            cache = None
+            if not fits:  # not within `except`, where the traceback still holds the memory
                 self.start.cache.plant(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
-            cache = None
         self.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
@@ -285,11 +283,7 @@ class Loop:
     @property
     def _pad(self) -> Tensor:
         pad = self.config._pad_token_tensor
-        return (
-            torch.zeros((), dtype=torch.long, device=self.prompts.device)
-            if pad is None
-            else pad.to(self.prompts.device)
-        )
+        return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)
 
 
 def _joined(waves: list[Wave], pad: Tensor) -> Wave:
