@@ -16,11 +16,6 @@ SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 8, "max_new_t
 ENDS = {"eos_token_id": list(range(3, 10))}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama-gqa")
-
-
 def embedded(model, run):
     """Tokens that went through the embedding while `run` ran."""
     counted = []

@@ -6,7 +6,7 @@ from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ragged_prompts, seeded
 
 pytest.importorskip("triton")
 PROMPT = ragged_prompts(80)
@@ -17,11 +17,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the models l
 class Custom(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama-gqa")
 
 
 @interpreted

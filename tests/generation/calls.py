@@ -1,0 +1,16 @@
+"""A call that the tests of `generate` make, and how they compare it with stock transformers."""
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, seeded
+
+PROMPT = ragged_prompts(80)
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 4, "max_new_tokens": 16}
+
+
+def both(model, arguments, prompt=PROMPT):
+    """The output of stock and of shared decoding from one seed, and the shared call's report."""
+    stock = seeded(lambda: model.generate(**prompt, **arguments()))
+    with fd.enabled(model):
+        shared = seeded(lambda: model.generate(**prompt, **arguments()))
+        return stock, shared, fd.explain(model).last_call

@@ -1,0 +1,129 @@
+"""A cache that the user keeps: prefilled once, or returned by a call, and used by others."""
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, seeded
+from .calls import PROMPT, SAMPLING
+
+
+def test_a_prefilled_cache_serves_many_calls(model):
+    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        before = (cache.nbytes, repr(cache))
+        for _ in range(3):
+            shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+            assert torch.equal(shared, stock)
+            assert fd.explain(model).last_call.prefilled_tokens == 0
+        assert (cache.nbytes, repr(cache)) == before
+
+
+def test_a_prefilled_prefix_is_extended(model):
+    prefix = {key: value[:, :60] for key, value in PROMPT.items()}
+    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        cache = fd.prefill(model, prefix["input_ids"])
+        shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+        assert fd.explain(model).last_call.prefilled_tokens == 20
+        assert cache.rows == 1
+        assert cache.get_seq_length() == 60
+    assert torch.equal(shared, stock)
+
+
+def test_one_prefix_serves_prompts_that_leave_it_anywhere(model):
+    prefix = ragged_prompts(64)["input_ids"][0]
+    tails = [ragged_prompts(20, seed=seed)["input_ids"][0] for seed in (1, 2)]
+    rows = [torch.cat([prefix, tails[0]]), torch.cat([prefix[:50], tails[1], tails[0][:14]])]
+    prompt = {"input_ids": torch.stack(rows), "attention_mask": torch.ones(2, 84, dtype=torch.long)}
+    stock = seeded(lambda: model.generate(**prompt, **SAMPLING))
+    with fd.enabled(model):
+        cache = fd.prefill(model, prefix[None])
+        shared = seeded(lambda: model.generate(**prompt, **SAMPLING, past_key_values=cache))
+        assert fd.explain(model).last_call.prefilled_tokens == 20 + 34
+    assert torch.equal(shared, stock)
+
+
+def test_a_conversation_goes_on_from_the_returned_cache(model):
+    def turns(shared):
+        first = seeded(lambda: model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True))
+        more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
+        cache = {"past_key_values": first.past_key_values} if shared else {}
+        arguments = SAMPLING | {"num_return_sequences": 1}
+        return seeded(lambda: model.generate(more, attention_mask=torch.ones_like(more), **arguments, **cache))
+
+    stock = turns(False)
+    with fd.enabled(model):
+        assert torch.equal(turns(True), stock)
+        assert fd.explain(model).last_call.prefilled_tokens == 4 * 8  # the last token drawn was never fed
+
+
+def test_a_conversation_from_a_cache_that_needed_no_prefill(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        arguments = SAMPLING | {"past_key_values": cache, "return_dict_in_generate": True}
+        first = seeded(lambda: model.generate(**PROMPT, **arguments))
+        more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
+        arguments = SAMPLING | {"num_return_sequences": 2}
+        shared = seeded(lambda: model.generate(more, **arguments, past_key_values=first.past_key_values))
+    assert torch.equal(shared, seeded(lambda: model.generate(more, **arguments)))
+
+
+def test_ragged_prompts_prefilled_together(model):
+    prompts = ragged_prompts(70, 90, 55)
+    stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
+    with fd.enabled(model):
+        cache = fd.prefill(model, prompts)
+        assert (cache.rows, cache.nbytes.stored < cache.nbytes.stock) == (3, True)
+        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, past_key_values=cache)), stock)
+
+
+def test_a_cache_of_another_text_is_an_error(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, ragged_prompts(40, seed=8)["input_ids"])
+        with pytest.raises(ValueError, match="does not begin with tokens of the cache"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+
+
+def test_beams_with_a_shared_cache_are_an_error(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        with pytest.raises(ValueError, match="cannot use a SharedContextCache: generation mode 'beam_search'"):
+            model.generate(**PROMPT, num_beams=2, past_key_values=cache)
+
+
+def test_a_shared_cache_outside_an_enabled_model_is_an_error(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+    with pytest.raises(AttributeError, match=r"call the model itself .* after hf_fastdecode.enable"):
+        model(PROMPT["input_ids"][:, :1], past_key_values=cache)
+
+
+def test_prefill_refuses_what_is_no_prompt(model):
+    with pytest.raises(ValueError, match=r"call hf_fastdecode.enable\(model\) first"):
+        fd.prefill(model, PROMPT)
+    with fd.enabled(model):
+        with pytest.raises(ValueError, match=r"\[prompts, length\]"):
+            fd.prefill(model, PROMPT["input_ids"][0])
+        for inputs in ({"ids": PROMPT["input_ids"]}, "text", PROMPT["input_ids"].float()):
+            with pytest.raises(ValueError, match="tokenizer"):
+                fd.prefill(model, inputs)
+        with pytest.raises(ValueError, match="padding_side='left'"):
+            fd.prefill(model, {"input_ids": PROMPT["input_ids"], "attention_mask": PROMPT["attention_mask"] * 0})
+
+
+def test_a_loop_of_the_users_own(model):
+    """The cache works in direct forward passes too: greedy decoding by hand equals stock."""
+    n, t = 3, 8
+    stock = model.generate(**PROMPT, max_new_tokens=t, do_sample=False)[0, 80:]
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT["input_ids"][:, :-1])
+        cache.batch_repeat_interleave(n)
+        token, drawn = PROMPT["input_ids"][:, -1:].repeat(n, 1), []
+        for step in range(t):
+            position = torch.full((n, 1), 79 + step)
+            token = model(token, past_key_values=cache, position_ids=position).logits[:, -1:].argmax(-1)
+            drawn.append(token)
+    assert torch.equal(torch.cat(drawn, 1), stock.expand(n, t))

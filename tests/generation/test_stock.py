@@ -1,0 +1,253 @@
+"""Calls that run stock transformers, and what they say about it."""
+
+import logging
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+)
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention.dispatch import Choice
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.generation import start
+
+from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
+from .calls import PROMPT, SAMPLING, both
+
+STOCK = {
+    "beams": ({"num_beams": 4, "num_return_sequences": 4}, "beam"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "hidden-states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "no-cache": ({"use_cache": False}, "use_cache"),
+    "static-cache": ({"cache_implementation": "static"}, "cache_implementation"),
+    "prompt-lookup": ({"prompt_lookup_num_tokens": 3, "num_return_sequences": 1}, "assisted"),
+    "one-row": ({"num_return_sequences": 1}, "save 0 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
+    extra, reason = STOCK[name]
+    model = tiny_model("llama-gqa")
+    if name == "attentions":
+        model.set_attn_implementation("eager")
+    with caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+        stock, shared, call = both(model, lambda: SAMPLING | extra)
+        told = [record.message for record in caplog.records if record.name == "hf_fastdecode"]
+        with fd.enabled(model):
+            seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{}))
+    assert call.path == "stock"
+    assert reason in call.reason
+    assert len(told) == 1
+    assert call.reason in told[0]
+    sequences = [out if isinstance(out, torch.Tensor) else out.sequences for out in (stock, shared)]
+    assert torch.equal(*sequences)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_model_with_its_own_inputs_runs_stock(where):
+    """Our loop would not call what it overrides."""
+    model = tiny_model("llama-gqa")
+    plain = type(model).prepare_inputs_for_generation
+
+    def shifted(self, input_ids, **kwargs):
+        inputs = plain(self, input_ids, **kwargs)
+        return inputs | {"input_ids": (inputs["input_ids"] + 1) % VOCABULARY}
+
+    if where == "class":
+        model.__class__ = type("Shifted", (type(model),), {"prepare_inputs_for_generation": shifted})
+    else:
+        model.prepare_inputs_for_generation = shifted.__get__(model)
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert torch.equal(shared, stock)
+    assert "prepare_inputs_for_generation of its own" in call.reason
+
+
+def test_a_loop_that_the_user_gives_is_theirs(model):
+    def loop(model, input_ids, **kwargs):
+        return input_ids + 1
+
+    with fd.enabled(model):
+        out = model.generate(**PROMPT, custom_generate=loop, max_new_tokens=4)
+        assert torch.equal(out, PROMPT["input_ids"] + 1)
+        assert "custom_generate" in fd.explain(model).last_call.reason
+        assert model.generate(PROMPT["input_ids"], *[None] * 10, max_new_tokens=4).shape == (1, 84)
+
+
+def test_processes_that_must_keep_step_run_stock(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stock, shared, call = both(model, lambda: SAMPLING | {"synced_gpus": True})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert call.path == "stock"
+    assert "synced_gpus=True" in call.reason
+    assert torch.equal(shared, stock)
+
+
+@pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
+def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
+    """Where the cost model has plain decoding faster, sharing must save more of the prefill than it loses."""
+    forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
+    times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
+    monkeypatch.setattr(start, "choose", lambda *_: Choice("plain", times))
+    monkeypatch.setattr(start, "prefill_rate", lambda _: 1e14)
+
+    class Gpu:
+        device, dtype, config = torch.device("cuda"), torch.bfloat16, model.config
+        parameters = model.parameters
+
+    choice = start.plain_is_faster(Gpu(), forest, 64)
+    assert (choice is not None) == stock
+    monkeypatch.setattr(start, "choose", lambda *_: Choice("kernels", times))
+    assert start.plain_is_faster(Gpu(), forest, 64) is None
+    assert start.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
+
+
+def test_a_message_comes_once(model, caplog):
+    with fd.enabled(model), caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+        for _ in range(3):
+            model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
+    assert len([record for record in caplog.records if record.name == "hf_fastdecode"]) == 1
+
+
+def test_a_window_that_binds_runs_stock():
+    model = tiny_model("mistral", sliding_window=40)
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "sliding window of 40 tokens is shorter than the longest row" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_a_window_that_the_new_tokens_would_reach_runs_stock():
+    model = tiny_model("mistral", sliding_window=90)
+    stock, shared, call = both(model, lambda: SAMPLING)  # 80 + 16 tokens
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+    _, _, call = both(model, lambda: SAMPLING | {"max_new_tokens": 10})
+    assert call.path == "shared"
+
+
+def test_dynamic_rope_runs_stock_beyond_its_limit():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama-gqa", max_position_embeddings=88, rope_parameters=rope)
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "88" in call.reason
+    assert torch.equal(shared, stock)
+    stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": 8})
+    assert call.path == "shared"
+    assert torch.equal(shared, stock)
+
+
+def test_custom_position_ids_run_stock(model):
+    prompt = PROMPT | {"position_ids": torch.arange(80)[None] * 2}
+    stock, shared, call = both(model, lambda: SAMPLING, prompt)
+    assert call.path == "stock"
+    assert "position_ids" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_inputs_embeds_run_stock(model):
+    embeds = model.get_input_embeddings()(PROMPT["input_ids"])
+    stock, shared, call = both(model, lambda: SAMPLING, {"inputs_embeds": embeds})
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+
+
+def test_right_padding_runs_stock(model):
+    ids, mask = PROMPT["input_ids"].repeat(2, 1), torch.ones(2, 80, dtype=torch.long)
+    mask[1, -5:] = 0
+    stock, shared, call = both(model, lambda: SAMPLING, {"input_ids": ids, "attention_mask": mask})
+    assert call.path == "stock"
+    assert "padding_side" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_a_stock_cache_runs_stock(model):
+    def arguments():
+        return SAMPLING | {"past_key_values": DynamicCache(config=model.config)}
+
+    stock, shared, call = both(model, arguments)
+    assert call.path == "stock"
+    assert "DynamicCache" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_encoder_decoder_runs_stock():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "encoder-decoder" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_latent_attention_runs_stock():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "first_k_dense_replace": 2}
+    config = DeepseekV3Config(vocab_size=VOCABULARY, **sizes, **ranks, pad_token_id=0, eos_token_id=None)
+    stock, shared, call = both(DeepseekV3ForCausalLM(config).eval(), lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "latent" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_attention_that_takes_the_cache_for_a_tensor_runs_stock():
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = DiffLlamaConfig(vocab_size=VOCABULARY, intermediate_size=64, **sizes, pad_token_id=0, eos_token_id=None)
+    stock, shared, call = both(DiffLlamaForCausalLM(config).eval(), lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "are not tensors" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_attention_that_scales_with_the_cache_runs_stock():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16}
+    config = Llama4TextConfig(vocab_size=VOCABULARY, **sizes, no_rope_layers=[0, 0], floor_scale=8, pad_token_id=0)
+    model = Llama4ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    stock, shared, call = both(model, lambda: SAMPLING, ragged_prompts(60, 75, shared=40))
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+
+
+def test_autocast_runs_stock(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert torch.equal(shared, stock)
+
+
+def test_a_cache_of_another_model_is_an_error(model):
+    other = tiny_model("llama-mqa")
+    with fd.enabled(other), fd.enabled(model):
+        cache = fd.prefill(other, PROMPT)
+        with pytest.raises(ValueError, match=r"the cache holds 1 KV heads in torch\.float32, the model has 2"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+
+
+def test_training_mode_with_dropout_runs_stock():
+    model = tiny_model("gpt2").train()
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "dropout" in call.reason
+    assert torch.equal(shared, stock)
