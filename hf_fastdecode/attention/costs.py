@@ -51,7 +51,7 @@ class Costs:
 # Read off operators timed alone on an H200 (cold L2, in a graph): 1 to 1024 rows, contexts of 2K to 64K tokens.
 # `python -m hf_fastdecode.bench.calibrate` fits them to the rows of `bench ops`.
 _H200 = Costs(
-    kernels=Candidate(launch=7e-6, bandwidth=4.2e12, suffix_bandwidth=4.2e12, rate=5.2e14),
+    kernels=Candidate(launch=11.5e-6, bandwidth=4.35e12, suffix_bandwidth=3.96e12, rate=6.6e14),
     library=Candidate(launch=12e-6, bandwidth=3.7e12, suffix_bandwidth=2.5e12, rate=6.5e14),
     plain=Candidate(launch=12e-6, bandwidth=3.2e12, suffix_bandwidth=3.2e12),
 )

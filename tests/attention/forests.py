@@ -212,7 +212,7 @@ def pytorch_causal_attention(
 
 
 def pytorch_lse(query: Tensor, kv: ForestKV, scale: float | None = None, softcap: float | None = None) -> Tensor:
-    """The log-sum-exp of `pytorch_attention` from PyTorch's CPU operator, or else from fp32 scores."""
+    """The log-sum-exp of `pytorch_attention` from PyTorch's fused operators, or else from fp32 scores."""
     queries, head_dim = query.shape[2:]
     scale = head_dim**-0.5 if scale is None else scale
     lses = []
@@ -228,6 +228,16 @@ def pytorch_lse(query: Tensor, kv: ForestKV, scale: float | None = None, softcap
                     own[None], keys[None], values[None], attn_mask=bias, scale=scale
                 )[1][0]
             )
+            continue
+        if softcap is None and query.dtype.itemsize == 2:  # it sees the last query's keys, so one query at a time
+            seen = [keys.shape[1] - queries + 1 + index for index in range(queries)]
+            each = [
+                torch.ops.aten._scaled_dot_product_flash_attention(
+                    own[None, :, index : index + 1], keys[None, :, :last], values[None, :, :last], scale=scale
+                )[1]
+                for index, last in enumerate(seen)
+            ]
+            lses.append(torch.cat(each, -1)[0])
             continue
         scores = own.float() @ keys.float().mT * scale
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)

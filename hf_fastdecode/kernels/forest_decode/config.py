@@ -99,15 +99,17 @@ def choose_config(
     return config
 
 
+_SCRATCH = 16 * 1024  # bytes of shared memory for what a program of `attend_suffixes` exchanges between its threads
+
 # For up to so many programs: the fewer they are, the more each must load at once.
 _ONE_QUERY = (
-    (64, SuffixConfig(128, warps=8, stages=1, merge=8)),
-    (256, SuffixConfig(32, warps=1, stages=2, merge=8)),
-    (1024, SuffixConfig(16, warps=1, stages=2, merge=8)),
-    (2**31, SuffixConfig(16, warps=1, stages=1)),
+    (64, SuffixConfig(128, warps=8, stages=2, merge=8)),
+    (256, SuffixConfig(32, warps=1, stages=3, merge=8)),
+    (1024, SuffixConfig(32, warps=1, stages=2, merge=8)),
+    (2**31, SuffixConfig(16, warps=1, stages=2)),
 )
 _QUERIES = (
-    (128, SuffixConfig(64, warps=4, stages=3, merge=32)),
+    (128, SuffixConfig(128, warps=4, stages=3, merge=8)),
     (256, SuffixConfig(64, warps=4, stages=3)),
     (512, SuffixConfig(64, warps=2, stages=2)),
     (2**31, SuffixConfig(16, warps=1, stages=2)),
@@ -130,6 +132,8 @@ def choose_suffix_config(
     programs, each = rows * kv_heads, group * queries
     if each == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
+        held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
+        config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
         config = next(config for most, config in _QUERIES if programs <= most)
         if programs * each >= 8192 and queries == 1:  # Triton 3.6 cannot compile `merge_partials` for more
@@ -139,7 +143,7 @@ def choose_suffix_config(
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
     row = 4 * triton.next_power_of_2(head_dim)  # bytes of a token's key and value
-    while config.block_n > 16 and row * config.block_n * (config.stages + 1) > shared_memory:
+    while config.block_n > 16 and row * config.block_n * config.stages + _SCRATCH > shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
 
@@ -152,13 +156,7 @@ def _is_hopper(device: torch.device | None) -> bool:
 
 @lru_cache
 def hopper_kernel() -> Any:
-    """`hopper_node_partials`; None where it is not asked for, or this Triton lacks the language that it is written in.
-
-    It is asked for with ``HF_FASTDECODE_HOPPER=1`` in the environment: since its descriptors were moved to memory that
-    outlives the launch, its tests have not run on a GPU.
-    """
-    if os.environ.get("HF_FASTDECODE_HOPPER") != "1":
-        return None
+    """`hopper_node_partials`; None where this Triton lacks the language that it is written in."""
     try:
         from .hopper import hopper_node_partials
     except (ImportError, AttributeError):
