@@ -180,8 +180,10 @@ def run_kernels(
 
     if query.stride(-1) != 1:
         query = query.contiguous()
-    if new_keys.stride(-1) != 1 or new_keys.stride() != new_values.stride():
-        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+    if new_keys.stride(-1) != 1:
+        new_keys = new_keys.contiguous()
+    if new_values.stride(-1) != 1:
+        new_values = new_values.contiguous()
     tables = (nodes, suffix, slots, lengths, schedule, config)
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
         out, _ = forest_decode(query, new_keys, new_values, *tables, scale=scale, soft_cap=softcap)

@@ -187,8 +187,15 @@ class Captures:
         """Whether steps of this bucket of rows were captured before."""
         return bool(self._steps.get(_key(rows, arguments, compiled)))
 
-    def refresh(self, model: PreTrainedModel) -> None:
-        """Drop what was captured when the model's weights or modules are no longer those."""
+    def refresh(self, model: PreTrainedModel, *, compiled: bool) -> None:
+        """Drop what was captured when the model's weights or modules are no longer those.
+
+        Args:
+            model: The model.
+            compiled: Whether its layers will run compiled, for which weights may move.
+        """
+        if compiled:
+            self.compiled.join(model)
         state = model_state(model)
         if state != self._state:
             self.clear()

@@ -1,8 +1,9 @@
 """Compiled decoder layers: one compilation serves all layers of a model.
 
 What `torch.compile` fuses is the small change around the matrix products: norms, rotary embedding, activations,
-residual sums. Attention stays out of it. The layers of a model run the same code on other weights, so the first
-layer's compilation is reused for the rest, once a layer's number is not taken for a constant.
+residual sums. Attention stays out of it. Projections of one input are joined, see `joined`. The layers of a model run
+the same code on other weights, so the first layer's compilation is reused for the rest, once a layer's number is not
+taken for a constant.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .joined import join, multiplying_once, separate, share_products
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -31,6 +36,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return []
 
 
+@cache  # what was compiled for one model serves others only by the same backend
+def _backend(name: str) -> Callable[..., Any]:
+    return share_products(lookup_backend(name))
+
+
 class CompiledLayers:
     """The compiled forward functions of a model's layer classes, kept between captures.
 
@@ -41,6 +51,14 @@ class CompiledLayers:
     def __init__(self, backend: str = "inductor"):
         self.backend = backend
         self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def join(self, model: PreTrainedModel) -> None:
+        """Move weights so that what can be multiplied at once is; a capture of the model must come after it."""
+        join(decoder_layers(model))
+
+    def separate(self, model: PreTrainedModel) -> None:
+        """Undo `join`."""
+        separate(decoder_layers(model))
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
@@ -59,7 +77,7 @@ class CompiledLayers:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
                 vars(layer)["forward"] = types.MethodType(self._compile(type(layer)), layer)
                 changed.append(layer)
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True), multiplying_once(layers):
                 yield
         finally:
             for layer in changed:
@@ -67,5 +85,5 @@ class CompiledLayers:
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
         if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(kind.forward, backend=self.backend)
+            self._compiled[kind] = torch.compile(kind.forward, backend=_backend(self.backend))
         return self._compiled[kind]

@@ -90,6 +90,7 @@ class Seams:
             else:
                 del vars(model)[name]
         vars(model).pop(STATE_ATTRIBUTE, None)
+        self.captures.compiled.separate(model)
 
     def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
         """The model's method as it was before `install`."""

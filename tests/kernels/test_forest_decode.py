@@ -53,6 +53,7 @@ def decode(
     at = before[:, None] + torch.arange(queries, device=query.device)
     index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
     new = [part.gather(2, index) for part in kv.suffix]
+    new[1] = torch.cat([new[1], torch.full_like(new[1], torch.nan)], -1)[..., :head_dim]  # strides of their own
     suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
     slots = torch.arange(rows, dtype=torch.int32, device=query.device) if slots is None else slots
     taking = slots >= 0

@@ -45,7 +45,7 @@ def forest_decode(
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
-        new_values: The same shape and strides.
+        new_values: The same shape, likewise.
         nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
             values, and elements from one KV head to the next in both.
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
@@ -131,6 +131,7 @@ def forest_decode(
         window or 0,
         *query.stride()[:3],
         *new_keys.stride()[:3],
+        *new_values.stride()[:3],
         **shape,
         BLOCK_D=block_d,
         BLOCK_P=block_p,

@@ -53,9 +53,12 @@ def attend_suffixes(
     query_row_stride,
     query_head_stride,
     query_stride,
-    new_row_stride,
-    new_head_stride,
-    new_stride,
+    new_key_row_stride,
+    new_key_head_stride,
+    new_key_stride,
+    new_value_row_stride,
+    new_value_head_stride,
+    new_value_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,10 +100,11 @@ def attend_suffixes(
     where = row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
     q = tl.load(query + where[:, None] + dims[None, :], mask=real[:, None] & in_dim[None, :], other=0.0)
     fresh = tl.arange(0, BLOCK_Q)
-    fresh_at = row64 * new_row_stride + head * new_head_stride + fresh[:, None] * new_stride + dims[None, :]
+    key_at = row64 * new_key_row_stride + head * new_key_head_stride + fresh[:, None] * new_key_stride
+    value_at = row64 * new_value_row_stride + head * new_value_head_stride + fresh[:, None] * new_value_stride
     kept = (fresh < QUERIES)[:, None] & in_dim[None, :]
-    new_k = tl.load(new_keys + fresh_at, mask=kept, other=0.0)
-    new_v = tl.load(new_values + fresh_at, mask=kept, other=0.0)
+    new_k = tl.load(new_keys + key_at + dims[None, :], mask=kept, other=0.0)
+    new_v = tl.load(new_values + value_at + dims[None, :], mask=kept, other=0.0)
     took_part = slot >= 0
     if took_part == 0:
         before = 0
