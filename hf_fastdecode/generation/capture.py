@@ -20,7 +20,8 @@ from ..attention.interface import active
 from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
-from .compiled import CompiledLayers
+from .compiled import CompiledLayers, decoder_layers
+from .joined import join, multiplying_once
 
 
 def bucket(rows: int) -> int:
@@ -70,6 +71,7 @@ class CapturedStep:
         def ours() -> ExitStack:
             stack = ExitStack()
             stack.enter_context(active(configs, max_tokens=0))
+            stack.enter_context(multiplying_once(decoder_layers(model)))
             if compiled is not None:
                 stack.enter_context(compiled.installed(model))
             return stack
@@ -187,15 +189,9 @@ class Captures:
         """Whether steps of this bucket of rows were captured before."""
         return bool(self._steps.get(_key(rows, arguments, compiled)))
 
-    def refresh(self, model: PreTrainedModel, *, compiled: bool) -> None:
-        """Drop what was captured when the model's weights or modules are no longer those.
-
-        Args:
-            model: The model.
-            compiled: Whether its layers will run compiled, for which weights may move.
-        """
-        if compiled:
-            self.compiled.join(model)
+    def refresh(self, model: PreTrainedModel) -> None:
+        """Drop what was captured when the model's weights or modules are no longer those, once they lie joined."""
+        join(decoder_layers(model))
         state = model_state(model)
         if state != self._state:
             self.clear()

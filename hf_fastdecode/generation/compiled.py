@@ -1,9 +1,8 @@
 """Compiled decoder layers: one compilation serves all layers of a model.
 
 What `torch.compile` fuses is the small change around the matrix products: norms, rotary embedding, activations,
-residual sums. Attention stays out of it. Projections of one input are joined, see `joined`. The layers of a model run
-the same code on other weights, so the first layer's compilation is reused for the rest, once a layer's number is not
-taken for a constant.
+residual sums. Attention stays out of it. The layers of a model run the same code on other weights, so the first
+layer's compilation is reused for the rest, once a layer's number is not taken for a constant.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .joined import join, multiplying_once, separate, share_products
+from .joined import share_products
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -52,14 +51,6 @@ class CompiledLayers:
         self.backend = backend
         self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
 
-    def join(self, model: PreTrainedModel) -> None:
-        """Move weights so that what can be multiplied at once is; a capture of the model must come after it."""
-        join(decoder_layers(model))
-
-    def separate(self, model: PreTrainedModel) -> None:
-        """Undo `join`."""
-        separate(decoder_layers(model))
-
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
         """Within, the model's layers run compiled; every attribute is restored on leaving, also by an error.
@@ -77,7 +68,7 @@ class CompiledLayers:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
                 vars(layer)["forward"] = types.MethodType(self._compile(type(layer)), layer)
                 changed.append(layer)
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True), multiplying_once(layers):
+            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 yield
         finally:
             for layer in changed:

@@ -1,4 +1,4 @@
-"""Projections of one input as one matrix product, within compiled layers.
+"""Projections of one input as one matrix product, in captured steps.
 
 In a decode step a product takes as long as its weights take to read, plus some microseconds in which the memory is not
 busy. Query, key and value projections, and gate and up projections, multiply the same input: joined they begin and end
@@ -34,15 +34,37 @@ class _Group(NamedTuple):
         return [weights, biases] if biases else [weights]
 
 
+class _Product:
+    """A joined product of the inputs that were given last, until each of its parts has been asked for."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int):
+        self.weight, self.bias, self.parts = weight, bias, parts
+        # Inputs, output, parts still to ask: replaced as a whole, since other threads may run the layers eagerly.
+        self._last: tuple[Tensor, Tensor, int] | None = None
+
+    def of(self, inputs: Tensor) -> Tensor:
+        last = self._last
+        if last is None or last[0] is not inputs:
+            last = inputs, F.linear(inputs, self.weight, self.bias), self.parts
+        _, output, left = last
+        self._last = (inputs, output, left - 1) if left > 1 else None
+        return output
+
+
 class _Columns(nn.Module):
     """The columns of a joined product that stand for one projection."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, start: int, stop: int):
+    def __init__(self, product: _Product, start: int, stop: int):
         super().__init__()
-        self.weight, self.bias, self.start, self.stop = weight, bias, start, stop
+        self.product, self.start, self.stop = product, start, stop
+        self.weight, self.bias = product.weight, product.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight, self.bias)[..., self.start : self.stop]
+        if torch.compiler.is_compiling():  # equal products of a graph become one in `share_products`
+            output = F.linear(inputs, self.weight, self.bias)
+        else:
+            output = self.product.of(inputs)
+        return output[..., self.start : self.stop]
 
 
 def join(layers: Iterable[nn.Module]) -> None:
@@ -66,18 +88,19 @@ def separate(layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def multiplying_once(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, projections whose weights are joined are columns of one product, which `share_products` makes one."""
+    """Within, projections whose weights are joined are columns of one product, which is computed once."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for group in _groups(layers):
             weight, *biases = (_joined(parameters) for parameters in group.parameters)
             if weight is None or None in biases:
                 continue
+            product = _Product(weight, biases[0] if biases else None, len(group.parts))
             start = 0
             for name, part in group.parts.items():
                 stop = start + part.out_features
                 replaced.append((group.parent, name, part))
-                group.parent._modules[name] = _Columns(weight, biases[0] if biases else None, start, stop)
+                group.parent._modules[name] = _Columns(product, start, stop)
                 start = stop
         yield
     finally:

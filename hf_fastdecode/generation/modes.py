@@ -89,7 +89,7 @@ def steps_maker(
 
     before, captures.owner = captures.count, threading.get_ident()
     try:
-        captures.refresh(model, compiled=call.mode == "compile")
+        captures.refresh(model)
         yield captured
     finally:
         call.captures = captures.count - before

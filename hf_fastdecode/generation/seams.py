@@ -36,7 +36,9 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ..attention.interface import active
 from ..cache.shared import SharedContextCache
 from .capture import Captures
+from .compiled import decoder_layers
 from .eligibility import call_reason, model_reason
+from .joined import separate
 from .modes import choose_mode, configs_of
 from .options import Options
 from .report import CallReport, Report
@@ -90,7 +92,7 @@ class Seams:
             else:
                 del vars(model)[name]
         vars(model).pop(STATE_ATTRIBUTE, None)
-        self.captures.compiled.separate(model)
+        separate(decoder_layers(model))
 
     def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
         """The model's method as it was before `install`."""

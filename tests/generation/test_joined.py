@@ -1,4 +1,4 @@
-"""Projections of one input as one product: fewer products, the same tokens, weights as they were afterwards."""
+"""Projections of one input as one product: fewer products, the same tokens, and weights as they were afterwards."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation import compiled, modes
 from hf_fastdecode.generation.compiled import CompiledLayers, decoder_layers
-from hf_fastdecode.generation.joined import join, separate, share_products
+from hf_fastdecode.generation.joined import _Product, join, separate, share_products
 from hf_fastdecode.generation.seams import seams_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -56,10 +56,36 @@ def test_tokens_products_and_memory(products, name):
 
 
 @on_the_cpu
-def test_weights_changed_in_place_are_multiplied(products):
+def test_captured_steps_multiply_once_without_compiling(products, monkeypatch):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    stock = seeded(lambda: model.generate(**call))
+    seen: list[int] = []
+    monkeypatch.setattr(_Product, "of", _counting(_Product.of, seen))
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    assert not products
+    assert len(set(seen[:3])) == len(set(seen[3:5])) == 1  # of one layer: q, k and v; gate and up
+    assert len(set(seen[:5])) == 2
+
+
+def _counting(method, seen):
+    kept = []  # so that no two outputs have one id
+
+    def counted(self, inputs):
+        kept.append(method(self, inputs))
+        seen.append(id(kept[-1]))
+        return kept[-1]
+
+    return counted
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_weights_changed_in_place_are_multiplied(products, mode):
     model = tiny_model("llama-gqa")
     call = ragged_prompts(41) | SAMPLING
-    with fd.enabled(model, mode="compile", backend="triton"):
+    with fd.enabled(model, mode=mode, backend="triton"):
         model.generate(**call)
         with torch.no_grad():
             for layer in model.model.layers:
