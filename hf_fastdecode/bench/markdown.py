@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 
 from .rows import Row
 
 CEILING = "-no-attention"
+LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "ours-prefix", "ours-suffix")
 
 
@@ -21,10 +23,45 @@ def ops_table(rows: Sequence[Row]) -> str:
         cells.append(f"{float(first['floor_us']):.1f}")
         cells += [_cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
         lines.append(_line([*cells, _cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
+    return "\n".join(lines) + f"\n\n{_ops_where(rows)}.\n"
+
+
+def ops_digest(rows: Sequence[Row]) -> str:
+    """A line for each head layout and n of many cases: geometric means of our time over the floor, where that is at
+    least `LEAST_FLOOR_US`, and of other ways' times over ours, with the least of them behind."""
+    others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
+    cases = [case for case in _by(rows, "case", "dtype") if _ok(case.get("ours")) and _one_node(case["ours"])]
+    lines = _head(["heads", "n", "over the floor", *(f"{way} over ours (least)" for way in others)])
+    groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
+    for case in cases:
+        key = tuple(int(case["ours"][column]) for column in ("heads", "kv_heads", "rows"))
+        groups.setdefault(key, []).append(case)
+    found = [(f"{heads}/{kv_heads}", f"{n:,}", groups[heads, kv_heads, n]) for heads, kv_heads, n in sorted(groups)]
+    for name, n, group in [*found, ("all", "all", cases)]:
+        over = [float(c["ours"]["over_floor"]) for c in group if float(c["ours"]["floor_us"]) >= LEAST_FLOOR_US]
+        cells = [f"{geometric_mean(over):.2f}x ({len(over)} of {len(group)})" if over else f"(0 of {len(group)})"]
+        for way in others:
+            gains = [float(c[way]["us_p50"]) / float(c["ours"]["us_p50"]) for c in group if _ok(c.get(way))]
+            cells.append(f"{geometric_mean(gains):.2f}x ({min(gains):.2f}x)" if gains else "does not fit")
+        lines.append(_line([name, n, *cells]))
+    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; of cases whose floor is at least {LEAST_FLOOR_US:g} us.\n"
+
+
+def _one_node(row: Row) -> bool:
+    return row["nodes"] == f"1x{row['context']}"
+
+
+def _ok(row: Row | None) -> bool:
+    return row is not None and row["status"] == "ok"
+
+
+def _ops_where(rows: Sequence[Row]) -> str:
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; microseconds, medians, cold L2; "
-    where += f"ceilings {float(first['copy_tb_per_s']):.2f} TB/s and {float(first['matmul_tflop_per_s']):.3g} TFLOP/s"
-    return "\n".join(lines) + f"\n\n{where}.\n"
+    return (
+        where
+        + f"ceilings {float(first['copy_tb_per_s']):.2f} TB/s and {float(first['matmul_tflop_per_s']):.3g} TFLOP/s"
+    )
 
 
 def generate_table(rows: Sequence[Row]) -> str:
@@ -112,7 +149,7 @@ def _cell(row: Row | None, shown: Callable[[Row], str]) -> str:
 
 def _context(row: Row) -> str:
     """Tokens on the longest path, or the nodes when there are several."""
-    return f"{int(row['context']):,}" if row["nodes"] == f"1x{row['context']}" else row["nodes"]
+    return f"{int(row['context']):,}" if _one_node(row) else row["nodes"]
 
 
 def _model(row: Row) -> str:

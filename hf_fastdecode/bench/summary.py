@@ -13,12 +13,14 @@ from typing import Annotated
 import typer
 
 from .generate_cases import PromptTree
-from .markdown import finish_table, generate_table, ops_table
+from .markdown import finish_table, generate_table, ops_digest, ops_table
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
 PICTURE = RESULTS / "generate.png"
 _MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+) -->\n).*?(<!-- end rows -->)", re.DOTALL)
+
+_MOST_LINES = 16  # of operators; more are summed up
 
 # The way that stands for this package where only one is shown: the default, else the fastest mode measured.
 _OURS = ("shared", "compile", "graph", "eager")
@@ -29,7 +31,7 @@ def table(rows: list[Row]) -> str:
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
     if "case" in rows[0]:
-        return ops_table(rows)
+        return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
     if {row["way"] for row in rows} <= {"stock", "shared"}:
         return stock_beside_shared(rows)
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")

@@ -108,6 +108,18 @@ def test_table_of_operators():
     assert "4.00 TB/s and 800 TFLOP/s" in lines[-1]
 
 
+def test_digest_of_operators():
+    rows = list(op_rows())
+    lines = markdown.ops_digest(rows).splitlines()
+    assert lines[0] == "| heads | n | over the floor | plain over ours (least) | recipe over ours (least) |"
+    assert [line.split(" | ")[:2] for line in lines[2:4]] == [["| 8/1", "1"], ["| 8/1", "8"]]
+    assert lines[2].startswith("| 8/1 | 1 | (0 of ")
+    every = next(line for line in lines if line.startswith("| all | all | "))
+    ours = [row for row in rows if row["way"] == "ours" and row["nodes"] == f"1x{row['context']}"]
+    counted = sum(float(row["floor_us"]) >= markdown.LEAST_FLOOR_US for row in ours)
+    assert f"| 2.00x ({counted} of {len(ours)}) |" in every
+
+
 def test_table_of_generate():
     lines = markdown.generate_table(list(generate_rows())).splitlines()
     assert lines[0].endswith("| n | stock | compile | compile-no-attention | compile, of ceiling |")
