@@ -191,9 +191,7 @@ def random_case(seed: int, device: str):
 @pytest.mark.parametrize("seed", range(16))
 def test_random_forests_interpreted(seed):
     query, kv, softcap = random_case(seed, "cpu")
-    beside = seed % 2 == 1  # by the third kernel
-    suffix = SuffixConfig(merge=2, beside=beside, merge_tile=2)
-    config = Config(16, block_n=16, overlap=False, suffix=suffix if seed % 4 else None)
+    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2) if seed % 4 else None)
     check(query, kv, softcap=softcap, config=config)
 
 

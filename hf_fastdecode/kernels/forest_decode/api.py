@@ -1,4 +1,4 @@
-"""The operator: one decode step of one layer over a forest, in two launches or three."""
+"""The operator: one decode step of one layer over a forest, in two launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
 from .limits import shared_memory
-from .merge import merge_partials
 from .schedule import Schedule
 from .suffix import attend_suffixes
 from .triton import node_partials
@@ -82,7 +81,6 @@ def forest_decode(
     depths = schedule.row_units.shape[0]
     memory = shared_memory(query.device)
     own = config.suffix or choose_suffix_config(rows, kv_heads, group, queries, head_dim, shared_memory=memory)
-    beside = own.beside and depths > 0
     shape = {"GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim}
     block_d = max(16, triton.next_power_of_2(head_dim))
     if schedule.piece_count:
@@ -106,7 +104,7 @@ def forest_decode(
     # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
     block_p = 1 if each == 1 else max(16, triton.next_power_of_2(each))
     tile = triton.next_power_of_2(each)
-    through_memory = beside or (depths > 0 and tile != block_p)
+    through_memory = depths > 0 and tile != block_p
     own_out = torch.empty(rows, heads, queries, head_dim, **fp32) if through_memory else out
     own_lse = torch.empty(rows, heads, queries, **fp32) if through_memory else out
     attend_suffixes[(rows * kv_heads,)](
@@ -142,7 +140,6 @@ def forest_decode(
         STAGES=own.stages,
         MERGE=own.merge,
         DEPTHS=depths,
-        BESIDE=beside,
         SOFT_CAP=soft_cap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None,
@@ -151,29 +148,6 @@ def forest_decode(
         num_warps=own.warps,
         **launch,
     )
-    if beside:
-        merge_partials[(triton.cdiv(rows * heads * queries, own.merge_tile),)](
-            slots,
-            *unit_tables,
-            partial_out,
-            partial_lse,
-            own_out,
-            own_lse,
-            out,
-            lse if lse is not None else out,
-            rows,
-            heads,
-            **shape,
-            BLOCK_D=block_d,
-            BLOCK_M=schedule.block_m,
-            TILE=own.merge_tile,
-            MERGE=own.merge,
-            DEPTHS=depths,
-            LSE=return_lse,
-            PDL=overlap,
-            num_warps=own.merge_warps,
-            **launch,
-        )
     return out, lse
 
 

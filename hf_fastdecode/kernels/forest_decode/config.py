@@ -15,25 +15,19 @@ from .limits import compute_capability
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """Launch parameters of `attend_suffixes` and of the merge.
+    """Launch parameters of `attend_suffixes`.
 
     Attributes:
         block_n: Tokens of a tile.
         warps: Warps of a program.
         stages: Tiles in flight.
         merge: Partials of one query that are loaded at once.
-        beside: Leave the merge to a third launch.
-        merge_tile: In that launch, queries of a program.
-        merge_warps: In that launch, warps of a program.
     """
 
     block_n: int = 16
     warps: int = 1
     stages: int = 2
     merge: int = 4
-    beside: bool = False
-    merge_tile: int = 16
-    merge_warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Config:
     block_n: int = 64
     warps: int = 4
     stages: int = 3
-    per_sm: int = 2
+    per_sm: int = 1
     prefetch: int = 1
     overlap: bool = True
     hopper: bool = False
@@ -83,9 +77,7 @@ def choose_config(
     if overlap and packed > 64 and head_dim in (64, 128) and _is_hopper(device) and hopper_kernel() is not None:
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    config = Config(block_m, overlap=overlap)
-    if block_m == 128:
-        config = replace(config, warps=8, per_sm=1)
+    config = Config(block_m, overlap=overlap, block_n=128 if block_m == 64 else 64, warps=8 if block_m == 128 else 4)
 
     def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
         return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
@@ -109,10 +101,11 @@ _ONE_QUERY = (
     (2**31, SuffixConfig(16, warps=1, stages=2)),
 )
 _QUERIES = (
-    (128, SuffixConfig(128, warps=4, stages=3, merge=8)),
-    (256, SuffixConfig(64, warps=4, stages=3)),
-    (512, SuffixConfig(64, warps=2, stages=2)),
-    (2**31, SuffixConfig(16, warps=1, stages=2)),
+    (64, SuffixConfig(128, warps=4, stages=3, merge=8)),
+    (128, SuffixConfig(64, warps=4, stages=3, merge=8)),
+    (256, SuffixConfig(32, warps=1, stages=3, merge=8)),
+    (512, SuffixConfig(32, warps=2, stages=2, merge=8)),
+    (2**31, SuffixConfig(16, warps=1, stages=3, merge=8)),
 )
 
 
@@ -136,8 +129,6 @@ def choose_suffix_config(
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
         config = next(config for most, config in _QUERIES if programs <= most)
-        if programs * each >= 8192 and queries == 1:  # Triton 3.6 cannot compile `merge_partials` for more
-            config = replace(config, merge=2, beside=True)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
     wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))

@@ -4,8 +4,6 @@
 import triton
 import triton.language as tl
 
-from .triton import LN2
-
 
 @triton.jit
 def pieces_of(
@@ -105,77 +103,3 @@ def take_nodes(
             first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
         )
     return top, total, acc
-
-
-@triton.jit
-def merge_partials(
-    slots,  # [rows] int32: -1 for a row that takes no part
-    row_units,  # [depths, rows] int32, these and the following as in `Schedule`
-    row_offsets,
-    row_tiles,
-    unit_slots,
-    partial_out,  # of `node_partials`
-    partial_lse,
-    suffix_out,  # [rows, heads, queries, head_dim] fp32
-    suffix_lse,  # [rows, heads, queries] fp32, base 2
-    out,  # [rows, heads, queries, head_dim]
-    out_lse,
-    rows,
-    heads,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,  # queries of a program
-    MERGE: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    dims = tl.arange(0, BLOCK_D)
-    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    real = index < rows * heads * QUERIES
-    row = tl.where(real, index // (heads * QUERIES), 0)
-    head = index // QUERIES % heads
-    within = head % GROUP * QUERIES + index % QUERIES
-    took_part = real & (tl.load(slots + row) >= 0)
-    first, count, row_in_tile = pieces_of(
-        row, head // GROUP, within, took_part, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-    )
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    at = index.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-    kept = real[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.load(suffix_out + at, mask=kept, other=0.0)
-    top = tl.load(suffix_lse + index, mask=took_part, other=0.0)
-    total = tl.full([TILE], 1.0, tl.float32)
-    top, total, acc = take_nodes(
-        first,
-        count,
-        row_in_tile,
-        row,
-        head // GROUP,
-        within,
-        took_part,
-        rows,
-        row_units,
-        row_offsets,
-        row_tiles,
-        unit_slots,
-        partial_out,
-        partial_lse,
-        top,
-        total,
-        acc,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DEPTHS,
-        MERGE,
-        PDL,
-    )
-    result = tl.where(took_part[:, None], acc * (1.0 / total)[:, None], 0.0)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=kept)
-    if LSE:
-        tl.store(out_lse + index, tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf")), mask=real)

@@ -1,8 +1,7 @@
 # mypy: ignore-errors
 """The kernel of suffixes: each row's attention to its own tokens, to which it appends the new ones.
 
-It then waits for the nodes' partials and merges. Where that is left to `merge_partials` its own result is one more
-partial: then it can run beside a kernel of nodes that is busy computing, for which only its last program waits.
+It then waits for the nodes' partials and merges them with its own.
 """
 
 import triton
@@ -71,7 +70,6 @@ def attend_suffixes(
     STAGES: tl.constexpr,  # tiles in flight
     MERGE: tl.constexpr,  # partials of a query merged at once
     DEPTHS: tl.constexpr,  # levels of nodes
-    BESIDE: tl.constexpr,  # leave the merge, and `out`, to `merge_partials`
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -88,8 +86,6 @@ def attend_suffixes(
     real = within < each
     position = within % QUERIES
     row64 = row.to(tl.int64)
-    if PDL and BESIDE:
-        tl.extra.cuda.gdc_launch_dependents()
 
     # What does not depend on other loads comes first: all of it is under way at once.
     slot = tl.load(slots + row)
@@ -116,7 +112,7 @@ def attend_suffixes(
         top = tl.load(sinks + head * GROUP + within // QUERIES, mask=real, other=0.0) * LOG2E
         total += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    MERGES: tl.constexpr = DEPTHS > 0 and not BESIDE
+    MERGES: tl.constexpr = DEPTHS > 0
     THROUGH_MEMORY: tl.constexpr = MERGES and TILE != BLOCK_P
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
@@ -155,52 +151,47 @@ def attend_suffixes(
         tl.store(suffix_keys + place, new_k, mask=kept)
         tl.store(suffix_values + place, new_v, mask=kept)
 
-    # From fractions of what was seen to the operator's result, or to a partial.
+    # From fractions of what was seen to the operator's result.
     first_query = (row64 * kv_heads + head) * each
-    if BESIDE or THROUGH_MEMORY:
-        at = first_query + within
-        tl.store(own_lse + at, top + tl.log2(total), mask=real)
+    at = first_query + index
+    kept = (index < each)[:, None] & in_dim[None, :]
+    if THROUGH_MEMORY:  # which no other program touches: there the padding is left behind
+        own_at = first_query + within
+        tl.store(own_lse + own_at, top + tl.log2(total), mask=real)
         result = acc * (1.0 / total)[:, None]
-        tl.store(own_out + at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
-    if BESIDE:
-        if PDL and tl.program_id(0) == tl.num_programs(0) - 1:
-            tl.extra.cuda.gdc_wait()  # who waits for this kernel waits for the nodes' too
-    else:
-        at = first_query + index
-        kept = (index < each)[:, None] & in_dim[None, :]
-        if THROUGH_MEMORY:  # which no other program touches: there the padding is left behind
-            tl.debug_barrier()
-            top = tl.load(own_lse + at, mask=index < each, other=0.0)
-            total = tl.full([WIDTH], 1.0, tl.float32)
-            acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
-        if MERGES:
-            top, total, acc = take_nodes(
-                first,
-                count,
-                row_in_tile,
-                row,
-                head,
-                index,
-                mine,
-                rows,
-                row_units,
-                row_offsets,
-                row_tiles,
-                unit_slots,
-                partial_out,
-                partial_lse,
-                top,
-                total,
-                acc,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                DEPTHS,
-                MERGE,
-                PDL,
-            )
-        result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
-        tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
-        if LSE:
-            lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
-            tl.store(out_lse + at, lse, mask=index < each)
+        tl.store(own_out + own_at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
+        tl.debug_barrier()
+        top = tl.load(own_lse + at, mask=index < each, other=0.0)
+        total = tl.full([WIDTH], 1.0, tl.float32)
+        acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
+    if MERGES:
+        top, total, acc = take_nodes(
+            first,
+            count,
+            row_in_tile,
+            row,
+            head,
+            index,
+            mine,
+            rows,
+            row_units,
+            row_offsets,
+            row_tiles,
+            unit_slots,
+            partial_out,
+            partial_lse,
+            top,
+            total,
+            acc,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            DEPTHS,
+            MERGE,
+            PDL,
+        )
+    result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
+    if LSE:
+        lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
+        tl.store(out_lse + at, lse, mask=index < each)
