@@ -19,6 +19,7 @@ import re
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -48,8 +50,25 @@ logger = logging.getLogger("hf_fastdecode")
 STATE_ATTRIBUTE = "_hf_fastdecode"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
-# Whether the call under way was given our decoding loop.
-_loop_is_ours: ContextVar[bool] = ContextVar("hf_fastdecode_loop", default=False)
+
+
+@dataclass
+class _UnderWay:
+    """A `generate` call that has not ended.
+
+    Attributes:
+        model: Whose.
+        loop_is_ours: Whether it was given our decoding loop.
+        configs: The model's config objects, once they were looked for.
+    """
+
+    model: PreTrainedModel
+    loop_is_ours: bool
+    configs: list[PreTrainedConfig] | None = None
+
+
+# The innermost one of this thread.
+_under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
 
 
 class Seams:
@@ -135,13 +154,23 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    with active(configs_of(model), cache.longest_row(queries)), cache.all_or_nothing():
+    with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
         output = original(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
     if seams.last_call is not None and seams.last_call.cache_id == id(cache):
         seams.last_call.observe(cache)
     return output
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """`configs_of` the model, found once a call: a walk over all modules takes as long as some layers' steps."""
+    call = _under_way.get()
+    if call is None or call.model is not model:
+        return configs_of(model)
+    if call.configs is None:
+        call.configs = configs_of(model)
+    return call.configs
 
 
 def _prepare_cache_for_generation(
@@ -155,7 +184,8 @@ def _prepare_cache_for_generation(
     seams: Seams = vars(model)[STATE_ATTRIBUTE]
     seams.last_call = call = CallReport()
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
-    if reason is None and not _loop_is_ours.get():
+    under_way = _under_way.get()
+    if reason is None and not (under_way is not None and under_way.loop_is_ours):
         reason = (
             "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
         )
@@ -176,13 +206,12 @@ def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
         "custom_generate"
     )
-    if not takes or given.get("custom_generate") is not None:
-        return original(*args, **kwargs)
-    token = _loop_is_ours.set(True)
+    ours = takes and given.get("custom_generate") is None
+    token = _under_way.set(_UnderWay(model, ours))
     try:
-        return original(*args, **{**kwargs, "custom_generate": _decode})
+        return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
     finally:
-        _loop_is_ours.reset(token)
+        _under_way.reset(token)
 
 
 def _extract_generation_mode_kwargs(

@@ -1,5 +1,7 @@
 """`model.generate` of an enabled model, argument by argument, against stock transformers."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -10,8 +12,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation import seams
+from hf_fastdecode.generation.modes import configs_of
 
-from ..tiny_models import ragged_prompts
+from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
 
 
@@ -203,3 +207,46 @@ def test_mask_made_by_transformers(model):
     assert call.path == "shared"
     assert call.prefilled_tokens == 80 + 60
     assert torch.equal(shared, stock)
+
+
+def test_configs_are_looked_for_once_a_call(model, monkeypatch):
+    looked = []
+    monkeypatch.setattr(seams, "configs_of", lambda *found: looked.append(1) or configs_of(*found))
+    with fd.enabled(model, mode="eager"):
+        for calls in (1, 2):
+            model.generate(**PROMPT, **SAMPLING)
+            assert len(looked) == calls
+
+
+def test_configs_changed_between_calls():
+    """Other objects for the same settings: what a call found does not outlive it."""
+    model = tiny_model("llama-gqa")
+    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        for _ in range(2):
+            assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), stock)
+            assert fd.explain(model).last_call.path == "shared"
+            other = copy.deepcopy(model.config)
+            for module in model.modules():
+                if hasattr(module, "config"):
+                    module.config = other
+
+
+def test_a_call_inside_a_call_of_another_model(model):
+    short = SAMPLING | {"max_new_tokens": 4}
+    other = tiny_model("gpt2")
+    expected = seeded(lambda: other.generate(**PROMPT, **short))
+    inner = []
+
+    def generate(ids, scores):
+        state = torch.get_rng_state()
+        inner.append(seeded(lambda: other.generate(**PROMPT, **short)))
+        torch.set_rng_state(state)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    stock = seeded(lambda: model.generate(**PROMPT, **short))
+    with fd.enabled(model), fd.enabled(other):
+        shared = seeded(lambda: model.generate(**PROMPT, **short, stopping_criteria=[generate]))
+        assert fd.explain(other).last_call.path == fd.explain(model).last_call.path == "shared"
+    assert torch.equal(shared, stock)
+    assert all(torch.equal(out, expected) for out in inner)
