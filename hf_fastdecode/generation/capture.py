@@ -8,7 +8,7 @@ rows, more nodes than its tables hold, or when the model's own state has changed
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,9 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers
+
+_SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
+"""What modules, adapters among them, read on the host and a user changes."""
 
 
 def bucket(rows: int) -> int:
@@ -187,9 +190,9 @@ class Captures:
         """Whether steps of this bucket of rows were captured before."""
         return bool(self._steps.get(_key(rows, arguments, compiled)))
 
-    def refresh(self, model: PreTrainedModel) -> None:
-        """Drop what was captured when the model's weights or modules are no longer those."""
-        state = model_state(model)
+    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
+        """Drop what was captured when the model's weights, modules or configs are no longer those."""
+        state = model_state(model, configs)
         if state != self._state:
             self.clear()
             self._state = state
@@ -203,16 +206,38 @@ def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> Hashable:
     return rows, compiled, tuple(sorted(arguments.items()))
 
 
-def model_state(model: nn.Module) -> Hashable:
-    """What a capture bakes in of a model: where its weights lie, and switches that modules read on the host."""
-    switches = ("training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
+    """What a capture bakes in of a model: where its weights lie, and what modules read on the host.
+
+    That is the configs, switches, and numbers such as scales and soft caps; integers may be counters.
+
+    Args:
+        model: The model.
+        configs: The config objects of its modules.
+    """
     return (
         tuple(parameter.data_ptr() for parameter in model.parameters()),
         tuple(buffer.data_ptr() for buffer in model.buffers()),
         tuple(
-            (id(module), *(str(getattr(module, name, None)) for name in switches if name in vars(module)))
+            (
+                id(module),
+                *(
+                    (name, str(value))
+                    for name, value in vars(module).items()
+                    if name in _SWITCHES or type(value) is float
+                ),
+            )
             for module in model.modules()
         ),
+        tuple(map(_config_state, configs)),
+    )
+
+
+def _config_state(config: PreTrainedConfig) -> Hashable:
+    return tuple(
+        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        for name, value in vars(config).items()
+        if name != "_attn_implementation_internal"  # another thread's pass may have it switched just now
     )
 
 
