@@ -76,6 +76,37 @@ def test_sampling_arguments_give_stock_tokens(model, name):
     assert torch.equal(shared, stock)
 
 
+class Edits:
+    """Code of the user's that changes tokens in place: one of the prompt's, the last one, and one far back.
+
+    As a processor it also forbids what stands far back, so that what it changed is read again.
+    """
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        input_ids[:, 5] = 3 + self.calls
+        input_ids[::2, -1] = (input_ids[::2, -1] + self.calls) % 97
+        input_ids[1, -3] = 11
+        if not isinstance(scores, torch.Tensor):
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+        return scores.index_fill(1, input_ids[:, -3], -torch.inf)
+
+
+@pytest.mark.parametrize("as_what", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 20))}], ids=["", "eos"])
+@pytest.mark.parametrize("prompt", [PROMPT, ragged_prompts(57, 40, shared=35)], ids=["one", "two"])
+def test_tokens_changed_in_place_are_stocks(model, as_what, extra, prompt):
+    """In stock what is given to processors and criteria is what the next step goes on with."""
+    unchanged, *_ = both(model, lambda: SAMPLING | extra, copy.deepcopy(prompt))
+    stock, shared, call = both(model, lambda: SAMPLING | extra | {as_what: [Edits()]}, copy.deepcopy(prompt))
+    assert call.path == "shared", call.reason
+    assert torch.equal(shared, stock)
+    assert not torch.equal(shared, unchanged)
+
+
 def test_scores_logits_and_sequences_are_stocks(model):
     arguments = SAMPLING | {
         "return_dict_in_generate": True,
