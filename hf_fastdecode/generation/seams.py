@@ -17,11 +17,15 @@ import inspect
 import logging
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import (
@@ -48,6 +52,8 @@ from .start import NotSharedError, start_shared
 logger = logging.getLogger("hf_fastdecode")
 
 STATE_ATTRIBUTE = "_hf_fastdecode"
+# What lay beneath methods of ours that others have wrapped, and that `uninstall` could not take off.
+_BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
@@ -87,32 +93,54 @@ class Seams:
             )
         self.options = options
         self.last_call: CallReport | None = None
+        self.key = next(_keys)  # a copy of the model has the same methods, so the same key
+        self.leaving = False  # disabled, and a call is still under way
         # An instance may carry its own versions already (accelerate puts a forward there).
-        self._saved = {name: vars(model)[name] for name in _WRAPPERS if name in vars(model)}
+        self._saved = {name: own for name in _WRAPPERS if (own := _own_method(model, name)) is not None}
         self.captures = Captures()
         self._told: set[str] = set()
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Wrap the model's methods."""
+    def wrap_methods(self, model: PreTrainedModel) -> None:
         setattr(model, STATE_ATTRIBUTE, self)
         for name, wrapper in _WRAPPERS.items():
             # A bound method follows a deep copy of the model, a closure over the model would not.
-            vars(model)[name] = types.MethodType(_wrapped(wrapper, name, getattr(type(model), name)), model)
+            vars(model)[name] = types.MethodType(_wrapped(wrapper, name, self.key, getattr(type(model), name)), model)
 
-    def uninstall(self, model: PreTrainedModel) -> None:
-        """Put back what was there. A method that someone replaced since is theirs, and stays."""
+    def unwrap_methods(self, model: PreTrainedModel) -> None:
+        """Put back what was there. A method that someone put there since is theirs, and stays."""
+        if vars(model).get(STATE_ATTRIBUTE) is not self:
+            return
+        buried = {}
         for name in _WRAPPERS:
-            if getattr(vars(model).get(name), "__func__", None) not in _OURS:
-                continue
-            if name in self._saved:
-                vars(model)[name] = self._saved[name]
+            saved = self._saved.get(name)
+            if _key_of(vars(model).get(name)) != self.key:
+                if saved is not None:  # theirs may call ours, which then passes the call on
+                    buried[self.key, name] = saved
+            elif saved is not None:
+                vars(model)[name] = saved
             else:
                 del vars(model)[name]
-        vars(model).pop(STATE_ATTRIBUTE, None)
+        if buried:
+            vars(model).setdefault(_BURIED_ATTRIBUTE, {}).update(buried)
+        del vars(model)[STATE_ATTRIBUTE]
+
+    @contextmanager
+    def call(self, model: PreTrainedModel) -> Iterator[bool]:
+        """A `generate` call: what is undone within is undone at its end. Gives whether the call may share context."""
+        with _switching:
+            _calls[self] = _calls.get(self, 0) + 1
+            may_share = seams_of(model) is self
+        try:
+            yield may_share
+        finally:
+            with _switching:
+                _calls[self] -= 1
+                if self.leaving and not _calls[self]:
+                    self.unwrap_methods(model)
 
     def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
         """The model's method as it was before `install`."""
-        return self._saved[name] if name in self._saved else types.MethodType(getattr(type(model), name), model)
+        return self._saved[name] if name in self._saved else partial(getattr(type(model), name), model)
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
@@ -127,9 +155,37 @@ class Seams:
             logger.log(level, message)
 
 
+_keys = count()
+# Guards the beginning and the end of calls against `install` and `uninstall`, in any thread.
+_switching = Lock()
+_calls: WeakKeyDictionary[Seams, int] = WeakKeyDictionary()
+
+
+def install(model: PreTrainedModel, options: Options) -> None:
+    """Wrap the model's methods, or replace the options of a model whose methods are wrapped."""
+    with _switching:
+        seams: Seams | None = vars(model).get(STATE_ATTRIBUTE)
+        if seams is None:
+            Seams(model, options).wrap_methods(model)
+        else:
+            seams.options, seams.leaving = options, False
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install`: now, or where `generate` calls are under way, when the last of them ends."""
+    with _switching:
+        if (seams := seams_of(model)) is None:
+            return
+        if _calls.get(seams):
+            seams.leaving = True
+        else:
+            seams.unwrap_methods(model)
+
+
 def seams_of(model: PreTrainedModel) -> Seams | None:
     """The state of an enabled model, or None."""
-    return vars(model).get(STATE_ATTRIBUTE)
+    seams: Seams | None = vars(model).get(STATE_ATTRIBUTE)
+    return None if seams is None or seams.leaving else seams
 
 
 def report_on(model: PreTrainedModel) -> Report:
@@ -144,8 +200,7 @@ def report_on(model: PreTrainedModel) -> Report:
     )
 
 
-def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    seams = vars(model)[STATE_ATTRIBUTE]
+def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     original = seams.original(model, "forward")
     cache = kwargs.get("past_key_values")
     if cache is None:
@@ -174,6 +229,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _prepare_cache_for_generation(
+    seams: Seams,
     model: PreTrainedModel,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -181,11 +237,14 @@ def _prepare_cache_for_generation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    seams: Seams = vars(model)[STATE_ATTRIBUTE]
+    original = seams.original(model, "_prepare_cache_for_generation")
+    under_way = _under_way.get()
+    loop_is_ours = under_way is not None and under_way.loop_is_ours
+    if seams.leaving and not loop_is_ours:
+        return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
     seams.last_call = call = CallReport()
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
-    under_way = _under_way.get()
-    if reason is None and not (under_way is not None and under_way.loop_is_ours):
+    if reason is None and not loop_is_ours:
         reason = (
             "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
         )
@@ -195,36 +254,36 @@ def _prepare_cache_for_generation(
         raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
     else:
         seams.tell(call, reason)
-    original = seams.original(model, "_prepare_cache_for_generation")
     return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
-def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "generate")
+def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    original = seams.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
         "custom_generate"
     )
-    ours = takes and given.get("custom_generate") is None
-    token = _under_way.set(_UnderWay(model, ours))
-    try:
-        return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
-    finally:
-        _under_way.reset(token)
+    with seams.call(model) as may_share:
+        ours = may_share and takes and given.get("custom_generate") is None
+        token = _under_way.set(_UnderWay(model, ours))
+        try:
+            return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+        finally:
+            _under_way.reset(token)
 
 
 def _extract_generation_mode_kwargs(
-    model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
+    seams: Seams, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "_extract_generation_mode_kwargs")
+    original = seams.original(model, "_extract_generation_mode_kwargs")
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
 def _get_deprecated_gen_repo(
-    model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+    seams: Seams, model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
 ) -> Any:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "_get_deprecated_gen_repo")
+    original = seams.original(model, "_get_deprecated_gen_repo")
     return original(mode, trust_remote_code, None if custom_generate is _decode else custom_generate)
 
 
@@ -280,20 +339,40 @@ def _decode(
     )
 
 
-def _wrapped(wrapper: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `wrapper` and looks like `original`: generate reads signatures."""
+def _wrapped(wrapper: Callable[..., Any], name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls `wrapper` while the state has this key, with the signature of `original`: generate reads it.
+
+    Without that state it is beneath what others put on the instance, and passes calls on to what was beneath itself.
+    """
 
     @functools.wraps(original)
     def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if STATE_ATTRIBUTE not in vars(self):  # disabled, but another hook on the instance kept this method
-            return original(self, *args, **kwargs)
-        return wrapper(self, *args, **kwargs)
+        seams: Seams | None = vars(self).get(STATE_ATTRIBUTE)
+        if seams is not None and seams.key == key:
+            return wrapper(seams, self, *args, **kwargs)
+        if (saved := vars(self).get(_BURIED_ATTRIBUTE, {}).get((key, name))) is not None:
+            return saved(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    _OURS.add(method)
+    _OURS[method] = key
     return method
 
 
-_OURS: WeakSet[Callable[..., Any]] = WeakSet()
+def _key_of(method: Any) -> int | None:
+    """The key of one of our bound methods; None for others."""
+    function = getattr(method, "__func__", None)
+    return _OURS.get(function) if isinstance(function, types.FunctionType) else None
+
+
+def _own_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
+    """What the instance carries for a method, but for ours, which others may put back after `uninstall`."""
+    own = vars(model).get(name)
+    while (key := _key_of(own)) is not None:
+        own = vars(model).get(_BURIED_ATTRIBUTE, {}).get((key, name))
+    return own
+
+
+_OURS: WeakKeyDictionary[Callable[..., Any], int] = WeakKeyDictionary()
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "generate": _generate,
