@@ -21,6 +21,7 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers
+from .passes import forward_pass
 
 _SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
 """What modules, adapters among them, read on the host and a user changes."""
@@ -67,7 +68,9 @@ class CapturedStep:
         ids, positions = self.ids, self.positions
 
         def step() -> Tensor:  # without a reference to this object, whose memory is then freed with it
-            output = model(input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments)
+            output = forward_pass(
+                model, input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments
+            )
             return output.logits[:, -1]
 
         def ours() -> ExitStack:

@@ -27,6 +27,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -201,16 +202,20 @@ def report_on(model: PreTrainedModel) -> Report:
 
 
 def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    original = seams.original(model, "forward")
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
-        return original(*args, **kwargs)
+        return seams.original(model, "forward")(*args, **kwargs)
+    return _forward_shared(seams, model, cache, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
+def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
     with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
-        output = original(*args, **kwargs)
+        output = seams.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
     if seams.last_call is not None and seams.last_call.cache_id == id(cache):
@@ -311,6 +316,11 @@ def _decode(
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)
         else:
+            if model._compiled_call_impl is not None:
+                seams.tell_once(
+                    "model.compile() does not reach passes with shared context, which run uncompiled; "
+                    "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+                )
             return decode_shared(
                 model,
                 seams,
