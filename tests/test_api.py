@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import accelerate
 import pytest
@@ -17,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.options import BACKENDS, MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 
 from .tiny_models import ragged_prompts, seeded, tiny_model
@@ -218,6 +220,17 @@ def test_options_out_of_bounds(model, options, message):
     with pytest.raises(ValueError, match=message):
         fd.enable(model, **options)
     assert snapshot(model) == before
+
+
+def test_enable_explains_every_option():
+    parameters = dict(list(inspect.signature(fd.enable).parameters.items())[1:])
+    assert {name: given.default for name, given in parameters.items()} == {
+        field.name: field.default for field in fields(Options)
+    }
+    explained = inspect.getdoc(fd.enable)
+    assert all(f"\n    {name}: " in explained for name in parameters)
+    for known in (BACKENDS, MODES, SAMPLERS):
+        assert all(f"``{value}``" in explained for value in known)
 
 
 def test_an_unknown_option_is_a_type_error(model):
