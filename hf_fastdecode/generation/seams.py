@@ -12,17 +12,13 @@ Methods of the instance are wrapped; the class, the modules and transformers sta
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,12 +45,10 @@ from .options import Options
 from .report import CallReport, Report
 from .shared import decode_shared, step_arguments
 from .start import NotSharedError, start_shared
+from .wrapping import STATE_ATTRIBUTE, WrappedMethods
 
 logger = logging.getLogger("hf_fastdecode")
 
-STATE_ATTRIBUTE = "_hf_fastdecode"
-# What lay beneath methods of ours that others have wrapped, and that `uninstall` could not take off.
-_BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
@@ -94,36 +88,10 @@ class Seams:
             )
         self.options = options
         self.last_call: CallReport | None = None
-        self.key = next(_keys)  # a copy of the model has the same methods, so the same key
         self.leaving = False  # disabled, and a call is still under way
-        # An instance may carry its own versions already (accelerate puts a forward there).
-        self._saved = {name: own for name in _WRAPPERS if (own := _own_method(model, name)) is not None}
+        self.methods = WrappedMethods(model, _WRAPPERS)
         self.captures = Captures()
         self._told: set[str] = set()
-
-    def wrap_methods(self, model: PreTrainedModel) -> None:
-        setattr(model, STATE_ATTRIBUTE, self)
-        for name, wrapper in _WRAPPERS.items():
-            # A bound method follows a deep copy of the model, a closure over the model would not.
-            vars(model)[name] = types.MethodType(_wrapped(wrapper, name, self.key, getattr(type(model), name)), model)
-
-    def unwrap_methods(self, model: PreTrainedModel) -> None:
-        """Put back what was there. A method that someone put there since is theirs, and stays."""
-        if vars(model).get(STATE_ATTRIBUTE) is not self:
-            return
-        buried = {}
-        for name in _WRAPPERS:
-            saved = self._saved.get(name)
-            if _key_of(vars(model).get(name)) != self.key:
-                if saved is not None:  # theirs may call ours, which then passes the call on
-                    buried[self.key, name] = saved
-            elif saved is not None:
-                vars(model)[name] = saved
-            else:
-                del vars(model)[name]
-        if buried:
-            vars(model).setdefault(_BURIED_ATTRIBUTE, {}).update(buried)
-        del vars(model)[STATE_ATTRIBUTE]
 
     @contextmanager
     def call(self, model: PreTrainedModel) -> Iterator[bool]:
@@ -137,11 +105,7 @@ class Seams:
             with _switching:
                 _calls[self] -= 1
                 if self.leaving and not _calls[self]:
-                    self.unwrap_methods(model)
-
-    def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
-        """The model's method as it was before `install`."""
-        return self._saved[name] if name in self._saved else partial(getattr(type(model), name), model)
+                    self.methods.take_off(model)
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
@@ -156,9 +120,9 @@ class Seams:
             logger.log(level, message)
 
 
-_keys = count()
 # Guards the beginning and the end of calls against `install` and `uninstall`, in any thread.
 _switching = Lock()
+# How many are under way; not in `Seams`, which a copy of the model copies.
 _calls: WeakKeyDictionary[Seams, int] = WeakKeyDictionary()
 
 
@@ -167,7 +131,8 @@ def install(model: PreTrainedModel, options: Options) -> None:
     with _switching:
         seams: Seams | None = vars(model).get(STATE_ATTRIBUTE)
         if seams is None:
-            Seams(model, options).wrap_methods(model)
+            seams = Seams(model, options)
+            seams.methods.put_on(model, seams)
         else:
             seams.options, seams.leaving = options, False
 
@@ -180,7 +145,7 @@ def uninstall(model: PreTrainedModel) -> None:
         if _calls.get(seams):
             seams.leaving = True
         else:
-            seams.unwrap_methods(model)
+            seams.methods.take_off(model)
 
 
 def seams_of(model: PreTrainedModel) -> Seams | None:
@@ -206,7 +171,7 @@ def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) ->
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
-        return seams.original(model, "forward")(*args, **kwargs)
+        return seams.methods.original(model, "forward")(*args, **kwargs)
     return _forward_shared(seams, model, cache, *args, **kwargs)
 
 
@@ -215,7 +180,7 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
     with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
-        output = seams.original(model, "forward")(*args, **kwargs)
+        output = seams.methods.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
     if seams.last_call is not None and seams.last_call.cache_id == id(cache):
@@ -242,7 +207,7 @@ def _prepare_cache_for_generation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    original = seams.original(model, "_prepare_cache_for_generation")
+    original = seams.methods.original(model, "_prepare_cache_for_generation")
     under_way = _under_way.get()
     loop_is_ours = under_way is not None and under_way.loop_is_ours
     if seams.leaving and not loop_is_ours:
@@ -263,7 +228,7 @@ def _prepare_cache_for_generation(
 
 
 def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    original = seams.original(model, "generate")
+    original = seams.methods.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
@@ -281,14 +246,14 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
 def _extract_generation_mode_kwargs(
     seams: Seams, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    original = seams.original(model, "_extract_generation_mode_kwargs")
+    original = seams.methods.original(model, "_extract_generation_mode_kwargs")
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
 def _get_deprecated_gen_repo(
     seams: Seams, model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
 ) -> Any:
-    original = seams.original(model, "_get_deprecated_gen_repo")
+    original = seams.methods.original(model, "_get_deprecated_gen_repo")
     return original(mode, trust_remote_code, None if custom_generate is _decode else custom_generate)
 
 
@@ -349,40 +314,6 @@ def _decode(
     )
 
 
-def _wrapped(wrapper: Callable[..., Any], name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `wrapper` while the state has this key, with the signature of `original`: generate reads it.
-
-    Without that state it is beneath what others put on the instance, and passes calls on to what was beneath itself.
-    """
-
-    @functools.wraps(original)
-    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        seams: Seams | None = vars(self).get(STATE_ATTRIBUTE)
-        if seams is not None and seams.key == key:
-            return wrapper(seams, self, *args, **kwargs)
-        if (saved := vars(self).get(_BURIED_ATTRIBUTE, {}).get((key, name))) is not None:
-            return saved(*args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    _OURS[method] = key
-    return method
-
-
-def _key_of(method: Any) -> int | None:
-    """The key of one of our bound methods; None for others."""
-    function = getattr(method, "__func__", None)
-    return _OURS.get(function) if isinstance(function, types.FunctionType) else None
-
-
-def _own_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
-    """What the instance carries for a method, but for ours, which others may put back after `uninstall`."""
-    own = vars(model).get(name)
-    while (key := _key_of(own)) is not None:
-        own = vars(model).get(_BURIED_ATTRIBUTE, {}).get((key, name))
-    return own
-
-
-_OURS: WeakKeyDictionary[Callable[..., Any], int] = WeakKeyDictionary()
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "generate": _generate,
