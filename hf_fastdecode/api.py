@@ -17,7 +17,7 @@ from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
 from .generation.report import Report
-from .generation.seams import Seams, report_on, seams_of
+from .generation.seams import install, report_on, seams_of, uninstall
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -63,21 +63,21 @@ def enable(
     """
     options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
     _check_model(model)
-    if (seams := seams_of(model)) is not None:
-        seams.options = options
-    else:
-        Seams(model, options).install(model)
+    install(model, options)
     return model
 
 
 def disable(model: Model) -> Model:
     """Undo `enable`: every attribute it touched is the original object again. Does nothing on a stock model.
 
+    `generate` calls under way, in this thread or another, go on as they began: for them it takes effect when the last
+    of them ends, and calls that begin meanwhile run stock. A method of the instance that others have put in the place
+    of ours since stays; where it calls ours, that passes the call on.
+
     Returns:
         The same model.
     """
-    if (seams := seams_of(model)) is not None:
-        seams.uninstall(model)
+    uninstall(model)
     return model
 
 

@@ -7,7 +7,7 @@ model then tells the time and the winner.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -101,6 +101,10 @@ def fit(points: Sequence[Measured], start: Costs = _START) -> Costs:
 
 
 def _fit_one(points: Sequence[Measured], name: str, constants: Sequence[str], start: Costs) -> Costs:
+    try:
+        from scipy.optimize import minimize
+    except ImportError as error:
+        raise ImportError("fitting needs scipy, which the dev extra brings; `pip install scipy`") from error
     before = [math.log(getattr(getattr(start, name), constant)) for constant in constants]
 
     def costs_at(logs: Sequence[float]) -> Costs:
@@ -114,47 +118,8 @@ def _fit_one(points: Sequence[Measured], name: str, constants: Sequence[str], st
         error = sum(math.log(point.ratio(costs)) ** 2 for point in points) / len(points)
         return error + _PULL * sum((x - y) ** 2 for x, y in zip(logs, before, strict=True))
 
-    best = before
-    for width in (0.7, 0.3, 0.1):  # a simplex may collapse early: begin anew from where it did
-        best = minimise(loss, best, width)
-    return costs_at(best)
-
-
-def minimise(
-    loss: Callable[[Sequence[float]], float], start: Sequence[float], width: float, *, steps: int = 400
-) -> list[float]:
-    """The place of a local minimum, by the simplex of Nelder and Mead (1965).
-
-    Args:
-        loss: What to minimise.
-        start: Where to begin.
-        width: Of the first simplex, in every direction.
-        steps: Most moves; fewer are made when the simplex has become flat.
-    """
-    places = [list(start)] + [[x + width * (i == j) for j, x in enumerate(start)] for i in range(len(start))]
-    simplex = sorted((loss(place), place) for place in places)
-    for _ in range(steps):
-        if simplex[-1][0] - simplex[0][0] <= 1e-9 * simplex[0][0]:
-            break
-        (worst, last), others = simplex[-1], [place for _, place in simplex[:-1]]
-        centre = [sum(values) / len(others) for values in zip(*others, strict=True)]
-
-        def moved(by: float, centre: list[float] = centre, last: list[float] = last) -> tuple[float, list[float]]:
-            place = [c + by * (c - x) for c, x in zip(centre, last, strict=True)]
-            return loss(place), place
-
-        new = moved(1.0)
-        if new[0] < simplex[0][0]:
-            new = min(new, moved(2.0))
-        elif new[0] >= simplex[-2][0]:
-            new = moved(0.5 if new[0] < worst else -0.5)
-        if new[0] < worst:
-            simplex = sorted([*simplex[:-1], new])
-        else:
-            best = simplex[0][1]
-            shrunk = [[(b + x) / 2 for b, x in zip(best, place, strict=True)] for _, place in simplex[1:]]
-            simplex = sorted([simplex[0], *((loss(place), place) for place in shrunk)])
-    return simplex[0][1]
+    found = minimize(loss, before, method="Nelder-Mead")
+    return costs_at([float(x) for x in found.x])
 
 
 def literal(costs: Costs) -> str:

@@ -202,6 +202,6 @@ def collect() -> None:
 if __name__ == "__main__":
     import typer
 
-    from .app import generate_command
+    from .commands.generate import generate
 
-    typer.run(generate_command)
+    typer.run(generate)

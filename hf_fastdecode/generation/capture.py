@@ -8,7 +8,7 @@ rows, more nodes than its tables hold, or when the model's own state has changed
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,10 @@ from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers, decoder_layers
 from .joined import join, multiplying_once
+from .passes import forward_pass
+
+_SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
+"""What modules, adapters among them, read on the host and a user changes."""
 
 
 def bucket(rows: int) -> int:
@@ -65,7 +69,9 @@ class CapturedStep:
         ids, positions = self.ids, self.positions
 
         def step() -> Tensor:  # without a reference to this object, whose memory is then freed with it
-            output = model(input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments)
+            output = forward_pass(
+                model, input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments
+            )
             return output.logits[:, -1]
 
         def ours() -> ExitStack:
@@ -189,10 +195,10 @@ class Captures:
         """Whether steps of this bucket of rows were captured before."""
         return bool(self._steps.get(_key(rows, arguments, compiled)))
 
-    def refresh(self, model: PreTrainedModel) -> None:
-        """Drop what was captured when the model's weights or modules are no longer those, once they lie joined."""
+    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
+        """Join weights, and drop what was captured when the weights, modules or configs are no longer those."""
         join(decoder_layers(model))
-        state = model_state(model)
+        state = model_state(model, configs)
         if state != self._state:
             self.clear()
             self._state = state
@@ -206,16 +212,38 @@ def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> Hashable:
     return rows, compiled, tuple(sorted(arguments.items()))
 
 
-def model_state(model: nn.Module) -> Hashable:
-    """What a capture bakes in of a model: where its weights lie, and switches that modules read on the host."""
-    switches = ("training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
+    """What a capture bakes in of a model: where its weights lie, and what modules read on the host.
+
+    That is the configs, switches, and numbers such as scales and soft caps; integers may be counters.
+
+    Args:
+        model: The model.
+        configs: The config objects of its modules.
+    """
     return (
         tuple(parameter.data_ptr() for parameter in model.parameters()),
         tuple(buffer.data_ptr() for buffer in model.buffers()),
         tuple(
-            (id(module), *(str(getattr(module, name, None)) for name in switches if name in vars(module)))
+            (
+                id(module),
+                *(
+                    (name, str(value))
+                    for name, value in vars(module).items()
+                    if name in _SWITCHES or type(value) is float
+                ),
+            )
             for module in model.modules()
         ),
+        tuple(map(_config_state, configs)),
+    )
+
+
+def _config_state(config: PreTrainedConfig) -> Hashable:
+    return tuple(
+        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        for name, value in vars(config).items()
+        if name != "_attn_implementation_internal"  # another thread's pass may have it switched just now
     )
 
 

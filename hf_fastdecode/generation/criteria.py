@@ -64,7 +64,7 @@ class Stopping:
 
         Args:
             tokens: ``[rows]`` int64, just drawn.
-            input_ids: ``[rows, length]`` with them, for `custom` criteria.
+            input_ids: ``[rows, length]`` with them, for `custom` criteria; what they change in it stays changed.
             scores: What the user asked to be collected.
         """
         ended = torch.isin(tokens, self.eos) if self.eos is not None else None

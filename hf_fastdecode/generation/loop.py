@@ -200,7 +200,10 @@ class Loop:
                 tokens = torch.where(wave.unfinished, tokens, self._pad)
             self._collect(wave, drawn)
             view = wave.with_next(tokens, width)
-            ended = stopping.rows_end(tokens, view.contiguous() if stopping.custom else None, self._scores(wave))
+            given = view.contiguous() if stopping.custom else None
+            ended = stopping.rows_end(tokens, given, self._scores(wave))
+            if given is not None:
+                view.copy_(given)  # as in stock, the user's code may change tokens in place
             wave.commit(ended)  # nothing of a step is taken over when something in it fails
             positions, logits = positions + 1, None
             if self.streamer is not None:
@@ -244,8 +247,12 @@ class Loop:
             return drawn if alive is None else drawn.spread(alive, len(wave.rows))
         if alive is not None:
             logits = logits.new_zeros(len(wave.rows), logits.shape[1]).index_copy_(0, alive.to(logits.device), logits)
-        input_ids = wave.tokens[:, : self.prompts.shape[1] + wave.drawn].contiguous()
-        return self.sampler.draw(logits, wave.rows, input_ids, wave.drawn)
+        view = wave.tokens[:, : self.prompts.shape[1] + wave.drawn]
+        input_ids = view.contiguous()
+        drawn = self.sampler.draw(logits, wave.rows, input_ids, wave.drawn)
+        if self.sampler.custom:
+            view.copy_(input_ids)  # as in stock, the user's code may change tokens in place
+        return drawn
 
     def _collect(self, wave: Wave, drawn: Drawn) -> None:
         if not self.config.return_dict_in_generate:

@@ -59,7 +59,7 @@ def steps_maker(
     if call.mode == "eager":
         yield eager
         return
-    captures, forced = state.captures, state.options.mode != "auto"
+    captures, configs, forced = state.captures, configs_of(model), state.options.mode != "auto"
     if captures.owner == threading.get_ident():
         if forced:
             raise ValueError(f"mode={call.mode!r} cannot run inside another generate call; use mode='auto'")
@@ -74,7 +74,7 @@ def steps_maker(
     def captured(cache: SharedContextCache) -> Steps:
         compiled = call.mode == "compile"
         try:
-            return CapturedSteps(model, cache, arguments, captures, configs_of(model), captured, compiled=compiled)
+            return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled)
         except torch.OutOfMemoryError:
             captures.clear()
             raise
@@ -89,7 +89,7 @@ def steps_maker(
 
     before, captures.owner = captures.count, threading.get_ident()
     try:
-        captures.refresh(model)
+        captures.refresh(model, configs)
         yield captured
     finally:
         call.captures = captures.count - before

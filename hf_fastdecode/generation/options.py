@@ -22,21 +22,10 @@ SAMPLERS = ("auto", "hf", "fast")
 
 @dataclass(frozen=True)
 class Options:
-    """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`.
+    """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`, explained there.
 
-    Attributes:
-        backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
-            package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
-            forced one runs or raises. ``$HF_FASTDECODE_BACKEND`` stands in for ``auto``.
-        mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d.
-            ``auto`` runs eagerly on the CPU, and on a GPU captures once a model's calls have asked for enough steps.
-        sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
-            which draws from the same distribution with other random numbers, and runs on a GPU. ``auto`` takes it for
-            half-precision models on a GPU, unless the call asks for what only transformers' code does.
-        min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to become a node.
-        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
-            unless its steps are captured.
-        max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
+    Raises:
+        ValueError: A field is out of its bounds.
     """
 
     backend: str = "auto"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..attention.forest import Path, Span
 from ..cache.layer import PrefillItem
 from ..cache.shared import SharedContextCache
+from .passes import forward_pass
 from .prompts import PromptPlan
 
 
@@ -48,7 +49,8 @@ def prefill_nodes(
         # Logits of a whole context would take more room than its keys and values.
         keeps = model._supports_logits_to_keep()
         with cache.prefilling(items):
-            output = model(
+            output = forward_pass(
+                model,
                 input_ids=plan.new_tokens[offsets][None].to(device),
                 position_ids=positions[None].to(device),
                 past_key_values=cache,

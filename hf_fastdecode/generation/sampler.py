@@ -58,7 +58,7 @@ class Sampler(Protocol):
         Args:
             logits: ``[rows, vocabulary]`` in the model's dtype.
             rows: ``[rows]`` int64: the rows' numbers in the call.
-            input_ids: ``[rows, length]`` so far, when `whole`.
+            input_ids: ``[rows, length]`` so far, when `whole`; what a `custom` one changes in it stays changed.
             step: Tokens that the rows have drawn before.
         """
         ...

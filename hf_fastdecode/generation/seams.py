@@ -12,20 +12,23 @@ Methods of the instance are wrapped; the class, the modules and transformers sta
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -44,14 +47,31 @@ from .options import Options
 from .report import CallReport, Report
 from .shared import decode_shared, step_arguments
 from .start import NotSharedError, start_shared
+from .wrapping import STATE_ATTRIBUTE, WrappedMethods
 
 logger = logging.getLogger("hf_fastdecode")
 
-STATE_ATTRIBUTE = "_hf_fastdecode"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
-# Whether the call under way was given our decoding loop.
-_loop_is_ours: ContextVar[bool] = ContextVar("hf_fastdecode_loop", default=False)
+
+
+@dataclass
+class _UnderWay:
+    """A `generate` call that has not ended.
+
+    Attributes:
+        model: Whose.
+        loop_is_ours: Whether it was given our decoding loop.
+        configs: The model's config objects, once they were looked for.
+    """
+
+    model: PreTrainedModel
+    loop_is_ours: bool
+    configs: list[PreTrainedConfig] | None = None
+
+
+# The innermost one of this thread.
+_under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
 
 
 class Seams:
@@ -70,33 +90,29 @@ class Seams:
             )
         self.options = options
         self.last_call: CallReport | None = None
-        # An instance may carry its own versions already (accelerate puts a forward there).
-        self._saved = {name: vars(model)[name] for name in _WRAPPERS if name in vars(model)}
+        self.leaving = False  # disabled, and a call is still under way
+        self.methods = WrappedMethods(model, _WRAPPERS)
         self.captures = Captures()
         self._told: set[str] = set()
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Wrap the model's methods."""
-        setattr(model, STATE_ATTRIBUTE, self)
-        for name, wrapper in _WRAPPERS.items():
-            # A bound method follows a deep copy of the model, a closure over the model would not.
-            vars(model)[name] = types.MethodType(_wrapped(wrapper, name, getattr(type(model), name)), model)
+    @contextmanager
+    def call(self, model: PreTrainedModel) -> Iterator[bool]:
+        """A `generate` call: what is undone within is undone at its end. Gives whether the call may share context."""
+        with _switching:
+            _calls[self] = _calls.get(self, 0) + 1
+            may_share = seams_of(model) is self
+        try:
+            yield may_share
+        finally:
+            with _switching:
+                _calls[self] -= 1
+                if self.leaving and not _calls[self]:
+                    self.take_off(model)
 
-    def uninstall(self, model: PreTrainedModel) -> None:
-        """Put back what was there. A method that someone replaced since is theirs, and stays."""
-        for name in _WRAPPERS:
-            if getattr(vars(model).get(name), "__func__", None) not in _OURS:
-                continue
-            if name in self._saved:
-                vars(model)[name] = self._saved[name]
-            else:
-                del vars(model)[name]
-        vars(model).pop(STATE_ATTRIBUTE, None)
+    def take_off(self, model: PreTrainedModel) -> None:
+        """Put the model's methods and weights back to where they were."""
+        self.methods.take_off(model)
         separate(decoder_layers(model))
-
-    def original(self, model: PreTrainedModel, name: str) -> Callable[..., Any]:
-        """The model's method as it was before `install`."""
-        return self._saved[name] if name in self._saved else types.MethodType(getattr(type(model), name), model)
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
@@ -111,9 +127,38 @@ class Seams:
             logger.log(level, message)
 
 
+# Guards the beginning and the end of calls against `install` and `uninstall`, in any thread.
+_switching = Lock()
+# How many are under way; not in `Seams`, which a copy of the model copies.
+_calls: WeakKeyDictionary[Seams, int] = WeakKeyDictionary()
+
+
+def install(model: PreTrainedModel, options: Options) -> None:
+    """Wrap the model's methods, or replace the options of a model whose methods are wrapped."""
+    with _switching:
+        seams: Seams | None = vars(model).get(STATE_ATTRIBUTE)
+        if seams is None:
+            seams = Seams(model, options)
+            seams.methods.put_on(model, seams)
+        else:
+            seams.options, seams.leaving = options, False
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install`: now, or where `generate` calls are under way, when the last of them ends."""
+    with _switching:
+        if (seams := seams_of(model)) is None:
+            return
+        if _calls.get(seams):
+            seams.leaving = True
+        else:
+            seams.take_off(model)
+
+
 def seams_of(model: PreTrainedModel) -> Seams | None:
     """The state of an enabled model, or None."""
-    return vars(model).get(STATE_ATTRIBUTE)
+    seams: Seams | None = vars(model).get(STATE_ATTRIBUTE)
+    return None if seams is None or seams.leaving else seams
 
 
 def report_on(model: PreTrainedModel) -> Report:
@@ -128,18 +173,21 @@ def report_on(model: PreTrainedModel) -> Report:
     )
 
 
-def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    seams = vars(model)[STATE_ATTRIBUTE]
-    original = seams.original(model, "forward")
+def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
-        return original(*args, **kwargs)
+        return seams.methods.original(model, "forward")(*args, **kwargs)
+    return _forward_shared(seams, model, cache, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
+def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    with active(configs_of(model), cache.longest_row(queries)), cache.all_or_nothing():
-        output = original(*args, **kwargs)
+    with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
+        output = seams.methods.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
     if seams.last_call is not None and seams.last_call.cache_id == id(cache):
@@ -147,7 +195,18 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """`configs_of` the model, found once a call: a walk over all modules takes as long as some layers' steps."""
+    call = _under_way.get()
+    if call is None or call.model is not model:
+        return configs_of(model)
+    if call.configs is None:
+        call.configs = configs_of(model)
+    return call.configs
+
+
 def _prepare_cache_for_generation(
+    seams: Seams,
     model: PreTrainedModel,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -155,10 +214,14 @@ def _prepare_cache_for_generation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    seams: Seams = vars(model)[STATE_ATTRIBUTE]
+    original = seams.methods.original(model, "_prepare_cache_for_generation")
+    under_way = _under_way.get()
+    loop_is_ours = under_way is not None and under_way.loop_is_ours
+    if seams.leaving and not loop_is_ours:
+        return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
     seams.last_call = call = CallReport()
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
-    if reason is None and not _loop_is_ours.get():
+    if reason is None and not loop_is_ours:
         reason = (
             "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
         )
@@ -168,37 +231,36 @@ def _prepare_cache_for_generation(
         raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
     else:
         seams.tell(call, reason)
-    original = seams.original(model, "_prepare_cache_for_generation")
     return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
-def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "generate")
+def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    original = seams.methods.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
         "custom_generate"
     )
-    if not takes or given.get("custom_generate") is not None:
-        return original(*args, **kwargs)
-    token = _loop_is_ours.set(True)
-    try:
-        return original(*args, **{**kwargs, "custom_generate": _decode})
-    finally:
-        _loop_is_ours.reset(token)
+    with seams.call(model) as may_share:
+        ours = may_share and takes and given.get("custom_generate") is None
+        token = _under_way.set(_UnderWay(model, ours))
+        try:
+            return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+        finally:
+            _under_way.reset(token)
 
 
 def _extract_generation_mode_kwargs(
-    model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
+    seams: Seams, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "_extract_generation_mode_kwargs")
+    original = seams.methods.original(model, "_extract_generation_mode_kwargs")
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
 def _get_deprecated_gen_repo(
-    model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+    seams: Seams, model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
 ) -> Any:
-    original = vars(model)[STATE_ATTRIBUTE].original(model, "_get_deprecated_gen_repo")
+    original = seams.methods.original(model, "_get_deprecated_gen_repo")
     return original(mode, trust_remote_code, None if custom_generate is _decode else custom_generate)
 
 
@@ -226,6 +288,11 @@ def _decode(
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)
         else:
+            if model._compiled_call_impl is not None:
+                seams.tell_once(
+                    "model.compile() does not reach passes with shared context, which run uncompiled; "
+                    "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+                )
             return decode_shared(
                 model,
                 seams,
@@ -254,20 +321,6 @@ def _decode(
     )
 
 
-def _wrapped(wrapper: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `wrapper` and looks like `original`: generate reads signatures."""
-
-    @functools.wraps(original)
-    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if STATE_ATTRIBUTE not in vars(self):  # disabled, but another hook on the instance kept this method
-            return original(self, *args, **kwargs)
-        return wrapper(self, *args, **kwargs)
-
-    _OURS.add(method)
-    return method
-
-
-_OURS: WeakSet[Callable[..., Any]] = WeakSet()
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "generate": _generate,

@@ -17,6 +17,7 @@ from ..attention.interface import UnsupportedAttentionError
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .options import Options
+from .passes import forward_pass
 from .prefill import prefill_nodes
 from .prompts import PromptGroup, group_prompts, plan_prompts
 from .report import CallReport
@@ -132,7 +133,8 @@ def _start(
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if feed_last or logits is None:
-        output = model(
+        output = forward_pass(
+            model,
             input_ids=fed.to(model.device),
             position_ids=positions[:, None].to(model.device),
             past_key_values=cache,

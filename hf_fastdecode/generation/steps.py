@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.shared import SharedContextCache
 from .capture import Captures, bucket
+from .passes import forward_pass
 
 _STEPS_OF_A_CAPTURE = 32
 """About what one capture in the middle of a call costs, in steps."""
@@ -56,8 +57,13 @@ class EagerSteps:
         device = self.model.device
         if device.type != "meta" and ids.device != device:  # prompts may stay on the CPU
             ids, positions = ids.to(device), positions.to(device)
-        output = self.model(
-            input_ids=ids, position_ids=positions, past_key_values=self.cache, return_dict=True, **self.arguments
+        output = forward_pass(
+            self.model,
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=self.cache,
+            return_dict=True,
+            **self.arguments,
         )
         return output.logits[:, -1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench.app import OP_WAY_NAMES
+from hf_fastdecode.bench.commands.ops import OP_WAY_NAMES
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
 from hf_fastdecode.bench.rows import read_rows
 from hf_fastdecode.cli import app

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.attention.interface import active
 from hf_fastdecode.generation import modes, steps
-from hf_fastdecode.generation.capture import CapturedStep, bucket
+from hf_fastdecode.generation.capture import CapturedStep, bucket, model_state
 from hf_fastdecode.generation.compiled import CompiledLayers
 from hf_fastdecode.generation.seams import seams_of
 
@@ -147,6 +148,42 @@ def test_captures_are_freed_with_the_option(uncaptured):
     gc.collect()
     assert tables
     assert not any(table() for table in tables)
+
+
+def in_a_nested_dict(model):
+    model.config.rope_parameters["rope_theta"] *= 2
+
+
+def in_a_config_of_its_own(model):
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[1].self_attn.config.final_logit_softcapping = 30.0
+
+
+def in_a_module(model):
+    model.model.layers[1].self_attn.scaling *= 2
+
+
+@on_the_cpu
+@pytest.mark.parametrize("change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module])
+def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(70) | SAMPLING
+    with fd.enabled(model, mode="graph", backend="triton"):
+        captures = seams_of(model).captures
+        for expected in (1, 1, 2, 2):
+            if expected == 2 and captures.count == 1:
+                change(model)
+            model.generate(**call)
+            assert captures.count == expected
+
+
+def test_a_pass_of_another_thread_changes_no_state():
+    model = tiny_model("llama-gqa")
+    configs = modes.configs_of(model)
+    before = model_state(model, configs)
+    with active(configs, max_tokens=0):
+        assert model_state(model, configs) == before
+    assert hash(before) == hash(model_state(model, configs))
 
 
 @on_the_cpu

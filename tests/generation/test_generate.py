@@ -1,5 +1,7 @@
 """`model.generate` of an enabled model, argument by argument, against stock transformers."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -10,8 +12,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation import seams
+from hf_fastdecode.generation.modes import configs_of
 
-from ..tiny_models import ragged_prompts
+from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
 
 
@@ -70,6 +74,37 @@ def test_sampling_arguments_give_stock_tokens(model, name):
     stock, shared, call = both(model, lambda: SAMPLING | ARGUMENTS[name]())
     assert call.path == "shared", call.reason
     assert torch.equal(shared, stock)
+
+
+class Edits:
+    """Code of the user's that changes tokens in place: one of the prompt's, the last one, and one far back.
+
+    As a processor it also forbids what stands far back, so that what it changed is read again.
+    """
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        input_ids[:, 5] = 3 + self.calls
+        input_ids[::2, -1] = (input_ids[::2, -1] + self.calls) % 97
+        input_ids[1, -3] = 11
+        if not isinstance(scores, torch.Tensor):
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+        return scores.index_fill(1, input_ids[:, -3], -torch.inf)
+
+
+@pytest.mark.parametrize("as_what", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 20))}], ids=["", "eos"])
+@pytest.mark.parametrize("prompt", [PROMPT, ragged_prompts(57, 40, shared=35)], ids=["one", "two"])
+def test_tokens_changed_in_place_are_stocks(model, as_what, extra, prompt):
+    """In stock what is given to processors and criteria is what the next step goes on with."""
+    unchanged, *_ = both(model, lambda: SAMPLING | extra, copy.deepcopy(prompt))
+    stock, shared, call = both(model, lambda: SAMPLING | extra | {as_what: [Edits()]}, copy.deepcopy(prompt))
+    assert call.path == "shared", call.reason
+    assert torch.equal(shared, stock)
+    assert not torch.equal(shared, unchanged)
 
 
 def test_scores_logits_and_sequences_are_stocks(model):
@@ -203,3 +238,46 @@ def test_mask_made_by_transformers(model):
     assert call.path == "shared"
     assert call.prefilled_tokens == 80 + 60
     assert torch.equal(shared, stock)
+
+
+def test_configs_are_looked_for_once_a_call(model, monkeypatch):
+    looked = []
+    monkeypatch.setattr(seams, "configs_of", lambda *found: looked.append(1) or configs_of(*found))
+    with fd.enabled(model, mode="eager"):
+        for calls in (1, 2):
+            model.generate(**PROMPT, **SAMPLING)
+            assert len(looked) == calls
+
+
+def test_configs_changed_between_calls():
+    """Other objects for the same settings: what a call found does not outlive it."""
+    model = tiny_model("llama-gqa")
+    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        for _ in range(2):
+            assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), stock)
+            assert fd.explain(model).last_call.path == "shared"
+            other = copy.deepcopy(model.config)
+            for module in model.modules():
+                if hasattr(module, "config"):
+                    module.config = other
+
+
+def test_a_call_inside_a_call_of_another_model(model):
+    short = SAMPLING | {"max_new_tokens": 4}
+    other = tiny_model("gpt2")
+    expected = seeded(lambda: other.generate(**PROMPT, **short))
+    inner = []
+
+    def generate(ids, scores):
+        state = torch.get_rng_state()
+        inner.append(seeded(lambda: other.generate(**PROMPT, **short)))
+        torch.set_rng_state(state)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    stock = seeded(lambda: model.generate(**PROMPT, **short))
+    with fd.enabled(model), fd.enabled(other):
+        shared = seeded(lambda: model.generate(**PROMPT, **short, stopping_criteria=[generate]))
+        assert fd.explain(other).last_call.path == fd.explain(model).last_call.path == "shared"
+    assert torch.equal(shared, stock)
+    assert all(torch.equal(out, expected) for out in inner)

@@ -1,0 +1,142 @@
+"""``bench generate``: whole calls of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...commands.errors import CommandError
+from ..generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
+from .report import report
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..rows import Row
+
+
+def generate(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny; or `embedded`, which "
+            "is trained and small.",
+            show_default="embedded",
+        ),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+            show_default="512x8, 1024x32, with a tree none",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their "
+            "own and samples of each, such as 2400+8x512x128.",
+            show_default="none",
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    finish: Annotated[
+        int | None,
+        typer.Option(
+            help="Measure twice: rows that end one after another, from so many tokens on, and all rows to the end."
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Repeatable: {', '.join(WAYS)}; `graph+sampler=fast` passes options to `enable`.",
+            show_default=", ".join(DEFAULT_WAYS),
+        ),
+    ] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, DEVICE] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)] = 3,
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/generate.csv"),
+) -> None:
+    """Whole calls of `generate`: first call, time to the first tokens, time of a step, tokens a second, memory.
+
+    A step is `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. The ceilings run the same
+    loop with attention left out. A way of ours is measured after its tokens were found to be stock's in float32, and
+    its logits as precise as stock's in half precision.
+
+    Examples:
+
+        hf-fastdecode bench generate
+        hf-fastdecode bench generate --shape 7b-mha --point 2048x16 --point 8192x128 --plot
+        hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf --point 8192x32 --way stock --way compile
+        hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
+
+    The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
+    """
+    shapes = [*(shape or []), *(model or [])] or ["embedded"]
+    points = [_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
+    if tree and finish is not None and not point:
+        raise CommandError("--finish is for --point: rows of a --tree all run to the end")
+    finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
+    ways = way or list(DEFAULT_WAYS)
+    known("way", [name.partition("+")[0] for name in ways], WAYS)
+    check_dtype(dtype)
+    try:
+        cases = chosen(
+            [
+                GenerateCase(name, context, n, new_tokens, dtype, ends)
+                for name in shapes
+                for context, n in points
+                for ends in finishes
+            ]
+            + [PromptTree.parse(text).case(name, new_tokens, dtype) for name in shapes for text in tree or []],
+            only,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if show:
+        return show_cases(cases)
+    rows = run_generate(cases, ways, find_device(device), check, repeats, out)
+    report(rows, out, _tables, plot=plot)
+
+
+def run_generate(
+    cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
+) -> list[Row]:
+    """Measure whole calls into `out`."""
+    from ..generate import GenerateBench
+    from ..generate_ways import find_way
+    from ..rows import provenance
+    from ..runner import run
+
+    try:
+        for way in ways:
+            find_way(way)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    bench = GenerateBench(device, repeats=repeats, check=check)
+    return run(cases, ways, bench.measure, provenance=provenance(device), out=out)
+
+
+def _tables(rows: list[Row]) -> str:
+    from ..markdown import finish_table, generate_table
+
+    text = generate_table(rows)
+    return f"{text}\n{finish_table(rows)}" if any(row.get("finish") for row in rows) else text
+
+
+def _point(text: str) -> tuple[int, int]:
+    context, cross, samples = text.partition("x")
+    if not (cross and context.isdigit() and samples.isdigit() and int(context) and int(samples)):
+        raise CommandError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+    return int(context), int(samples)

@@ -1,0 +1,84 @@
+"""``bench ops``: attention of one decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..op_cases import OP_SETS, OpCase, with_dtype
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
+from .report import report
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..rows import Row
+
+OP_WAY_NAMES = (
+    "ours",
+    "plain",
+    "recipe",
+    "hydragen",
+    "bifurcated",
+    "bifurcated-compiled",
+    "ours-prefix",
+    "ours-suffix",
+)
+_COMPILES = "bifurcated-compiled"  # ten seconds a case, so only when it is asked for
+
+
+def ops(
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help=f"Named set of cases, repeatable: {', '.join(OP_SETS)}.", show_default="small, on a CPU tiny"
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeatable: {', '.join(OP_WAY_NAMES)}.", show_default=f"all but {_COMPILES}"),
+    ] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="the set's")] = None,
+    device: Annotated[str, DEVICE] = "auto",
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/ops.csv"),
+) -> None:
+    """Attention of one decode step: ours against the hardware's floor, PyTorch recipes, plain decode, papers' ports.
+
+    Timed in a CUDA graph over inputs larger than the L2 cache. The floor is the bytes or the arithmetic that the case
+    needs, at rates measured in the same run. Each way is first checked against an fp64 reference: its error is at most
+    twice that of PyTorch's own attention, or its row says `wrong` and the command ends with exit code 1.
+
+    Examples:
+
+        hf-fastdecode bench ops
+        hf-fastdecode bench ops --set h200 --plot --out runs/ops-h200.csv
+        hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours --way recipe
+        hf-fastdecode bench ops --set two-level --set ragged --list
+    """
+    place = find_device(device)
+    names = sets or ["tiny" if place.type == "cpu" else "small"]
+    ways = known("way", way or [name for name in OP_WAY_NAMES if name != _COMPILES], OP_WAY_NAMES)
+    found = [case for name in known("set", names, OP_SETS) for case in OP_SETS[name]]
+    check_dtype(dtype)
+    cases = chosen(with_dtype(found, dtype), only)
+    if show:
+        return show_cases(cases)
+    from ..markdown import ops_table
+
+    report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
+
+
+def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
+    """Measure operators into `out`."""
+    from ..ops import OpBench
+    from ..rows import provenance
+    from ..runner import run
+
+    return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)

@@ -1,0 +1,38 @@
+"""What a command of the bench shows of the rows that it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ...commands.errors import CommandError
+
+if TYPE_CHECKING:
+    from ..rows import Row
+
+
+def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
+    """Show the rows as a table, and draw them when that was asked for.
+
+    Args:
+        rows: What was measured.
+        out: The file that they are in.
+        table: Makes a table of them.
+        plot: Draw them beside the file.
+
+    Raises:
+        CommandError: A check was red or something was raised: nothing is reported.
+    """
+    from ..plots import plot as draw
+    from ..runner import failed
+
+    if red := failed(rows):
+        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    typer.echo(table(rows))
+    typer.echo(f"rows: {out}")
+    if plot:
+        pictures = draw(rows, out.with_suffix(""))
+        typer.echo("\n".join(f"picture: {path}" for path in pictures) or "no picture: no two rows make a line")

@@ -1,0 +1,68 @@
+"""``bench tables``: the settings of the papers' tables."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...commands.errors import CommandError
+from ..generate_cases import WAYS
+from ..op_cases import OpCase
+from ..paper_tables import PAPER_TABLES
+from .generate import run_generate
+from .ops import OP_WAY_NAMES, run_ops
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
+from .report import report
+
+
+def tables(
+    table: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(PAPER_TABLES)}.", show_default="none")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
+    way: Annotated[
+        list[str] | None, typer.Option(help="As for `ops` and `generate`.", show_default="the table's")
+    ] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    device: Annotated[str, DEVICE] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)] = 2,
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="Folder for a CSV file a table.")] = Path("runs/tables"),
+) -> None:
+    """The settings of the papers' tables, scaled to one GPU, with the numbers they published beside yours.
+
+    Bifurcated attention: tables 1, 6 and 7. Hydragen: figures 1, 4 and 5, tables 1 and 2.
+
+    Examples:
+
+        hf-fastdecode bench tables --table bifurcated-1 --list
+        hf-fastdecode bench tables --table bifurcated-6 --only 8192 --way compile
+        hf-fastdecode bench tables --table hydragen-fig5 --plot
+    """
+    names = list(PAPER_TABLES) if everything else known("table", table or [], PAPER_TABLES)
+    if not names:
+        raise CommandError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+    for name in names:
+        setting = PAPER_TABLES[name]
+        typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
+        ways = way or list(setting.ways)
+        file = out / f"{name}.csv"
+        of_operators = isinstance(setting.cases[0], OpCase)
+        cases: list[Any] = chosen(list(setting.cases), only)
+        known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
+        if show:
+            show_cases(cases)
+            continue
+        from ..markdown import ops_table, paper_table
+
+        if of_operators:
+            rows = run_ops(cases, ways, find_device(device), check, file)
+            report(rows, file, ops_table, plot=plot)
+        else:
+            rows = run_generate(cases, ways, find_device(device), check, repeats, file)
+            report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)

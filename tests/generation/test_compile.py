@@ -1,0 +1,67 @@
+"""Models that the user has compiled."""
+
+import logging
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..tiny_models import seeded, tiny_model
+from .calls import PROMPT, SAMPLING
+
+
+@pytest.fixture
+def model():
+    torch._dynamo.reset()
+    return tiny_model("llama-gqa")
+
+
+@pytest.fixture
+def frames():
+    """Counts what dynamo compiles."""
+    torch._dynamo.utils.counters.clear()
+    return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("first", ["compile", "enable"])
+def test_compiled_in_place(model, frames, first, fullgraph, caplog):
+    """Shared passes are left out of it, whole; all others are compiled as in stock."""
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    logits = model(**PROMPT).logits
+    for step in (first, "enable" if first == "compile" else "compile"):
+        if step == "compile":
+            model.compile(backend="eager", fullgraph=fullgraph)
+        else:
+            fd.enable(model)
+    with caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
+        for _ in range(2):
+            assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+            assert fd.explain(model).last_call.path == "shared"
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "model.compile() does not reach passes with shared context"
+    ]
+    assert frames() == 0
+    assert torch.equal(model(**PROMPT).logits, logits)
+    assert frames() == 1
+
+
+def test_a_prefilled_cache_through_a_model_compiled_in_place(model):
+    """A pass of the user's own, with the cache: correct, and in stock's graphs but for what attends."""
+    fd.enable(model)
+    ids = PROMPT["input_ids"]
+    expected = model(ids).logits[:, -1]
+    cache = fd.prefill(model, ids[:, :-1])
+    model.compile(backend="eager")
+    with torch.no_grad():
+        logits = model(ids[:, -1:], past_key_values=cache.fork()).logits[:, -1]
+    assert torch.allclose(logits, expected, atol=1e-5)
+
+
+def test_a_compiled_copy_of_the_model(model):
+    """`torch.compile(model)` hands `generate` to the model itself, in stock as here."""
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    compiled = torch.compile(fd.enable(model), backend="eager")
+    assert torch.equal(seeded(lambda: compiled.generate(**PROMPT, **SAMPLING)), expected)
+    assert fd.explain(model).last_call.path == "shared"
