@@ -33,7 +33,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from ..attention.interface import active
+from ..attention.interface import RowLengths, active
 from ..cache.shared import SharedContextCache
 from .capture import Captures
 from .eligibility import call_reason, model_reason
@@ -135,7 +135,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    with active(configs_of(model), cache.longest_row(queries)), cache.all_or_nothing():
+    with active(configs_of(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = original(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
