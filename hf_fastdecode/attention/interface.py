@@ -275,9 +275,10 @@ def shared_context_mask(
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
     """Whether a mask function shows a query the last `window` tokens up to its own; chunks end at other places."""
-    zero = torch.zeros((), dtype=torch.long)
-    query = torch.tensor([window, window + 1]).repeat_interleave(4)
-    key = query - torch.tensor([window, window - 1, 0, -1]).repeat(2)
+    # On the CPU, whatever the default device: a graph may be under capture.
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)
+    key = query - torch.tensor([window, window - 1, 0, -1], device="cpu").repeat(2)
     shown = mask_function(zero, zero, query, key).tolist()
     return bool(shown == [False, True, True, False] * 2)
 

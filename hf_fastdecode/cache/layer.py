@@ -15,6 +15,7 @@ from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
+from ..attention.prefill_ops import causal_attention
 from ..attention.scoring import Scoring
 
 _FIRST_CAPACITY = 256
@@ -313,7 +314,7 @@ class _PrefillKV(SharedKV):
             own = slice(start, start + item.span.length)
             context = [self.layer._segment(span.segment, self.keys, self.values).view(span) for span in item.context]
             outs.append(
-                torch_ops.causal_attention(
+                causal_attention(
                     query[0, :, own],
                     self.keys[:, own],
                     self.values[:, own],

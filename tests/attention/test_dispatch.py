@@ -54,7 +54,9 @@ def test_every_node_is_read_once_by_the_kernels_and_by_every_row_in_plain():
         assert seconds[PLAIN] == pytest.approx(_H200.plain.launch + rows * bytes_of_context / _H200.plain.bandwidth)
 
 
-@pytest.mark.parametrize(("window", "read"), [(None, 140), (10, 0), (50, 8 + 10 + 18), (60, 18 + 10 + 28), (80, 38 + 40), (10**6, 140)])
+@pytest.mark.parametrize(
+    ("window", "read"), [(None, 140), (10, 0), (50, 8 + 10 + 18), (60, 18 + 10 + 28), (80, 38 + 40), (10**6, 140)]
+)
 def test_of_a_node_is_read_what_any_of_its_rows_sees_in_a_window(window, read):
     """100 tokens over all rows, then 10 and 30 of two each, and 32 of their own: a row sees 0 to 68 of its path."""
     nodes = [Node(Span(0, 0, 100), 0, 4), Node(Span(0, 100, 10), 0, 2, 1), Node(Span(0, 110, 30), 2, 2, 1)]

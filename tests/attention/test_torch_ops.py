@@ -25,10 +25,10 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.attention.prefill_ops import causal_attention
 from hf_fastdecode.attention.torch_ops import (
     BACKENDS,
     BackendError,
-    causal_attention,
     choose_operator,
     dense_partial,
     describe,
@@ -784,7 +784,7 @@ def test_windowed_prefill_keeps_the_error_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows that end in the run and at every depth above it; what no query sees is not read."""
-    monkeypatch.setattr("hf_fastdecode.attention.torch_ops._WINDOWED_QUERIES", 8)
+    monkeypatch.setattr("hf_fastdecode.attention.prefill_ops._WINDOWED_QUERIES", 8)
     query, keys, values, earlier = prefill_inputs((20, 1, 17), 31, (6, 2), 64, dtype, device)
     scoring = {"softcap": softcap, "window": window, "sinks": some_sinks(6, device) if with_sinks else None}
     every_key, every_value = (

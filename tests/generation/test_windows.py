@@ -7,7 +7,12 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.interface import SharedKV, UnsupportedAttentionError, shared_context_attention
+from hf_fastdecode.attention.interface import (
+    SharedKV,
+    SlidingWindow,
+    UnsupportedAttentionError,
+    shared_context_attention,
+)
 from hf_fastdecode.generation import modes
 from hf_fastdecode.generation.seams import seams_of
 
@@ -179,6 +184,14 @@ def test_a_layer_and_a_mask_that_disagree_run_stock():
     assert call.path == "stock"
     assert "MistralAttention names a sliding window of 30 tokens, but its mask one of 40" in call.reason
     assert torch.equal(shared, stock)
+
+
+def test_a_model_that_takes_the_window_for_a_tensor_is_told():
+    window = SlidingWindow(40)
+    with pytest.raises(UnsupportedAttentionError, match="'shape': masks of a SharedContextCache are not tensors"):
+        window.shape  # noqa: B018
+    with pytest.raises(UnsupportedAttentionError, match="add: masks of a SharedContextCache are not tensors"):
+        torch.zeros(1) + window
 
 
 def test_sinks_of_another_shape_are_refused():
