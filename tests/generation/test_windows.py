@@ -84,6 +84,23 @@ def test_captured_steps(name, mode, monkeypatch):
     assert captures == [1, 2, 2]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
+def test_captured_steps_on_a_gpu(name):
+    """Shorter and longer rows than the window: the same kernels as without a graph, but for the shares of the work."""
+    model = tiny_model(name, hidden_size=256, sliding_window=200).bfloat16().cuda()
+    calls = []
+    for lengths in ((150, 120), (400, 450), (150, 120)):
+        prompt = {key: value.cuda() for key, value in ragged_prompts(*lengths, shared=min(lengths) // 2).items()}
+        calls.append(prompt | SAMPLING | {"max_new_tokens": 20})
+    with fd.enabled(model, mode="eager", backend="triton"):
+        eager = [seeded(lambda call=call: model.generate(**call)) for call in calls]
+    with fd.enabled(model, mode="graph"):
+        captured = [seeded(lambda call=call: model.generate(**call)) for call in calls]
+        assert seams_of(model).captures.count == 2
+    assert min((a == b).float().mean() for a, b in zip(eager, captured, strict=True)) > 0.5
+
+
 @pytest.mark.parametrize("window", [64, 80, 90, 200])
 def test_a_window_that_holds_every_row_costs_nothing(window):
     """80 tokens and 10 new ones fit a window of 90."""
