@@ -16,6 +16,8 @@ from transformers import (
 VOCABULARY = 97
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
 _LLAMA = {**_SIZES, "intermediate_size": 96}
+_WINDOWED = {**_LLAMA, "num_key_value_heads": 2, "sliding_window": 40}
+_ALTERNATING = {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +33,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {**_SIZES, "intermediate_size": 96}),
     "opt": ("opt", {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_bigcode": ("gpt_bigcode", {**_GPT2, "multi_query": True}),
+    "mistral-window": ("mistral", _WINDOWED),
+    "mixtral-window": ("mixtral", {**_WINDOWED, "num_local_experts": 4}),
+    "phi3-window": ("phi3", {**_WINDOWED, "original_max_position_embeddings": 512}),
+    "qwen2-window": ("qwen2", {**_WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3-window": ("qwen3", {**_WINDOWED, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 32}),
+    "starcoder2": ("starcoder2", _WINDOWED),
+    "cohere2": ("cohere2", _ALTERNATING),
+    "gemma2": ("gemma2", {**_ALTERNATING, "head_dim": 32}),
+    "gemma3_text": ("gemma3_text", {**_ALTERNATING, "head_dim": 32}),
+    "olmo3": ("olmo3", _ALTERNATING),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_ALTERNATING,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
 }
 """Name -> model type and config arguments. The README's table of architectures lists these model types."""
 
@@ -46,6 +67,9 @@ def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> P
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # which else weigh nothing
+                parameter.copy_(torch.linspace(-1, 3, len(parameter)))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -8,6 +8,7 @@ at its rate, plus what launching costs; the constants are those of `costs.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Heads:
         head_dim: Numbers per head.
         queries: Tokens of a row in the step.
         itemsize: Bytes of a number.
+        window: Tokens that a query sees at most; None for all of its row.
     """
 
     heads: int
@@ -35,6 +37,7 @@ class Heads:
     head_dim: int
     queries: int = 1
     itemsize: int = 2
+    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -69,10 +72,13 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
         costs: Constants of the device.
     """
     per_token, pairs = heads.bytes_per_token, 4 * heads.heads * heads.head_dim * heads.queries
-    node_bytes = [node.span.length * per_token for node in forest.nodes]
-    node_flops = [node.span.length * node.row_count * pairs for node in forest.nodes]
-    suffix_bytes = forest.rows * suffix_tokens * per_token
-    plain_bytes = sum(forest.context_lengths) * per_token + suffix_bytes
+    window = float("inf") if heads.window is None else heads.window
+    seen = [min(length, max(0.0, window - suffix_tokens)) for length in forest.context_lengths]  # of a row's nodes
+    node_tokens = list(_tokens_read(forest, seen))
+    node_bytes = [tokens * per_token for tokens in node_tokens]
+    node_flops = [tokens * node.row_count * pairs for tokens, node in zip(node_tokens, forest.nodes, strict=True)]
+    suffix_bytes = forest.rows * min(suffix_tokens, window) * per_token
+    plain_bytes = sum(seen) * per_token + suffix_bytes
     batches = sum(len(level) for level in forest.batches)
     kernels, library, plain = costs.kernels, costs.library, costs.plain
     by_library = (
@@ -85,6 +91,15 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
         LIBRARY: library.launch * (1 + 2 * batches) + sum(by_library) + suffix_bytes / library.suffix_bandwidth,
         PLAIN: plain.launch + plain_bytes / plain.bandwidth,
     }
+
+
+def _tokens_read(forest: Forest, seen: Sequence[float]) -> Iterator[float]:
+    """Of each node, the tokens that any of its rows sees, where row ``i`` sees the last ``seen[i]`` of its path."""
+    for node in forest.nodes:
+        rows = range(node.row_start, node.row_stop)
+        behind = (forest.context_lengths[row] - forest.starts[node.depth][row] - node.span.length for row in rows)
+        most = max(seen[row] - below for row, below in zip(rows, behind, strict=True))
+        yield min(max(0.0, most), node.span.length)
 
 
 def choose(

@@ -118,6 +118,17 @@ class Forest:
         """For each row, the number of tokens on its path."""
         return tuple(sum(span.length for span in path) for path in self.paths)
 
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """By depth, for each row: the tokens on its path above that depth."""
+        above, starts = [0] * self.rows, []
+        for level in self.levels:
+            starts.append(tuple(above))
+            for node in level:
+                for row in range(node.row_start, node.row_stop):
+                    above[row] += node.span.length
+        return tuple(starts)
+
     @property
     def stored_tokens(self) -> int:
         """Tokens held by the nodes, each stored token counted once, however many nodes show it."""

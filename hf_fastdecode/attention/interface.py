@@ -1,8 +1,9 @@
 """The adapter to transformers: one attention function and one mask function in its official registries.
 
 A cache layer's ``update`` may return any object, and attention classes hand it to the attention function as ``key``.
-Ours returns a `SharedKV`, which knows where its keys lie; the attention function asks it to attend. A model's configs
-name the two functions only inside `active`, which it enters for the forward passes that carry a shared-context cache.
+Ours returns a `SharedKV`, which knows where its keys lie; the attention function asks it to attend. The mask function
+likewise returns a `SlidingWindow` in the place of a mask that hides what is too old. A model's configs name the two
+functions only inside `active`, which it enters for the forward passes that carry a shared-context cache.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .scoring import Scoring
+
 ATTENTION_NAME = "hf_fastdecode"
 """The name under which the two functions stand in transformers' registries."""
 
 # What an attention class may pass that changes the scores in a way the operators do not know.
-_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "alibi", "head_mask", "block_mask", "cache")
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "alibi", "head_mask", "block_mask", "cache")
 
 
 class UnsupportedAttentionError(Exception):
@@ -33,32 +37,67 @@ class UnsupportedAttentionError(Exception):
 
 
 class NotATensorError(UnsupportedAttentionError, AttributeError):
-    """Code that knows only tensors got hold of keys and values of a shared-context cache."""
+    """Code that knows only tensors got hold of what stands for them in passes with a shared-context cache."""
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, whose: str):
         super().__init__(
-            f"{what}: keys and values of a SharedContextCache are not tensors; call the model itself (not a "
-            "submodule) after hf_fastdecode.enable(model)"
+            f"{what}: {whose} of a SharedContextCache are not tensors; call the model itself (not a submodule) after "
+            "hf_fastdecode.enable(model)"
         )
 
 
-class SharedKV(ABC):
-    """What a shared-context cache layer returns from ``update`` in the place of key and value tensors."""
-
-    @abstractmethod
-    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
-        """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
+class _NotATensor:
+    _what: ClassVar[str]  # stands for these
 
     def __getattr__(self, name: str) -> Any:
-        raise NotATensorError(repr(name))  # reached only for attributes that do not exist
+        raise NotATensorError(repr(name), self._what)  # reached only for attributes that do not exist
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotATensorError(getattr(func, "__name__", repr(func)))
+        raise NotATensorError(getattr(func, "__name__", repr(func)), cls._what)
 
 
-# The longest row that the active cache will hold; None outside `active`, so also in other threads.
-_max_tokens: ContextVar[int | None] = ContextVar("hf_fastdecode_max_tokens", default=None)
+class SharedKV(_NotATensor, ABC):
+    """What a shared-context cache layer returns from ``update`` in the place of key and value tensors."""
+
+    _what = "keys and values"
+
+    @abstractmethod
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
+
+
+@dataclass(frozen=True)
+class SlidingWindow(_NotATensor):
+    """What `shared_context_mask` returns in the place of a mask by which a query sees so many tokens only."""
+
+    _what: ClassVar[str] = "masks"
+    size: int
+
+
+@dataclass
+class RowLengths:
+    """How long rows get in the passes inside `active`, and for which other lengths these passes would be the same.
+
+    Attributes:
+        longest: Tokens of the longest row by the end of the call. A window at least this long shows all of every row,
+            and is left out.
+        same_up_to: The shortest window that was left out: with longer rows it would count. None without one.
+    """
+
+    longest: int
+    same_up_to: int | None = None
+
+    def binding(self, window: int | None) -> int | None:
+        """The window where it hides any token of the longest row, else None."""
+        if window is None or self.longest > window:
+            return window
+        self.same_up_to = min(window, self.same_up_to or window)
+        return None
+
+
+# Of the pass under way; None outside `active`, so also in other threads.
+_lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
 
 
 class _Switched:
@@ -96,15 +135,15 @@ _switched = _Switched()
 
 
 @contextmanager
-def active(configs: Iterable[PreTrainedConfig], max_tokens: int) -> Iterator[None]:
+def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
     """Route the attention of modules with these configs through this module; restored on leaving, also by an error.
 
     Args:
         configs: The distinct config objects that the model's attention layers and mask creation read.
-        max_tokens: The longest row that the cache will hold; a sliding window at least this long never binds.
+        lengths: How long the cache's rows get.
     """
     entered: list[PreTrainedConfig] = []
-    token = _max_tokens.set(max_tokens)
+    token = _lengths.set(lengths)
     try:
         for config in configs:
             _switched.enter(config)
@@ -113,7 +152,7 @@ def active(configs: Iterable[PreTrainedConfig], max_tokens: int) -> Iterator[Non
     finally:
         for config in entered:
             _switched.leave(config)
-        _max_tokens.reset(token)
+        _lengths.reset(token)
 
 
 # Which layer reads which memory is no part of a compiled layer.
@@ -123,11 +162,12 @@ def shared_context_attention(
     query: Tensor,
     key: Tensor | SharedKV,
     value: Tensor | SharedKV,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SlidingWindow | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: lets the cache layer attend where it holds shared context.
@@ -137,11 +177,12 @@ def shared_context_attention(
         query: ``[batch, heads, queries, head_dim]``.
         key: What the cache layer's ``update`` returned.
         value: The same.
-        attention_mask: None; `shared_context_mask` makes no mask, lengths say what a query sees.
+        attention_mask: What `shared_context_mask` returned for the layer.
         scaling: Factor on the scores; ``head_dim ** -0.5`` when None.
         dropout: Must be 0.
         softcap: Soft cap on the scores, if any.
-        sliding_window: Window of the layer, if any; it must not bind.
+        sliding_window: Window of the layer, if any; where it binds, the mask's must be the same.
+        s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         kwargs: Arguments of other attention functions.
 
     Returns:
@@ -150,23 +191,42 @@ def shared_context_attention(
     Raises:
         UnsupportedAttentionError: The layer asks for something the operators do not compute.
     """
-    if not isinstance(key, SharedKV) and _max_tokens.get() is None:  # a stock pass of another thread
+    lengths = _lengths.get()
+    if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
         stock = _stock_attention(module)
-        extra = {"softcap": softcap, "sliding_window": sliding_window}
+        extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux}
         kwargs |= {name: given for name, given in extra.items() if given is not None}
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise UnsupportedAttentionError(f"{type(module).__name__} attends to keys that are not in the shared cache")
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
         raise UnsupportedAttentionError("the layer adds a mask of its own to the scores")
     if dropout:
         raise UnsupportedAttentionError(f"attention dropout is {dropout}, and decoding needs 0; call model.eval()")
     for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"the layer's attention takes {name!r}, which is not supported")
-    _check_window(sliding_window or None)  # some configs write 0 for no window
+    window = sliding_window or None  # some configs write 0 for no window
+    if lengths is not None:
+        window = lengths.binding(window)
+    masked = None if attention_mask is None else attention_mask.size
+    if window != masked:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return key.attend(query, scale, softcap).contiguous(), None  # some models take a view of it
+    sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
+    # Some models take a view of it.
+    return key.attend(query, Scoring(scale, softcap, window, sinks)).contiguous(), None
+
+
+def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
+    if sinks.shape != (heads,):
+        raise UnsupportedAttentionError(
+            f"the layer has attention sinks of shape {tuple(sinks.shape)}, and one number for each of its {heads} "
+            "query heads is supported"
+        )
+    return sinks.float().contiguous()
 
 
 def shared_context_mask(
@@ -176,19 +236,23 @@ def shared_context_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The mask function: makes no mask, after checking that the model asks for plain causal attention.
+    """The mask function: makes no mask, after checking that the model asks for causal attention, windowed or not.
 
     Args:
         args: What every mask function takes first; lengths say all of it here.
         mask_function: The rule of which key a query sees.
-        local_size: Window or chunk length of a local attention layer, if any; it must not bind.
+        local_size: Window or chunk length of a local attention layer, if any.
         allow_is_causal_skip: transformers clears it when the model puts another rule over the causal one.
         kwargs: What other mask functions take.
 
+    Returns:
+        None for plain causal attention, also where no row outgrows the window, else a `SlidingWindow`.
+
     Raises:
-        UnsupportedAttentionError: The mask is not causal, or a window binds.
+        UnsupportedAttentionError: The mask is neither causal nor that of a sliding window.
     """
-    if _max_tokens.get() is None:  # a stock pass of another thread
+    lengths = _lengths.get()
+    if lengths is None:  # a stock pass of another thread
         name = _switched.before(kwargs["config"])
         given = {
             "mask_function": mask_function,
@@ -196,18 +260,27 @@ def shared_context_mask(
             "local_size": local_size,
         }
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
-    _check_window(local_size)
+    window = lengths.binding(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedAttentionError("the model's mask is not plain causal attention")
-    return None
-
-
-def _check_window(window: int | None) -> None:
-    longest = _max_tokens.get()
-    if window is not None and longest is not None and longest > window:
+    if window is None:
+        return None
+    if not _slides(mask_function, window):
         raise UnsupportedAttentionError(
-            f"a sliding window of {window} tokens is shorter than the longest row, {longest} tokens"
+            f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "
+            "attention, only sliding windows are supported"
         )
+    return SlidingWindow(window)
+
+
+def _slides(mask_function: Callable[..., Any], window: int) -> bool:
+    """Whether a mask function shows a query the last `window` tokens up to its own; chunks end at other places."""
+    # On the CPU, whatever the default device: a graph may be under capture.
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)
+    key = query - torch.tensor([window, window - 1, 0, -1], device="cpu").repeat(2)
+    shown = mask_function(zero, zero, query, key).tolist()
+    return bool(shown == [False, True, True, False] * 2)
 
 
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -17,6 +17,7 @@ from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Capacity, Schedule, needed_capacity
 from .forest import Forest
 from .kv import Segment
+from .scoring import Scoring
 from .triton_ops import (
     decode_config,
     forest_schedule,
@@ -107,8 +108,7 @@ class StaticTables:
         query: Tensor,
         new_keys: Tensor,
         new_values: Tensor,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Append new keys and values to the suffixes, and attend.
 
@@ -117,8 +117,7 @@ class StaticTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            scale: Factor on the scores.
-            softcap: Soft cap on the scores, if any.
+            scoring: What the layer does to its scores.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -140,7 +139,7 @@ class StaticTables:
             self._schedules[key] = self._make_schedule(*key, config, room), config, room
         schedule, config, _ = self._schedules[key]
         tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, schedule, config)
-        return run_kernels(query, new_keys, new_values, *tables, scale, softcap)
+        return run_kernels(query, new_keys, new_values, *tables, scoring)
 
     def _make_schedule(self, kv_heads: int, each: int, head_dim: int, config: Config, room: Capacity) -> Schedule:
         return forest_schedule(self.forest, kv_heads, each, config, self.device, rows=self.rows, capacity=room)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .forest import Node
@@ -22,7 +22,8 @@ from .partial import Partial, empty_partial, merge
 BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
 """What ``backend=`` takes: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
 
-The small causal square among a row's last tokens is two matrix products under any of them.
+What some queries of one call see and others do not is two matrix products under any of them: the small causal square
+among a row's last tokens, and keys at the edge of a window.
 """
 
 # On H200, cuDNN overtakes flash from about a thousand packed queries over a long context; below, flash is faster
@@ -180,6 +181,21 @@ class ForestScores:
             return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
         return dense_partial(query, keys, values, self.scale, backend=self.backend)
 
+    def seen_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
+        """The same over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
+
+        Keys that no query sees are not read, and those that all of them see need no mask.
+        """
+        if oldest is None or not oldest.numel():
+            return self.partial(query, keys, values)
+        first, whole = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
+        part = self.partial(query, keys[:, :, whole:], values[:, :, whole:])
+        if first == whole:
+            return part
+        visible = torch.arange(first, whole, device=query.device) >= oldest.to(query.device)[..., None]
+        edge = keys[:, :, first:whole], values[:, :, first:whole]
+        return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
+
     def need_plain(self, what: str) -> None:
         """Refuse a forced fused operator for `what`, which only the plain path computes."""
         if self.backend not in ("auto", "plain"):
@@ -192,18 +208,23 @@ def forest_attention(
     scale: float | None = None,
     *,
     softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Partial:
     """Attend each row's queries to its path of nodes and its suffix.
 
     Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position. `reference.forest_attention` is the specification.
+    row's path, and its suffix up to and including that position; under a window, the last ``window`` of these tokens.
+    `reference.forest_attention` is the specification.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
         kv: Keys and values in the query's dtype, on its device.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+        window: When given, a query sees only so many tokens of its row, of which it is itself the last.
+        sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
         backend: One of `BACKENDS`.
 
     Returns:
@@ -227,18 +248,44 @@ def forest_attention(
             f"{kv.suffix.keys.shape[2]}, got {shortest} to {longest}"
         )
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
-    total = _suffix_partial(packed, queries, kv, scores)
-    for batches in kv.forest.batches:
-        total = merge(total, _level_partial(packed, batches, kv, scores))
+    oldest = None if window is None else _oldest_seen(kv, queries, packed.shape[2], window)
+    total = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
+    for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
+        total = merge(total, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
     value_dim = total.out.shape[-1]
-    return Partial(total.out.reshape(rows, heads, queries, value_dim), total.lse.reshape(rows, heads, queries))
+    total = Partial(total.out.reshape(rows, heads, queries, value_dim), total.lse.reshape(rows, heads, queries))
+    return total if sinks is None else with_sinks(total, sinks[:, None])
 
 
-def _level_partial(packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: ForestScores) -> Partial:
+def _oldest_seen(kv: ForestKV, queries: int, packed: int, window: int) -> Tensor:
+    """Where in its row the first token stands that a packed query sees: ``[rows, packed]`` int64 on the CPU.
+
+    It may lie before the row's beginning. On the host, because it decides which keys are read.
+    """
+    host: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
+    ends = torch.tensor(kv.forest.context_lengths, **host) + torch.tensor(kv.lengths(), **host)
+    position = torch.arange(queries, **host).repeat(packed // queries)
+    return ends[:, None] - queries + position - window + 1
+
+
+def _less(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
+    """`oldest` counted from where each row's part starts."""
+    return None if oldest is None else oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
+
+
+def with_sinks(part: Partial, sinks: Tensor) -> Partial:
+    """The partial with one more key of value 0 for each query, whose score `sinks` broadcasts to its log-sum-exp."""
+    return merge(part, Partial(part.out.new_zeros(()), sinks.to(part.lse.dtype)))
+
+
+def _level_partial(
+    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: ForestScores, oldest: Tensor | None
+) -> Partial:
     """Attention of all rows over the nodes of one depth; rows without a node there get the empty partial."""
     outs, lses, row = [], [], 0
     for batch in batches:
-        part = _nodes_partial(packed[batch[0].row_start : batch[-1].row_stop], batch, kv, scores)
+        rows = slice(batch[0].row_start, batch[-1].row_stop)
+        part = _nodes_partial(packed[rows], batch, kv, scores, None if oldest is None else oldest[rows])
         if gap := batch[0].row_start - row:
             outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
             lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
@@ -251,7 +298,9 @@ def _level_partial(packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: Fore
     return Partial(torch.cat(outs), torch.cat(lses)) if len(outs) > 1 else Partial(outs[0], lses[0])
 
 
-def _nodes_partial(packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: ForestScores) -> Partial:
+def _nodes_partial(
+    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: ForestScores, oldest: Tensor | None
+) -> Partial:
     """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
     rows, kv_heads, each, _ = packed.shape
@@ -260,7 +309,8 @@ def _nodes_partial(packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores
     side_by_side = (
         packed.view(count, group, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, -1, packed.shape[-1])
     )
-    out, lse = scores.partial(side_by_side, keys, values)
+    oldest = None if oldest is None else oldest.view(count, group * each)
+    out, lse = scores.seen_partial(side_by_side, keys, values, oldest)
     return Partial(
         out.view(count, kv_heads, group, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1),
         lse.reshape(count, kv_heads, group, each).transpose(1, 2).reshape(rows, kv_heads, each),
@@ -279,75 +329,33 @@ def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
     )
 
 
-def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: ForestScores) -> Partial:
-    """Attention of each row over its own suffix, causal among its last `queries` tokens."""
+def _suffix_partial(
+    packed: Tensor, queries: int, kv: ForestKV, scores: ForestScores, oldest: Tensor | None
+) -> Partial:
+    """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1:
-        return scores.partial(packed, keys, values)
+        return scores.seen_partial(packed, keys, values, oldest)
     if longest == shortest:
-        # Tokens before the queries' own are visible to all of them, which leaves a small causal square.
+        # Tokens before the queries' own need no causal mask, which leaves a small square.
         old = longest - queries
-        earlier = scores.partial(packed, keys[:, :, :old], values[:, :, :old])
+        earlier = scores.seen_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
+        oldest = None if oldest is None else oldest - old
         keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * packed.shape[0]
     else:
         scores.need_plain("suffixes of unequal length")
         earlier, lengths = None, kv.lengths()
     position = torch.arange(queries, device=packed.device).repeat(packed.shape[2] // queries)  # of each packed query
     last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position  # [rows, p*queries]
-    visible = torch.arange(keys.shape[2], device=packed.device) <= last_seen[..., None]
+    token = torch.arange(keys.shape[2], device=packed.device)
+    visible = token <= last_seen[..., None]
+    if oldest is not None:
+        visible &= token >= oldest.to(packed.device)[..., None]
     # What lies behind a row's length is undefined, and 0 * nan is nan.
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
     own = plain_partial(packed, keys, values, scores.scale, visible=visible[:, None], softcap=scores.softcap)
     return own if earlier is None else merge(own, earlier)
-
-
-def causal_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    *,
-    context: Sequence[tuple[Tensor, Tensor]],
-    softcap: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Prefill: attention of a run of tokens over what lies before it and, causally, over itself.
-
-    Args:
-        query: ``[heads, length, head_dim]``.
-        keys: ``[kv_heads, length, head_dim]``.
-        values: ``[kv_heads, length, head_dim]``.
-        scale: Factor on the scores.
-        context: Keys and values before the run, each ``[kv_heads, tokens, head_dim]``: visible to every query.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        backend: One of `BACKENDS`.
-
-    Returns:
-        ``[heads, length, head_dim]`` in the query's dtype.
-    """
-    heads, length, _ = query.shape
-    kv_heads = keys.shape[0]
-    if not context and softcap is None and backend == "auto":
-        return F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=heads != kv_heads
-        )[0]
-    scores = ForestScores(scale, softcap, backend)
-    grouped = query.reshape(kv_heads, heads // kv_heads, length, -1)
-    if softcap is None:
-        # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
-        one, each = grouped.transpose(0, 1), (heads // kv_heads, *keys.shape)
-        own = dense_partial(one, keys.expand(each), values.expand(each), scale, causal=True, backend=backend)
-        own = Partial(own.out.transpose(0, 1), own.lse.transpose(0, 1))
-    else:
-        scores.need_plain("a soft cap")
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        own = plain_partial(grouped, keys[:, None], values[:, None], scale, visible=visible, softcap=softcap)
-    packed = grouped.reshape(1, kv_heads, -1, grouped.shape[-1])
-    for earlier_keys, earlier_values in context:
-        part = scores.partial(packed, earlier_keys[None], earlier_values[None])
-        own = merge(own, Partial(part.out.view(own.out.shape), part.lse.reshape(own.lse.shape)))
-    return own.out.to(query.dtype).reshape(heads, length, -1)
 
 
 def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backend: str = "auto") -> str:

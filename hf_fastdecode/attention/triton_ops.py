@@ -13,6 +13,7 @@ from ..kernels.forest_decode.schedule import Capacity, NodeShape, Schedule, make
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
 from .forest import Forest
 from .kv import Segment
+from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ..kernels.forest_decode.api import Config
@@ -114,8 +115,7 @@ class ForestTables:
         nodes: NodeTable,
         suffix: SuffixTable,
         before: int,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Append new keys and values behind `before` tokens of the suffixes, and attend.
 
@@ -126,8 +126,7 @@ class ForestTables:
             nodes: This layer's nodes.
             suffix: This layer's suffixes, with room for the new tokens.
             before: Tokens in every suffix.
-            scale: Factor on the scores.
-            softcap: Soft cap on the scores, if any.
+            scoring: What the layer does to its scores.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -137,13 +136,15 @@ class ForestTables:
         schedule, config = self._schedule(nodes.forest, kv_heads, heads // kv_heads * queries, head_dim, query.device)
         slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
         tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, config)
-        return run_kernels(query, new_keys, new_values, *tables, scale, softcap)
+        return run_kernels(query, new_keys, new_values, *tables, scoring)
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
         """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""
         self._turn_to(forest)
         if (heads, device) not in self._choices:
-            chosen = choose(forest, _TYPICAL_SUFFIX, heads, device, among=(KERNELS, LIBRARY))
+            # What PyTorch's operators do at the edge of a window, by a mask, is not in the model.
+            among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
+            chosen = choose(forest, _TYPICAL_SUFFIX, heads, device, among=among)
             self._choices[heads, device] = chosen
         return self._choices[heads, device]
 
@@ -172,8 +173,7 @@ def run_kernels(
     lengths: Tensor,
     schedule: Schedule,
     config: Config,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Tensor:
     """`forest_decode` on tensors as models make them: any strides, any device. Arguments and result as there."""
     from ..kernels.forest_decode.api import forest_decode
@@ -186,7 +186,16 @@ def run_kernels(
         new_values = new_values.contiguous()
     tables = (nodes, suffix, slots, lengths, schedule, config)
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
-        out, _ = forest_decode(query, new_keys, new_values, *tables, scale=scale, soft_cap=softcap)
+        out, _ = forest_decode(
+            query,
+            new_keys,
+            new_values,
+            *tables,
+            scale=scoring.scale,
+            soft_cap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+        )
     return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Heads
+from ..attention.scoring import Scoring
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .op_cases import OpCase
 from .op_inputs import OpInputs
@@ -58,7 +59,8 @@ def kernel_calls(sets: Sequence[OpInputs]) -> list[Call]:
     def call(inputs: OpInputs) -> Call:
         nodes = triton_ops.NodeTable(inputs.forest, [inputs.segment], inputs.query.device)
         suffix, before = triton_ops.SuffixTable(inputs.suffix), inputs.case.suffix - 1
-        return lambda: tables.attend(inputs.query, *inputs.new, nodes, suffix, before, inputs.scale, None)
+        scoring = Scoring(inputs.scale)
+        return lambda: tables.attend(inputs.query, *inputs.new, nodes, suffix, before, scoring)
 
     return [call(inputs) for inputs in sets]
 

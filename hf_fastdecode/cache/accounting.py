@@ -6,6 +6,7 @@ context, ``m_d`` tokens that each row has added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ class KVShape:
         head_dim: Numbers in one head's key, and in its value.
         local_layers: How many of the layers attend to a window only.
         window: That window in tokens; None when there are no such layers.
+        chunked: Whether it is a chunk that starts anew at its multiples, and does not slide.
     """
 
     layers: int
@@ -63,6 +65,7 @@ class KVShape:
     head_dim: int
     local_layers: int = 0
     window: int | None = None
+    chunked: bool = False
 
     @classmethod
     def from_config(cls, config: Any) -> KVShape:
@@ -81,13 +84,12 @@ class KVShape:
                 "same heads are counted"
             )
         layers, heads = _count(text, "num_hidden_layers"), _count(text, "num_attention_heads")
-        window = _window(text)
-        # Without layer types, a window is that of all layers.
-        types = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+        types = _layer_types(text)
         if other := sorted(set(types) - set(_LOCAL)):
             raise ValueError(f"{name} has layers of type {', '.join(other)}; only attention layers are counted")
-        local = layers * sum(_LOCAL[kind] for kind in types) // len(types) if window is not None else 0
-        return cls(layers, heads, _kv_heads(text, heads), _head_dim(text, heads), local, window if local else None)
+        local, window = local_layers(text)
+        chunked = local > 0 and "chunked_attention" in types
+        return cls(layers, heads, _kv_heads(text, heads), _head_dim(text, heads), local, window, chunked)
 
     @property
     def group_size(self) -> int:
@@ -106,10 +108,10 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
     def kv_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
-        """Bytes of all keys and values that a step attends to: stored by then, and read in that step.
+        """Bytes of all keys and values that are stored by a step.
 
-        Equations 5 and 6, for K and V, over the layers. A stock cache keeps no more than the window of a local layer.
-        The shared figure is for contexts that no window cuts; beyond a window, calls run stock.
+        Equations 5 and 6, for K and V, over the layers. A stock cache keeps no more than the window of a local layer;
+        sharing keeps all.
 
         Args:
             rows: Samples of one context, ``b``.
@@ -123,6 +125,30 @@ class KVShape:
             cut = memory_io(self.kv_heads, self.head_dim, rows, 0, min(self.window, context + decoded)).stock
         stock = (self.layers - self.local_layers) * own.stock + self.local_layers * cut
         return StockShared(2 * stock * element_bytes, 2 * self.layers * own.shared * element_bytes)
+
+    def step_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
+        """Bytes of all keys and values that a step reads, in local layers those in the window; see `kv_bytes`."""
+        stored = self.kv_bytes(rows, context, decoded, element_bytes)
+        if self.window is None:
+            return stored
+        own = min(self.window, decoded)
+        cut = memory_io(self.kv_heads, self.head_dim, rows, min(context, self.window - own), own).shared
+        whole = memory_io(self.kv_heads, self.head_dim, rows, context, decoded).shared
+        read = (self.layers - self.local_layers) * whole + self.local_layers * cut
+        return StockShared(stored.stock, 2 * read * element_bytes)
+
+
+def local_layers(config: Any) -> tuple[int, int | None]:
+    """How many layers of a decoder attend to a window only, and that window in tokens; ``(0, None)`` without one."""
+    window, types = _window(config), _layer_types(config)
+    local = config.num_hidden_layers * sum(_LOCAL.get(kind, False) for kind in types) // len(types)
+    return (local, window) if window is not None and local else (0, None)
+
+
+def _layer_types(config: Any) -> Sequence[str]:
+    """The layers' types; one for all where the config names none: a window is then that of all layers."""
+    alike = "full_attention" if _window(config) is None else "sliding_attention"
+    return getattr(config, "layer_types", None) or [alike]
 
 
 def _field(config: Any, name: str) -> Any:

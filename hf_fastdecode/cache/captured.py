@@ -10,6 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
+from ..attention.scoring import Scoring
 from ..attention.static_tables import StaticTables
 
 
@@ -58,5 +59,5 @@ class _CapturedKV(SharedKV):
     def __init__(self, tables: StaticTables, index: int, keys: Tensor, values: Tensor):
         self.tables, self.index, self.keys, self.values = tables, index, keys, values
 
-    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
-        return self.tables.attend(self.index, query, self.keys, self.values, scale, softcap).transpose(1, 2)
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self.tables.attend(self.index, query, self.keys, self.values, scoring).transpose(1, 2)

@@ -15,6 +15,8 @@ from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
+from ..attention.prefill_ops import causal_attention
+from ..attention.scoring import Scoring
 
 _FIRST_CAPACITY = 256
 """Suffix tokens allocated at first when no bound is known or the bound is larger."""
@@ -84,6 +86,8 @@ class SharedContextLayer(CacheLayerMixin):
         self.suffix_length = 0
         self.nodes: triton_ops.NodeTable | None = None
         self.own: triton_ops.SuffixTable | None = None
+        self.window: int | None = None  # of the last pass, where it hid anything
+        self.said = ""  # for reports: what of the last pass was not plain causal attention
         self.ran: dict[str, str] = {}  # for reports: phase -> what computed it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -243,30 +247,38 @@ class _DecodeKV(SharedKV):
     def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor, before: int):
         self.layer, self.keys, self.values, self.before = layer, keys, values, before
 
-    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv = self.layer.forest_kv()
-        if self._by_kernels(kv, query):
+        self.layer.window, self.layer.said = scoring.window, scoring.said
+        if self._by_kernels(kv, query, scoring.window):
             if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
-                self.layer.ran["decode"] = (
-                    f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{self._why(kv, query)}"
-                )
+                did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
+                self.layer.ran["decode"] = did + self._why(kv, query, scoring.window)
             if self.layer.own is None or self.layer.own.keys is not kv.suffix.keys:
                 self.layer.own = triton_ops.SuffixTable(kv.suffix)
             tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
-            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scale, softcap)
+            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
             return out.transpose(1, 2)
         after = self.before + self.keys.shape[2]
         kv.suffix.keys[:, :, self.before : after] = self.keys
         kv.suffix.values[:, :, self.before : after] = self.values
         backend = self.layer.state.torch_backend
         if "decode" not in self.layer.ran:
-            did = torch_ops.describe(query, kv, softcap=softcap, backend=backend)
-            self.layer.ran["decode"] = did + self._why(kv, query)
-        out = torch_ops.forest_attention(query, kv, scale, softcap=softcap, backend=backend).out
+            did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
+            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring.window)
+        out, _ = torch_ops.forest_attention(
+            query,
+            kv,
+            scoring.scale,
+            softcap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+            backend=backend,
+        )
         return out.to(query.dtype).transpose(1, 2)
 
-    def _by_kernels(self, kv: ForestKV, query: Tensor) -> bool:
+    def _by_kernels(self, kv: ForestKV, query: Tensor, window: int | None) -> bool:
         backend = self.layer.state.backend
         if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
             return False
@@ -276,16 +288,16 @@ class _DecodeKV(SharedKV):
             raise torch_ops.BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
         if reason is not None or backend == "triton":
             return reason is None
-        return self._choice(kv, query).name == KERNELS
+        return self._choice(kv, query, window).name == KERNELS
 
-    def _why(self, kv: ForestKV, query: Tensor) -> str:
+    def _why(self, kv: ForestKV, query: Tensor, window: int | None) -> str:
         """What the cost model predicted, where it had the choice."""
         chooses = self.layer.state.backend == "auto" and query.device.type == "cuda"
-        return f"; {self._choice(kv, query)}" if chooses else ""
+        return f"; {self._choice(kv, query, window)}" if chooses else ""
 
-    def _choice(self, kv: ForestKV, query: Tensor) -> Choice:
+    def _choice(self, kv: ForestKV, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
-        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size())
+        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
         return self.layer.state.tables.choice(kv.forest, layout, query.device)
 
 
@@ -295,22 +307,26 @@ class _PrefillKV(SharedKV):
     def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor):
         self.layer, self.keys, self.values = layer, keys, values
 
-    def attend(self, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        self.layer.window, self.layer.said = scoring.window, scoring.said
         state, outs, start = self.layer.state, [], 0
         for item in state.packed:
             own = slice(start, start + item.span.length)
             context = [self.layer._segment(span.segment, self.keys, self.values).view(span) for span in item.context]
             outs.append(
-                torch_ops.causal_attention(
+                causal_attention(
                     query[0, :, own],
                     self.keys[:, own],
                     self.values[:, own],
-                    scale,
+                    scoring.scale,
                     context=context,
-                    softcap=softcap,
+                    softcap=scoring.softcap,
+                    window=scoring.window,
+                    sinks=scoring.sinks,
                     backend=state.torch_backend,
                 )
             )
             start = own.stop
-        self.layer.ran["prefill"] = "each node once, causal attention by PyTorch, merged with its context"
+        did = "each node once, causal attention by PyTorch, merged with its context"
+        self.layer.ran["prefill"] = did + scoring.said
         return torch.cat(outs, dim=1).transpose(0, 1).unsqueeze(0)

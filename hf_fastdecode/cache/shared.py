@@ -21,12 +21,18 @@ class CacheBytes(NamedTuple):
     Attributes:
         stored: Tokens held: every node once, every row's suffix.
         allocated: The same with the whole preallocated suffix buffers.
-        stock: What a stock transformers cache holds for the same rows, padded to one length.
+        stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
+            window keep no more than that.
     """
 
     stored: int
     allocated: int
     stock: int
+
+
+def within(length: int, window: int | None) -> int:
+    """Of so many tokens, those that a window shows."""
+    return length if window is None else min(length, window)
 
 
 class SharedContextCache(Cache):
@@ -201,7 +207,10 @@ class SharedContextCache(Cache):
         return CacheBytes(
             stored=nodes + self.rows * self.suffix_length * per_token,
             allocated=nodes + allocated,
-            stock=self.rows * self.get_seq_length() * per_token,
+            stock=sum(
+                self.rows * within(self.get_seq_length(), layer.window) * layer.bytes_per_token
+                for layer in self.layers
+            ),
         )
 
     # --- transformers' Cache -----------------------------------------------------------------------------------

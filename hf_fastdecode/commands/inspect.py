@@ -28,7 +28,8 @@ class Row:
         context: Tokens that the samples share.
         samples: Rows.
         kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
-        step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6).
+        step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
+            has no window.
         step_bytes: Bytes of keys and values that all layers read in that step.
         stock_reason: Why such a call runs stock, or None when it shares.
     """
@@ -113,7 +114,7 @@ def inspect_model(
                     samples=count,
                     kv_bytes=shape.kv_bytes(count, context, new_tokens, element.itemsize),
                     step_elements=memory_io(shape.kv_heads, shape.head_dim, count, context, halfway),
-                    step_bytes=shape.kv_bytes(count, context, halfway, element.itemsize),
+                    step_bytes=shape.step_bytes(count, context, halfway, element.itemsize),
                     stock_reason=reason
                     if can_share is False
                     else _stock_reason(config, shape, context, new_tokens, count),
@@ -170,8 +171,8 @@ def _stock_reason(config: Any, shape: KVShape, context: int, new_tokens: int, sa
         return f"{longest} tokens are more than max_position_embeddings, {limit}"
     if rope is not None and longest > rope:
         return f"its position embedding changes beyond {rope} tokens"
-    if shape.window is not None and longest > shape.window:
-        return f"a window of {shape.window} tokens is shorter than {longest}"
+    if shape.chunked and shape.window is not None and longest > shape.window:
+        return f"chunks of {shape.window} tokens are shorter than {longest}"
     if (saved := context * (samples - 1)) < least:
         return f"sharing would save {saved} tokens, fewer than {least}"
     return None

@@ -2,7 +2,8 @@
 
 A captured step reads everything that differs between steps and calls from tables on the device (`StaticTables`), so
 one capture serves other prompts, lengths and samples within its bucket of rows. It is captured again only for more
-rows, more nodes than its tables hold, or when the model's own state has changed.
+rows, more nodes than its tables hold, rows that outgrow a sliding window it left out, or when the model's own state
+has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.interface import active
+from ..attention.interface import RowLengths, active
 from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
@@ -64,6 +65,7 @@ class CapturedStep:
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.load(cache)
+        self.lengths = lengths = RowLengths(cache.longest_row(1))
         view = CapturedCache(self.tables, len(cache.layers))
 
         ids, positions = self.ids, self.positions
@@ -76,7 +78,7 @@ class CapturedStep:
 
         def ours() -> ExitStack:
             stack = ExitStack()
-            stack.enter_context(active(configs, max_tokens=0))
+            stack.enter_context(active(configs, lengths))
             stack.enter_context(multiplying_once(decoder_layers(model)))
             if compiled is not None:
                 stack.enter_context(compiled.installed(model))
@@ -96,6 +98,12 @@ class CapturedStep:
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                     self.logits = step()
+
+    def fits(self, cache: SharedContextCache) -> bool:
+        """Whether this batch can use the step as it was captured: with its windows, and what its tables hold."""
+        same_up_to = self.lengths.same_up_to
+        longest = cache.longest_row(1)
+        return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
 
     def load(self, cache: SharedContextCache) -> None:
         """Decode this batch from now on."""
@@ -178,7 +186,7 @@ class Captures:
         rows = bucket(cache.rows)
         key = _key(rows, arguments, compiled)
         for step in self._steps.setdefault(key, []):
-            if step.tables.fits(cache.forest):
+            if step.fits(cache):
                 step.load(cache)
                 return step
         if self._pool is None and model.device.type == "cuda":

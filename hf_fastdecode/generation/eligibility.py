@@ -19,7 +19,7 @@ _OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update
 # Theirs only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Layers whose state is keys and values of single tokens. Local ones run while their window does not bind.
+# Layers whose state is keys and values of single tokens. Chunked ones run while their chunk holds every row.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # What `generate` hands to the decode loop that shared context takes into account.
 _KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ..cache.shared import CacheBytes, SharedContextCache
+from ..cache.shared import CacheBytes, SharedContextCache, within
 
 
 @dataclass
@@ -24,7 +24,7 @@ class CallReport:
         cache_id: ``id`` of the call's cache, while it runs.
         suffix_length: Tokens each row has appended.
         stored_tokens: Tokens in the nodes.
-        bytes_per_token: Bytes of one token's keys and values in all layers.
+        layer_sizes: For each layer, bytes of one token's keys and values, and its window where that hides anything.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Why.
         sampler: Who drew the tokens: ``hf`` or ``fast``.
@@ -45,7 +45,7 @@ class CallReport:
     cache_id: int = 0
     suffix_length: int = 0
     stored_tokens: int = 0
-    bytes_per_token: int = 0
+    layer_sizes: list[tuple[int, int | None]] = field(default_factory=list)
     mode: str = "eager"
     mode_reason: str = ""
     sampler: str = "hf"
@@ -60,14 +60,15 @@ class CallReport:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
-            self.bytes_per_token = sum(layer.bytes_per_token for layer in cache.layers)
+            self.layer_sizes = [(layer.bytes_per_token, layer.window) for layer in cache.layers]
         self.suffix_length = cache.suffix_length
 
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes of keys and values at the end of the call: stored here, and what a stock cache held."""
-        stored = (self.stored_tokens + self.rows * self.suffix_length) * self.bytes_per_token
-        stock = self.rows * (self.context_width + self.suffix_length) * self.bytes_per_token
+        stored = (self.stored_tokens + self.rows * self.suffix_length) * sum(size for size, _ in self.layer_sizes)
+        length = self.context_width + self.suffix_length
+        stock = self.rows * sum(size * within(length, window) for size, window in self.layer_sizes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:

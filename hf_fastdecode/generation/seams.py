@@ -36,7 +36,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from ..attention.interface import active
+from ..attention.interface import RowLengths, active
 from ..cache.shared import SharedContextCache
 from .capture import Captures
 from .compiled import decoder_layers
@@ -186,7 +186,7 @@ def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) ->
 def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    with active(_configs(model), cache.longest_row(queries)), cache.all_or_nothing():
+    with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = seams.methods.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)

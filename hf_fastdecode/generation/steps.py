@@ -105,7 +105,8 @@ class CapturedSteps:
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, arguments, compiled=compiled)
         for layer in cache.layers:
-            layer.ran["decode"] = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
+            did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
+            layer.ran["decode"] = did + layer.said
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self.cache.reserve(self.cache.suffix_length + 1):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Case:
     """A workload: `prompts` prompts of `context` tokens, `samples` rows each, `suffix` own tokens per row.
 
     `depth` counts the levels of nodes: 0 has no nodes, 1 the prompts, 2 a system prompt over all of them, 3 in
-    addition a node below each prompt for about two thirds of its rows.
+    addition a node below each prompt for about two thirds of its rows. `sinks` gives every query head one.
     """
 
     prompts: int = 2
@@ -54,6 +54,8 @@ class Case:
     head_dim: int = 64
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
+    window: int | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         parts = [f"B{self.prompts}", f"m{self.context}", f"n{self.samples}", f"s{self.suffix}"]
@@ -61,6 +63,8 @@ class Case:
         parts += [f"q{self.queries}"] if self.queries != 1 else []
         parts += [f"depth{self.depth}"] if self.depth != 1 else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap is not None else []
+        parts += [f"w{self.window}"] if self.window is not None else []
+        parts += ["sinks"] if self.sinks else []
         parts += [f"h{self.heads}g{self.kv_heads}", f"d{self.head_dim}", DTYPE_NAMES[self.dtype]]
         return "-".join(parts)
 
@@ -80,11 +84,21 @@ class Case:
             nodes.append(Node(storage.span(37, segment=1), 0, self.rows))
         return Forest(self.rows, nodes)
 
+    def scoring(self, device: torch.device | str) -> dict[str, Any]:
+        """What the operators and the oracle take beside queries and keys."""
+        sinks = some_sinks(self.heads, device) if self.sinks else None
+        return {"softcap": self.softcap, "window": self.window, "sinks": sinks}
+
     def suffix_lengths(self) -> int | list[int]:
         if not self.ragged:
             return self.suffix
         rng = random.Random(self.suffix)
         return [self.suffix, *(rng.randint(self.queries, self.suffix) for _ in range(self.rows - 1))]
+
+
+def some_sinks(heads: int, device: torch.device | str) -> Tensor:
+    """``[heads]`` fp32: small multiples of a quarter, which every dtype holds exactly."""
+    return torch.arange(heads, device=device) / 4 - 0.5
 
 
 class _Storage:
@@ -183,35 +197,63 @@ def own_keys_and_values(kv: ForestKV, row: int) -> tuple[Tensor, Tensor]:
     return torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1)
 
 
-def pytorch_attention(query: Tensor, kv: ForestKV, scale: float | None = None, softcap: float | None = None) -> Tensor:
+def pytorch_attention(query: Tensor, kv: ForestKV, scale: float | None = None, **scoring: Any) -> Tensor:
     """PyTorch's own attention of each row over a physical copy of its keys, in the query's dtype: the yardstick."""
     outs = []
     for row, own in enumerate(query):  # own: [heads, queries, head_dim]
         keys, values = own_keys_and_values(kv, row)
-        outs.append(pytorch_causal_attention(own, keys, values, scale, softcap))
+        outs.append(pytorch_causal_attention(own, keys, values, scale, **scoring))
     return torch.stack(outs)
 
 
 def pytorch_causal_attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """PyTorch's own attention of the last ``query.shape[1]`` tokens over keys ``[kv_heads, length, head_dim]``.
 
-    Where there is a softcap, which the fused operator does not take, transformers' eager attention.
+    A window is a mask, and a sink one more key of zeros with a bias. Where there is a softcap, which the fused
+    operator does not take, transformers' eager attention.
     """
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    visible = None if query.shape[1] == 1 else last_queries_see(query.shape[1], keys.shape[1], query.device)
+    plain = query.shape[1] == 1 and window is None and sinks is None
+    visible = None if plain else last_queries_see(query.shape[1], keys.shape[1], query.device, window)
+    if sinks is not None:
+        assert visible is not None
+        bias = torch.zeros(visible.shape, device=query.device).masked_fill(~visible, -torch.inf)
+        visible = _beside(bias, sinks).to(query.dtype)
+        keys, values = (F.pad(part, (0, 0, 0, 1)) for part in (keys, values))
     if softcap is None:
         return F.scaled_dot_product_attention(query[None], keys[None], values[None], visible, scale=scale)[0]
     scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap)
-    if visible is not None:
+    if sinks is not None:
+        scores = scores + visible
+    elif visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ values
 
 
-def pytorch_lse(query: Tensor, kv: ForestKV, scale: float | None = None, softcap: float | None = None) -> Tensor:
+def _beside(bias: Tensor, sinks: Tensor) -> Tensor:
+    """A bias ``[queries, length]`` for every head, with its sink behind: ``[heads, queries, length + 1]``."""
+    heads, queries = len(sinks), len(bias)
+    return torch.cat([bias.expand(heads, -1, -1), sinks[:, None, None].expand(-1, queries, 1)], dim=2)
+
+
+def pytorch_lse(
+    query: Tensor,
+    kv: ForestKV,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The log-sum-exp of `pytorch_attention` from PyTorch's fused operators, or else from fp32 scores."""
     queries, head_dim = query.shape[2:]
     scale = head_dim**-0.5 if scale is None else scale
@@ -220,34 +262,34 @@ def pytorch_lse(query: Tensor, kv: ForestKV, scale: float | None = None, softcap
         keys, values = (
             part.repeat_interleave(query.shape[1] // part.shape[0], 0) for part in own_keys_and_values(kv, row)
         )
-        visible = last_queries_see(queries, keys.shape[1], query.device)
+        visible = last_queries_see(queries, keys.shape[1], query.device, window)
         if softcap is None and query.device.type == "cpu":
             bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-            lses.append(
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    own[None], keys[None], values[None], attn_mask=bias, scale=scale
-                )[1][0]
-            )
-            continue
-        if softcap is None and query.dtype.itemsize == 2:  # it sees the last query's keys, so one query at a time
-            seen = [keys.shape[1] - queries + 1 + index for index in range(queries)]
+            lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                own[None], keys[None], values[None], attn_mask=bias, scale=scale
+            )[1][0]
+        elif softcap is None and query.dtype.itemsize == 2:  # it sees all keys that it gets: one query at a time
+            ends = [keys.shape[1] - queries + 1 + index for index in range(queries)]
             each = [
                 torch.ops.aten._scaled_dot_product_flash_attention(
-                    own[None, :, index : index + 1], keys[None, :, :last], values[None, :, :last], scale=scale
+                    own[None, :, index : index + 1], keys[None, :, first:end], values[None, :, first:end], scale=scale
                 )[1]
-                for index, last in enumerate(seen)
+                for index, end in enumerate(ends)
+                for first in [max(0, end - (window or end))]
             ]
-            lses.append(torch.cat(each, -1)[0])
-            continue
-        scores = own.float() @ keys.float().mT * scale
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        lses.append(torch.logsumexp(scores.masked_fill(~visible, -torch.inf), -1))
+            lse = torch.cat(each, -1)[0]
+        else:
+            scores = own.float() @ keys.float().mT * scale
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            lse = torch.logsumexp(scores.masked_fill(~visible, -torch.inf), -1)
+        lses.append(lse if sinks is None else torch.logaddexp(lse, sinks[:, None]))
     return torch.stack(lses)
 
 
-def last_queries_see(queries: int, length: int, device: torch.device | str) -> Tensor:
-    """The causal mask ``[queries, length]`` of the last `queries` of `length` tokens."""
-    return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)
+def last_queries_see(queries: int, length: int, device: torch.device | str, window: int | None = None) -> Tensor:
+    """The causal mask ``[queries, length]`` of the last `queries` of `length` tokens, within a window if given."""
+    visible = torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)
+    return visible if window is None else visible.triu(length - queries - window + 1)
 
 
 class Problem(NamedTuple):
@@ -273,9 +315,10 @@ def make_problem(case: Case, device: str) -> Problem:
         dtype=case.dtype,
         device=device,
     )
-    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=case.softcap)
-    yardstick = pytorch_attention(query, kv, softcap=case.softcap)
-    return Problem(query, kv, oracle, oracle_lse, yardstick, pytorch_lse(query, kv, softcap=case.softcap))
+    scoring = case.scoring(device)
+    oracle, oracle_lse = reference.forest_attention(query, kv, **scoring)
+    yardstick = pytorch_attention(query, kv, **scoring)
+    return Problem(query, kv, oracle, oracle_lse, yardstick, pytorch_lse(query, kv, **scoring))
 
 
 class Errors(NamedTuple):

@@ -54,6 +54,22 @@ def test_every_node_is_read_once_by_the_kernels_and_by_every_row_in_plain():
         assert seconds[PLAIN] == pytest.approx(_H200.plain.launch + rows * bytes_of_context / _H200.plain.bandwidth)
 
 
+@pytest.mark.parametrize(
+    ("window", "read"), [(None, 140), (10, 0), (50, 8 + 10 + 18), (60, 18 + 10 + 28), (80, 38 + 40), (10**6, 140)]
+)
+def test_of_a_node_is_read_what_any_of_its_rows_sees_in_a_window(window, read):
+    """100 tokens over all rows, then 10 and 30 of two each, and 32 of their own: a row sees 0 to 68 of its path."""
+    nodes = [Node(Span(0, 0, 100), 0, 4), Node(Span(0, 100, 10), 0, 2, 1), Node(Span(0, 110, 30), 2, 2, 1)]
+    heads = replace(GQA, window=window)
+    seconds = predict(Forest(4, nodes), 32, heads, _H200)
+    seen = [length if window is None else min(length, max(0, window - 32)) for length in (110, 110, 130, 130)]
+    own = 4 * min(32, window or 32) * GQA.bytes_per_token
+    by_kernels = read * GQA.bytes_per_token / _H200.kernels.bandwidth + own / _H200.kernels.suffix_bandwidth
+    assert seconds[KERNELS] == pytest.approx(_H200.kernels.launch + by_kernels)
+    in_plain = sum(seen) * GQA.bytes_per_token + own
+    assert seconds[PLAIN] == pytest.approx(_H200.plain.launch + in_plain / _H200.plain.bandwidth)
+
+
 def test_other_devices_are_scaled():
     half = estimated_costs(66, 2.4e12)
     whole = predict(shared(1024, 32768), 256, GQA, _H200)

@@ -105,6 +105,7 @@ def test_unequal_groups_below_a_shared_root() -> None:
         Node(leaf, 1, 1, 2),
     )
     assert forest.context_lengths == (15, 18, 17, 17, 10)
+    assert forest.starts == ((0,) * 5, (10,) * 5, (15, 17, 17, 17, 10))
     assert forest.stored_tokens == 23
 
 

@@ -25,10 +25,10 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.attention.prefill_ops import causal_attention
 from hf_fastdecode.attention.torch_ops import (
     BACKENDS,
     BackendError,
-    causal_attention,
     choose_operator,
     dense_partial,
     describe,
@@ -50,6 +50,7 @@ from .forests import (
     poisoned,
     pytorch_causal_attention,
     random_forest,
+    some_sinks,
     with_every_dtype,
 )
 
@@ -68,6 +69,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "depth": (0, 1, 2, 3),
     "head_dim": (16, 64, 80, 128),
     "softcap": (None, None, None, 5.0),
+    "window": (None, None, 1, 16, 40, 900),
+    "sinks": (False, False, True),
 }
 HEADS = ((8, 8), (8, 2), (6, 1), (1, 1))
 
@@ -90,6 +93,10 @@ CASES = [
     Case(prompts=200, context=1, samples=1, ragged=True, heads=2, head_dim=16),
     Case(prompts=4, samples=1, suffix=3, queries=3, kv_heads=8),
     Case(prompts=1, samples=5, suffix=16, queries=16, kv_heads=1, depth=2),
+    # A window that ends in the suffix, in the prompts' nodes, in the one above them, and before all.
+    *(Case(depth=2, window=window, queries=queries) for window in (10, 40, 90, 900) for queries in (1, 3)),
+    Case(depth=3, ragged=True, window=60, sinks=True),
+    Case(depth=2, sinks=True),
     *sampled_cases(24),
 ]
 
@@ -117,7 +124,7 @@ def operators_for(case: Case) -> Iterator[Any]:
 )
 def test_error_is_at_most_twice_pytorchs_own(case: Case, device: str, backend: str) -> None:
     problem = make_problem(case, device)
-    actual = forest_attention(problem.query, problem.kv, softcap=case.softcap, backend=backend)
+    actual = forest_attention(problem.query, problem.kv, **case.scoring(device), backend=backend)
     assert_partial_is_right(actual, problem)
 
 
@@ -200,12 +207,22 @@ def fp64_inputs(draw: st.DrawFn, device: str = "cpu") -> tuple[Tensor, ForestKV]
 
 
 @PROPERTY
-@given(data=st.data(), scale=st.none() | st.just(0.7), softcap=st.none() | st.just(2.0))
-def test_any_forest_equals_the_oracle(device: str, data: st.DataObject, scale: float, softcap: float) -> None:
+@given(
+    data=st.data(),
+    scale=st.none() | st.just(0.7),
+    softcap=st.none() | st.just(2.0),
+    window=st.none() | st.integers(1, 60),
+    with_sinks=st.booleans(),
+)
+def test_any_forest_equals_the_oracle(
+    device: str, data: st.DataObject, scale: float | None, softcap: float | None, window: int | None, with_sinks: bool
+) -> None:
     query, kv = data.draw(fp64_inputs(device))
-    expected = reference.forest_attention(query, kv, scale, softcap=softcap)
-    assert_partials_close(forest_attention(query, kv, scale, softcap=softcap), expected)
-    assert_partials_close(forest_attention(query, kv, scale, softcap=softcap, backend="plain"), expected)
+    sinks = some_sinks(query.shape[1], device) if with_sinks else None
+    scoring = {"softcap": softcap, "window": window, "sinks": sinks}
+    expected = reference.forest_attention(query, kv, scale, **scoring)
+    assert_partials_close(forest_attention(query, kv, scale, **scoring), expected)
+    assert_partials_close(forest_attention(query, kv, scale, **scoring, backend="plain"), expected)
 
 
 @PROPERTY
@@ -324,6 +341,23 @@ def test_neighbours_alike_but_for_one_thing(
     size = {"heads": 4, "kv_heads": 2, "head_dim": 8, "queries": queries, "dtype": torch.float64, "device": device}
     query, kv = make_inputs(forest, [5] * 8, **size)
     assert_partials_close(forest_attention(query, kv), reference.forest_attention(query, kv))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("window", [4, 9, 20, 38, 60])
+def test_what_no_query_sees_is_not_read(window: int, queries: int, device: str) -> None:
+    """Rows of one node see different parts of it; the tokens before all of these may be anything."""
+    nodes = [Node(Span(0, 0, 40), 0, 6), Node(Span(1, 0, 9), 0, 3, 1), Node(Span(1, 9, 14), 3, 3, 1)]
+    query, kv = make_inputs(Forest(6, nodes), 8, heads=4, kv_heads=2, head_dim=16, queries=queries, device=device)
+    expected = forest_attention(query, kv, window=window)
+    for node, behind in zip(kv.forest.nodes, (9 + 8, 8, 8), strict=True):  # the least that lies behind it
+        hidden = node.span.length + behind - window - queries + 1
+        for part in kv.node(node.span):
+            part[:, : max(0, hidden)] = torch.nan
+    for part in kv.suffix:
+        part[:, :, : max(0, 8 - window - queries + 1)] = torch.nan
+    for actual, same in zip(forest_attention(query, kv, window=window), expected, strict=True):
+        assert torch.equal(actual, same)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -674,7 +708,9 @@ def prefill_oracle(
     values: Tensor,
     scale: float,
     context: Sequence[tuple[Tensor, Tensor]],
-    softcap: float | None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Prefill by definition, in fp64, one query and head at a time."""
     heads, length, _ = query.shape
@@ -686,11 +722,13 @@ def prefill_oracle(
     for head in range(heads):
         kv_head = head // (heads // keys.shape[0])
         for position in range(length):
-            seen = before + position + 1
-            scores = every_key[kv_head, :seen] @ query[head, position].double() * scale
+            seen = slice(0 if window is None else max(0, before + position + 1 - window), before + position + 1)
+            scores = every_key[kv_head, seen] @ query[head, position].double() * scale
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            out[head, position] = torch.softmax(scores, 0) @ every_value[kv_head, :seen]
             lse[head, position] = torch.logsumexp(scores, 0)
+            if sinks is not None:
+                lse[head, position] = torch.logaddexp(lse[head, position], sinks[head].double())
+            out[head, position] = torch.exp(scores - lse[head, position]) @ every_value[kv_head, seen]
     return out, lse
 
 
@@ -733,11 +771,46 @@ def test_prefill_error_is_at_most_twice_pytorchs_own(
     assert_error_rule(out, yardstick, oracle, lse)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "softcap3"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["nosinks", "sinks"])
+@pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=DTYPE_NAMES.get)
+@pytest.mark.parametrize("window", [None, 1, 7, 30, 60, 100])
+def test_windowed_prefill_keeps_the_error_rule(
+    window: int | None,
+    dtype: torch.dtype,
+    with_sinks: bool,
+    softcap: float | None,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows that end in the run and at every depth above it; what no query sees is not read."""
+    monkeypatch.setattr("hf_fastdecode.attention.prefill_ops._WINDOWED_QUERIES", 8)
+    query, keys, values, earlier = prefill_inputs((20, 1, 17), 31, (6, 2), 64, dtype, device)
+    scoring = {"softcap": softcap, "window": window, "sinks": some_sinks(6, device) if with_sinks else None}
+    every_key, every_value = (
+        torch.cat([part[which] for part in earlier] + [run], 1) for which, run in enumerate((keys, values))
+    )
+    oracle, lse = prefill_oracle(query, keys, values, 0.2, earlier, **scoring)
+    yardstick = pytorch_causal_attention(query, every_key, every_value, 0.2, **scoring)
+    if window is not None:
+        hidden = 38
+        for part in earlier:
+            count = min(part[0].shape[1], max(0, hidden - window + 1))
+            hidden -= part[0].shape[1]
+            for stored in part:
+                stored[:, :count] = torch.nan
+    out = causal_attention(query, keys, values, 0.2, context=earlier, **scoring)
+    assert out.dtype == dtype
+    assert_error_rule(out, yardstick, oracle, lse)
+
+
 @PROPERTY
 @given(data=st.data())
 def test_prefill_in_pieces_equals_prefill_at_once(device: str, data: st.DataObject) -> None:
     total, kv_heads = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2))
-    heads, softcap = kv_heads * data.draw(st.integers(1, 3)), data.draw(st.none() | st.just(1.5))
+    heads = kv_heads * data.draw(st.integers(1, 3))
+    scoring = {"softcap": data.draw(st.none() | st.just(1.5)), "window": data.draw(st.none() | st.integers(1, 14))}
+    scoring["sinks"] = some_sinks(heads, device) if data.draw(st.booleans()) else None
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     query, keys, values = (
         torch.randn(count, total, 8, generator=generator, dtype=torch.float64).to(device)
@@ -746,10 +819,10 @@ def test_prefill_in_pieces_equals_prefill_at_once(device: str, data: st.DataObje
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=3))})
     pieces = [(keys[:, a:b], values[:, a:b]) for a, b in pairwise(cuts)]
     outs = [
-        causal_attention(query[:, a : a + own.shape[1]], own, own_values, 0.5, context=pieces[:index], softcap=softcap)
+        causal_attention(query[:, a : a + own.shape[1]], own, own_values, 0.5, context=pieces[:index], **scoring)
         for index, (a, (own, own_values)) in enumerate(zip(cuts, pieces, strict=False))
     ]
-    expected, _ = prefill_oracle(query, keys, values, 0.5, [], softcap)
+    expected, _ = prefill_oracle(query, keys, values, 0.5, [], **scoring)
     torch.testing.assert_close(torch.cat(outs, 1), expected, **FP64)
 
 
@@ -767,6 +840,8 @@ def test_prefill_refuses_a_backend_that_cannot_run() -> None:
     query, keys, values, earlier = prefill_inputs((3,), 5, (2, 1), 16, torch.float32, "cpu")
     with pytest.raises(BackendError, match=r"'flash' cannot run: .*'cpu'"):
         causal_attention(query, keys, values, 0.2, context=earlier, backend="flash")
+    with pytest.raises(BackendError, match=r"backend='cpu' cannot compute a sliding window in prefill; use backend="):
+        causal_attention(query, keys, values, 0.2, context=earlier, window=2, backend="cpu")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,16 @@ def test_local_and_wide_layers_are_counted_apart():
     assert both.stock == wide.stock // 2 + wide.stock // 2 * 100 // 1010
 
 
+def test_a_step_reads_what_the_window_shows_of_the_context():
+    mixed = KVShape(6, 8, 8, 64, local_layers=3, window=100)
+    layer = 2 * 8 * 64 * 2 * 3  # bytes of a token in half of the layers
+    stored, read = mixed.kv_bytes(4, 1000, 10, 2), mixed.step_bytes(4, 1000, 10, 2)
+    assert stored.shared == 2 * layer * (1000 + 4 * 10)
+    assert read.shared == layer * (1000 + 4 * 10) + layer * (90 + 4 * 10)
+    assert read.stock == stored.stock == layer * 4 * (1010 + 100)
+    assert mixed.step_bytes(4, 1000, 200, 2).shared == layer * (1000 + 4 * 200) + layer * 4 * 100
+
+
 def test_a_window_not_in_use_does_not_count():
     found = shape("qwen2", **LLAMA, use_sliding_window=False, sliding_window=64)
     assert (found.local_layers, found.window) == (0, None)

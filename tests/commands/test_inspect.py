@@ -4,13 +4,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
 from hf_fastdecode.commands.errors import CommandError
 from hf_fastdecode.commands.inspect import Inspection, inspect_model
-
-from ..tiny_models import tiny_model
 
 LLAMA = {
     "hidden_size": 64,
@@ -63,9 +61,8 @@ def test_default_contexts_fit_the_model():
     [
         ({"samples": (1,)}, "sharing would save 0 tokens, fewer than 64"),
         ({"contexts": (600,)}, "610 tokens are more than max_position_embeddings, 512"),
-        ({"model_type": "mistral", "sliding_window": 109}, "a window of 109 tokens is shorter than 110"),
     ],
-    ids=["one-sample", "too-long", "window"],
+    ids=["one-sample", "too-long"],
 )
 def test_calls_that_run_stock(options, reason):
     found = inspect(**options)
@@ -73,10 +70,22 @@ def test_calls_that_run_stock(options, reason):
     assert found.rows[0].stock_reason == reason
 
 
-@pytest.mark.parametrize("window", [109, 110])
-def test_the_window_binds_where_generate_says_so(window):
-    model = tiny_model("mistral", sliding_window=window)
-    found = inspect_model("tiny", model.config, [100], [8], new_tokens=10, dtype="auto")
+def test_a_window_cuts_what_a_step_reads_but_not_what_is_kept():
+    found = inspect("mistral", sliding_window=40)
+    (row,) = found.rows
+    assert row.stock_reason is None
+    assert row.kv_bytes == (8 * 40 * 512, (100 + 8 * 10) * 512)
+    assert row.step_bytes == (8 * 40 * 512, (35 + 8 * 5) * 512)  # halfway, 5 of the 40 tokens are a row's own
+
+
+@pytest.mark.parametrize("chunk", [109, 110])
+def test_chunks_bind_where_generate_says_so(chunk):
+    sizes = {"attention_chunk_size": chunk, "attn_temperature_tuning": False, "head_dim": 16, "num_local_experts": 2}
+    config = AutoConfig.for_model("llama4_text", **LLAMA, **sizes, intermediate_size_mlp=64, pad_token_id=0)
+    found = inspect_model("tiny", config, [100], [8], new_tokens=10, dtype="auto")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
     with fd.enabled(model):
         model.generate(
             input_ids=torch.randint(3, 97, (1, 100)),
@@ -87,6 +96,7 @@ def test_the_window_binds_where_generate_says_so(window):
         )
         call = fd.explain(model).last_call
     assert (call.path == "shared") == (found.rows[0].stock_reason is None)
+    assert found.rows[0].stock_reason == ("chunks of 109 tokens are shorter than 110" if chunk == 109 else None)
 
 
 def test_a_model_that_cannot_share():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.interface import active
+from hf_fastdecode.attention.interface import RowLengths, active
 from hf_fastdecode.generation import modes, steps
 from hf_fastdecode.generation.capture import CapturedStep, bucket, model_state
 from hf_fastdecode.generation.compiled import CompiledLayers
@@ -181,7 +181,7 @@ def test_a_pass_of_another_thread_changes_no_state():
     model = tiny_model("llama-gqa")
     configs = modes.configs_of(model)
     before = model_state(model, configs)
-    with active(configs, max_tokens=0):
+    with active(configs, RowLengths(0)):
         assert model_state(model, configs) == before
     assert hash(before) == hash(model_state(model, configs))
 

@@ -101,7 +101,8 @@ def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
 
     choice = start.plain_is_faster(Gpu(), forest, 64)
     assert (choice is not None) == stock
-    monkeypatch.setattr(start, "choose", lambda *_: Choice("kernels", times))
+    faster = times | {"kernels": 9e-6}
+    monkeypatch.setattr(start, "choose", lambda *_: Choice("kernels", faster))
     assert start.plain_is_faster(Gpu(), forest, 64) is None
     assert start.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
 
@@ -111,23 +112,6 @@ def test_a_message_comes_once(model, caplog):
         for _ in range(3):
             model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
     assert len([record for record in caplog.records if record.name == "hf_fastdecode"]) == 1
-
-
-def test_a_window_that_binds_runs_stock():
-    model = tiny_model("mistral", sliding_window=40)
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "sliding window of 40 tokens is shorter than the longest row" in call.reason
-    assert torch.equal(shared, stock)
-
-
-def test_a_window_that_the_new_tokens_would_reach_runs_stock():
-    model = tiny_model("mistral", sliding_window=90)
-    stock, shared, call = both(model, lambda: SAMPLING)  # 80 + 16 tokens
-    assert call.path == "stock"
-    assert torch.equal(shared, stock)
-    _, _, call = both(model, lambda: SAMPLING | {"max_new_tokens": 10})
-    assert call.path == "shared"
 
 
 def test_dynamic_rope_runs_stock_beyond_its_limit():
