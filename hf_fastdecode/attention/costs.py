@@ -48,12 +48,11 @@ class Costs:
         )
 
 
-# Read off operators timed alone on an H200 (cold L2, in a graph): 1 to 1024 rows, contexts of 2K to 64K tokens.
-# `python -m hf_fastdecode.bench.calibrate` fits them to the rows of `bench ops`.
+# Fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K to 128K tokens.
 _H200 = Costs(
-    kernels=Candidate(launch=11.5e-6, bandwidth=4.35e12, suffix_bandwidth=3.96e12, rate=6.6e14),
-    library=Candidate(launch=12e-6, bandwidth=3.7e12, suffix_bandwidth=2.5e12, rate=6.5e14),
-    plain=Candidate(launch=12e-6, bandwidth=3.2e12, suffix_bandwidth=3.2e12),
+    kernels=Candidate(launch=1.03e-5, bandwidth=4.37e12, suffix_bandwidth=4.17e12, rate=6.45e14),
+    library=Candidate(launch=1.30e-5, bandwidth=4.52e12, suffix_bandwidth=2.21e12, rate=3.99e14),
+    plain=Candidate(launch=1.22e-5, bandwidth=3.00e12, suffix_bandwidth=3.00e12),
 )
 _MEASURED = {"NVIDIA H200": _H200}
 # What the estimate for other devices is relative to.

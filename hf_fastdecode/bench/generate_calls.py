@@ -50,12 +50,12 @@ def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
 class RowsFinish(StoppingCriteria):
     """Ends each row after its own number of tokens.
 
-    Which row it is, its prompt's last token says: rows may leave the batch and be asked about in any order. It calls
-    itself an end-of-sequence criterion, so that rows that ended are padded and may leave.
+    It calls itself an end-of-sequence criterion, so that rows that ended are padded and may leave; it is asked about
+    all rows to the end.
 
     Args:
-        prompt_length: Tokens of every prompt.
-        lengths: Tokens that row ``i`` draws, whose prompt ends in token ``_FIRST_ID + i``.
+        prompt_length: Tokens of the prompt.
+        lengths: Tokens that each row draws.
         device: Where ids lie.
     """
 
@@ -66,20 +66,14 @@ class RowsFinish(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Bool ``[rows]`` for ids ``[rows, length]``."""
-        row = input_ids[:, self.prompt_length - 1] - _FIRST_ID
-        return input_ids.shape[1] - self.prompt_length >= self.lengths[row]
+        return input_ids.shape[1] - self.prompt_length >= self.lengths
 
 
 def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
-    """Random ids ``[1, context]``; where rows finish apart ``[samples, context]`` that differ in the last token; of a
-    tree ``[problems, context]``, no two of which go on alike after what all share."""
+    """Random ids ``[1, context]``; of a tree ``[problems, context]``, no two of which go on alike after what all
+    share."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_FIRST_ID, model.config.vocab_size, (1, case.context), generator=generator)
-    if case.finish:
-        if case.samples > model.config.vocab_size - _FIRST_ID:
-            raise ValueError(f"{case.samples} rows need as many tokens, the vocabulary has {model.config.vocab_size}")
-        ids = ids.repeat(case.samples, 1)
-        ids[:, -1] = _FIRST_ID + torch.arange(case.samples)
     if case.tree is not None:
         shared, problems = case.tree.shared, case.tree.problems
         own = torch.randint(_FIRST_ID, model.config.vocab_size, (problems, case.tree.own), generator=generator)
@@ -91,12 +85,10 @@ def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
 def caller(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
     """A function that generates so many tokens for a case's samples."""
     ids = prompt(model, case)
-    extra = dict(arguments or {})
+    extra = {"num_return_sequences": case.samples // len(ids), **(arguments or {})}
     if case.finish:
         extra["pad_token_id"] = 0
         extra["stopping_criteria"] = StoppingCriteriaList([RowsFinish(case.context, case.lengths(), model.device)])
-    else:
-        extra["num_return_sequences"] = case.samples // len(ids)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
         return model.generate(

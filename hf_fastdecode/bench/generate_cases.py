@@ -95,8 +95,8 @@ class GenerateCase:
         samples: Completions, all of one prompt unless there is a tree.
         new_tokens: Tokens of the longest completion.
         dtype: Of weights and cache.
-        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`; they then come
-            from prompts that differ in the last token. Empty: every row runs to the end.
+        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. Empty: every row
+            runs to the end.
         tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
     """
 
@@ -119,7 +119,7 @@ class GenerateCase:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts, each counted once; rows that finish apart have a last one each, not counted."""
+        """Tokens of the prompts, each counted once."""
         return self.context if self.tree is None else self.tree.tokens
 
     @property

@@ -69,16 +69,16 @@ def generate_table(rows: Sequence[Row]) -> str:
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
     of_ceiling = [f"{way}, of ceiling" for way in ceilings if way in ways]
-    lines = _head(["model", "context", "n", *ways, *of_ceiling])
+    lines = _head(["model", "context", "n", "new tokens", *ways, *of_ceiling])
     for case in _cases(rows):
         first = next(iter(case.values()))
-        cells = [_model(first), f"{int(first['context']):,}", first["samples"]]
+        cells = [_model(first), f"{int(first['context']):,}", first["samples"], first["new_tokens"]]
         cells += [_cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
         cells += [share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
         lines.append(_line(cells))
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
-    return "\n".join(lines) + f"\n\n{where}, {_words(rows, 'new_tokens')} new tokens; ms/step, medians.\n"
+    return "\n".join(lines) + f"\n\n{where}; ms/step, medians.\n"
 
 
 def finish_table(rows: Sequence[Row]) -> str:
@@ -154,10 +154,6 @@ def _context(row: Row) -> str:
 
 def _model(row: Row) -> str:
     return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
-
-
-def _words(rows: Sequence[Row], column: str) -> str:
-    return ", ".join(dict.fromkeys(row[column] for row in rows))
 
 
 def _head(names: Sequence[str]) -> list[str]:

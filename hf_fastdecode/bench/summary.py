@@ -1,4 +1,4 @@
-"""What the README shows of the committed rows: tables between markers, and a picture.
+"""What the README shows of the committed rows: tables between markers, and pictures.
 
 ``python -m hf_fastdecode.bench.summary README.md`` rewrites both; a test fails when they do not match the rows.
 """
@@ -14,6 +14,7 @@ import typer
 
 from .generate_cases import PromptTree
 from .markdown import finish_table, generate_table, ops_digest, ops_table
+from .plots import plot
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
@@ -136,8 +137,9 @@ def refreshed(text: str) -> str:
 
 
 def main(readme: Annotated[Path, typer.Argument(help="File whose marked tables to rewrite.")]) -> None:
-    """Rewrite the tables and the picture from the committed rows."""
+    """Rewrite the tables and the pictures from the committed rows."""
     draw(read_rows(RESULTS / "generate.csv"), PICTURE)
+    plot(read_rows(RESULTS / "ops.csv"), RESULTS / "ops")
     readme.write_text(refreshed(readme.read_text()))
 
 

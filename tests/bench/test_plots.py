@@ -122,10 +122,10 @@ def test_digest_of_operators():
 
 def test_table_of_generate():
     lines = markdown.generate_table(list(generate_rows())).splitlines()
-    assert lines[0].endswith("| n | stock | compile | compile-no-attention | compile, of ceiling |")
-    assert lines[2] == "| 7b-mha | 2,048 | 16 | 20.00 | 8.00 | 4.00 | 50% |"
-    assert lines[5] == "| 7b-mha | 8,192 | 128 | out of memory | 8.00 | 4.00 | 50% |"
-    assert lines[-1].endswith("65 new tokens; ms/step, medians.")
+    assert lines[0].endswith("| n | new tokens | stock | compile | compile-no-attention | compile, of ceiling |")
+    assert lines[2] == "| 7b-mha | 2,048 | 16 | 65 | 20.00 | 8.00 | 4.00 | 50% |"
+    assert lines[5] == "| 7b-mha | 8,192 | 128 | 65 | out of memory | 8.00 | 4.00 | 50% |"
+    assert lines[-1].endswith("; ms/step, medians.")
 
 
 def test_table_of_rows_that_finish():

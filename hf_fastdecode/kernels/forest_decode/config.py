@@ -78,6 +78,8 @@ def choose_config(
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, block_n=128 if block_m == 64 else 64, warps=8 if block_m == 128 else 4)
+    if packed == 1:  # measured so, at contexts from 8K on
+        config = replace(config, per_sm=2)
 
     def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
         return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
