@@ -1,8 +1,14 @@
-"""Prefill attention with PyTorch's own operators: a run of tokens over itself and over what lies before it."""
+"""Prefill attention with PyTorch's own operators: runs of tokens over themselves and over what lies before them.
+
+Many runs go through the model end to end in one pass. Runs of one length attend to themselves as one batch, and the
+queries of all runs that share a context are laid side by side, so that it is read once for them, as in a decode step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +20,22 @@ from .torch_ops import ForestScores, dense_partial, plain_partial, with_sinks
 _WINDOWED_QUERIES = 512
 """Queries of a windowed prefill that attend at once, to the keys that any of them sees."""
 
+Place = slice | Tensor
+"""Where among the tokens of a pass some of them are."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens that follow each other.
+
+    Attributes:
+        length: How many, at least 1.
+        context: Names of what lies before them, in the order of its tokens.
+    """
+
+    length: int
+    context: tuple[Hashable, ...] = ()
+
 
 def causal_attention(
     query: Tensor,
@@ -21,56 +43,173 @@ def causal_attention(
     values: Tensor,
     scale: float,
     *,
-    context: Sequence[tuple[Tensor, Tensor]],
+    runs: Sequence[Run],
+    stored: Callable[[Hashable], tuple[Tensor, Tensor]],
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Prefill: attention of a run of tokens over what lies before it and, causally, over itself.
+    """Prefill: attention of each run of tokens over what lies before it and, causally, over itself.
 
     Args:
-        query: ``[heads, length, head_dim]``.
-        keys: ``[kv_heads, length, head_dim]``.
-        values: ``[kv_heads, length, head_dim]``.
+        query: ``[heads, tokens, head_dim]``, of all runs end to end.
+        keys: ``[kv_heads, tokens, head_dim]``.
+        values: ``[kv_heads, tokens, head_dim]``.
         scale: Factor on the scores.
-        context: Keys and values before the run, each ``[kv_heads, tokens, head_dim]``, in the order of their tokens.
+        runs: At least one; their lengths add up to ``tokens``.
+        stored: Keys and values of a name of a context, each ``[kv_heads, length, head_dim]``.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
         window: When given, a query sees only so many tokens, of which it is itself the last; else all before it.
         sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
         backend: One of `BACKENDS`.
 
     Returns:
-        ``[heads, length, head_dim]`` in the query's dtype.
+        ``[heads, tokens, head_dim]`` in the query's dtype.
     """
-    heads, length, _ = query.shape
-    kv_heads = keys.shape[0]
-    if window is not None and sum(part[0].shape[1] for part in context) + length > window:
-        scores = ForestScores(scale, softcap, backend)
-        return _windowed_causal_attention(query, [*context, (keys, values)], window, sinks, scores)
-    if not context and softcap is None and sinks is None and backend == "auto":
-        return F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=heads != kv_heads
-        )[0]
     scores = ForestScores(scale, softcap, backend)
-    grouped = query.reshape(kv_heads, heads // kv_heads, length, -1)
-    if softcap is None:
-        # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
-        one, group = grouped.transpose(0, 1), heads // kv_heads
-        each = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-        own = dense_partial(one, *each, scale, causal=True, backend=backend)
-        own = Partial(own.out.transpose(0, 1), own.lse.transpose(0, 1))
-    else:
-        scores.need_plain("a soft cap")
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        own = plain_partial(grouped, keys[:, None], values[:, None], scale, visible=visible, softcap=softcap)
-    packed = grouped.reshape(1, kv_heads, -1, grouped.shape[-1])
-    for earlier_keys, earlier_values in context:
-        part = scores.partial(packed, earlier_keys[None], earlier_values[None])
-        own = merge(own, Partial(part.out.view(own.out.shape), part.lse.reshape(own.lse.shape)))
+    if window is not None:
+        longest = max(_tokens_before(run, stored) + run.length for run in runs)
+        if longest > window:
+            return _windowed_runs(query, keys, values, runs, stored, window, sinks, scores)
+    heads, tokens, _ = query.shape
+    kv_heads = keys.shape[0]
+    grouped = query.reshape(kv_heads, heads // kv_heads, tokens, -1)
+    starts = list(accumulate((run.length for run in runs), initial=0))
+    fused = softcap is None and sinks is None and backend == "auto" and not any(run.context for run in runs)
+    attend = _fused_causal if fused else _causal_partial
+    parts = [
+        (place, attend(grouped[:, :, place].unflatten(2, shape), keys[:, place], values[:, place], scores))
+        for place, shape in _by_length(runs, starts, query.device)
+    ]
+    own = _put_together(parts, tokens)
+    for name in dict.fromkeys(name for run in runs for name in run.context):
+        place = _place_of([index for index, run in enumerate(runs) if name in run.context], starts, query.device)
+        own = _with_context(own, grouped, place, stored(name), scores)
     if sinks is not None:
         own = with_sinks(own, sinks.view(kv_heads, -1, 1))
-    return own.out.to(query.dtype).reshape(heads, length, -1)
+    return own.out.to(query.dtype).reshape(heads, tokens, -1)
+
+
+def _tokens_before(run: Run, stored: Callable[[Hashable], tuple[Tensor, Tensor]]) -> int:
+    return sum(stored(name)[0].shape[1] for name in run.context)
+
+
+def _by_length(
+    runs: Sequence[Run], starts: Sequence[int], device: torch.device
+) -> list[tuple[Place, tuple[int, int]]]:
+    """Where the runs of each length are, and how many of what length."""
+    alike: dict[int, list[int]] = {}
+    for index, run in enumerate(runs):
+        alike.setdefault(run.length, []).append(index)
+    return [(_place_of(found, starts, device), (len(found), length)) for length, found in alike.items()]
+
+
+def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.device) -> Place:
+    """The tokens of some runs, in order: a slice where they lie side by side."""
+    if all(after == before + 1 for before, after in pairwise(indices)):
+        return slice(starts[indices[0]], starts[indices[-1] + 1])
+    return torch.cat([torch.arange(starts[index], starts[index + 1]) for index in indices]).to(device)
+
+
+def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ForestScores) -> Partial:
+    """As `_causal_partial`, without the log-sum-exp, which nothing is merged by."""
+    kv_heads, group, count, length, _ = query.shape
+    keys, values = (part.unflatten(1, (count, length)).transpose(0, 1) for part in (keys, values))
+    out = F.scaled_dot_product_attention(
+        query.flatten(0, 1).transpose(0, 1), keys, values, is_causal=True, scale=scores.scale, enable_gqa=group > 1
+    )
+    out = out.transpose(0, 1).unflatten(0, (kv_heads, group)).flatten(2, 3)
+    return Partial(out, out.new_empty(()).expand(out.shape[:-1]))
+
+
+def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: ForestScores) -> Partial:
+    """Attention of runs of one length, each over itself.
+
+    Args:
+        query: ``[kv_heads, group, runs, length, head_dim]``.
+        keys: ``[kv_heads, runs * length, head_dim]``.
+        values: The same.
+        scores: How scores are made.
+
+    Returns:
+        ``[kv_heads, group, runs * length]``.
+    """
+    _, group, count, length, _ = query.shape
+    keys, values = (part.unflatten(1, (count, length)) for part in (keys, values))
+    if scores.softcap is not None:
+        scores.need_plain("a soft cap")
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        each = keys[:, None], values[:, None]
+        part = plain_partial(query, *each, scores.scale, visible=visible, softcap=scores.softcap)
+    elif count == 1:
+        # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
+        one = query[:, :, 0].transpose(0, 1)
+        keys, values = (own[:, 0].expand(group, -1, -1, -1) for own in (keys, values))
+        part = dense_partial(one, keys, values, scores.scale, causal=True, backend=scores.backend)
+        part = Partial(part.out.transpose(0, 1)[:, :, None], part.lse.transpose(0, 1)[:, :, None])
+    else:
+        # The runs become the batch, for one query head of each group at a time.
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        heads = [
+            dense_partial(
+                query[:, head].transpose(0, 1), keys, values, scores.scale, causal=True, backend=scores.backend
+            )
+            for head in range(group)
+        ]
+        part = Partial(
+            torch.stack([head.out.transpose(0, 1) for head in heads], 1),
+            torch.stack([head.lse.transpose(0, 1) for head in heads], 1),
+        )
+    return Partial(part.out.flatten(2, 3), part.lse.flatten(2, 3))
+
+
+def _put_together(parts: Sequence[tuple[Place, Partial]], tokens: int) -> Partial:
+    """Parts of all tokens as one: ``[kv_heads, group, tokens]``."""
+    (_, first), *others = parts
+    if not others:
+        return first
+    kv_heads, group, _, head_dim = first.out.shape
+    out = first.out.new_empty(kv_heads, group, tokens, head_dim)
+    lse = first.lse.new_empty(kv_heads, group, tokens)
+    for place, part in parts:
+        out[:, :, place], lse[:, :, place] = part.out, part.lse
+    return Partial(out, lse)
+
+
+def _with_context(
+    own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], scores: ForestScores
+) -> Partial:
+    """Merge the attention of some tokens over what lies before them all into what was seen."""
+    keys, values = context
+    some = grouped[:, :, place]  # [kv_heads, group, some tokens, head_dim]
+    part = scores.partial(some.flatten(1, 2)[None], keys[None], values[None])
+    part = Partial(part.out.reshape(*some.shape[:3], -1), part.lse.reshape(some.shape[:3]))
+    if some.shape[2] == grouped.shape[2]:
+        return merge(own, part)
+    merged = merge(Partial(own.out[:, :, place], own.lse[:, :, place]), part)
+    own.out[:, :, place], own.lse[:, :, place] = merged.out, merged.lse
+    return own
+
+
+def _windowed_runs(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    runs: Sequence[Run],
+    stored: Callable[[Hashable], tuple[Tensor, Tensor]],
+    window: int,
+    sinks: Tensor | None,
+    scores: ForestScores,
+) -> Tensor:
+    """Runs under a window, which hides something from one of them at least: one after the other."""
+    outs, start = [], 0
+    for run in runs:
+        place = slice(start, start + run.length)
+        start = place.stop
+        parts = [*(stored(name) for name in run.context), (keys[:, place], values[:, place])]
+        outs.append(_windowed_causal_attention(query[:, place], parts, window, sinks, scores))
+    return torch.cat(outs, 1)
 
 
 def _windowed_causal_attention(

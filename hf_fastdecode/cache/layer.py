@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.prefill_ops import causal_attention
+from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
 
 _FIRST_CAPACITY = 256
@@ -119,11 +119,11 @@ class SharedContextLayer(CacheLayerMixin):
 
     def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
         start = 0
-        for item in self.state.packed:
-            stored = self._segment(item.span.segment, keys, values).view(item.span)
-            stored.keys.copy_(keys[:, start : start + item.span.length])
-            stored.values.copy_(values[:, start : start + item.span.length])
-            start += item.span.length
+        for span in _joined(item.span for item in self.state.packed):
+            stored = self._segment(span.segment, keys, values).view(span)
+            stored.keys.copy_(keys[:, start : start + span.length])
+            stored.values.copy_(values[:, start : start + span.length])
+            start += span.length
 
     def _segment(self, index: int, keys: Tensor, values: Tensor) -> Segment:
         segment = self.segments.get(index)
@@ -241,6 +241,18 @@ class SharedContextLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, where one goes on in the next as one."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None and (last.segment, last.stop) == (span.segment, span.start):
+            joined[-1] = Span(last.segment, last.start, last.length + span.length)
+        else:
+            joined.append(span)
+    return joined
+
+
 class _DecodeKV(SharedKV):
     """A decode step: every row's queries over its path and its suffix, to which their keys and values are written."""
 
@@ -309,24 +321,23 @@ class _PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.window, self.layer.said = scoring.window, scoring.said
-        state, outs, start = self.layer.state, [], 0
-        for item in state.packed:
-            own = slice(start, start + item.span.length)
-            context = [self.layer._segment(span.segment, self.keys, self.values).view(span) for span in item.context]
-            outs.append(
-                causal_attention(
-                    query[0, :, own],
-                    self.keys[:, own],
-                    self.values[:, own],
-                    scoring.scale,
-                    context=context,
-                    softcap=scoring.softcap,
-                    window=scoring.window,
-                    sinks=scoring.sinks,
-                    backend=state.torch_backend,
-                )
-            )
-            start = own.stop
+        state = self.layer.state
+
+        def stored(span: Any) -> Segment:
+            return self.layer._segment(span.segment, self.keys, self.values).view(span)
+
+        out = causal_attention(
+            query[0],
+            self.keys,
+            self.values,
+            scoring.scale,
+            runs=[Run(item.span.length, item.context) for item in state.packed],
+            stored=stored,
+            softcap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+            backend=state.torch_backend,
+        )
         did = "each node once, causal attention by PyTorch, merged with its context"
         self.layer.ran["prefill"] = did + scoring.said
-        return torch.cat(outs, dim=1).transpose(0, 1).unsqueeze(0)
+        return out.transpose(0, 1).unsqueeze(0)

@@ -25,7 +25,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
-from hf_fastdecode.attention.prefill_ops import causal_attention
+from hf_fastdecode.attention.prefill_ops import Run, causal_attention
 from hf_fastdecode.attention.torch_ops import (
     BACKENDS,
     BackendError,
@@ -732,6 +732,50 @@ def prefill_oracle(
     return out, lse
 
 
+def attend_run(query: Tensor, keys: Tensor, values: Tensor, scale: float, earlier: Sequence, **scoring: Any) -> Tensor:
+    """One run of tokens after others."""
+    run = Run(query.shape[1], tuple(range(len(earlier))))
+    return causal_attention(query, keys, values, scale, runs=[run], stored=earlier.__getitem__, **scoring)
+
+
+@PROPERTY
+@given(data=st.data())
+def test_runs_of_a_pass_are_what_they_are_alone(device: str, data: st.DataObject) -> None:
+    """Of equal and unequal lengths, over contexts that they share or not, side by side or apart."""
+    kv_heads = data.draw(st.integers(1, 2))
+    heads = kv_heads * data.draw(st.integers(1, 3))
+    scoring = {"softcap": data.draw(st.none() | st.just(1.5)), "window": data.draw(st.none() | st.integers(1, 9))}
+    scoring["sinks"] = some_sinks(heads, device) if data.draw(st.booleans()) else None
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+
+    def normal(count: int, length: int) -> Tensor:
+        return torch.randn(count, length, 8, generator=generator, dtype=torch.float64).to(device)
+
+    contexts = [(normal(kv_heads, length), normal(kv_heads, length)) for length in (5, 1, 3)]
+    paths = ((), (0,), (0, 1), (0, 2), (1,))
+    drawn = data.draw(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(paths)), min_size=1, max_size=6))
+    runs = [Run(length, path) for length, path in drawn]
+    total = sum(run.length for run in runs)
+    query, keys, values = normal(heads, total), normal(kv_heads, total), normal(kv_heads, total)
+    together = causal_attention(query, keys, values, 0.5, runs=runs, stored=contexts.__getitem__, **scoring)
+    start = 0
+    for run in runs:
+        own = slice(start, start + run.length)
+        start = own.stop
+        earlier = [contexts[name] for name in run.context]
+        expected, _ = prefill_oracle(query[:, own], keys[:, own], values[:, own], 0.5, earlier, **scoring)
+        torch.testing.assert_close(together[:, own], expected, **FP64)
+
+
+def test_runs_of_a_pass_read_a_shared_context_once(device: str) -> None:
+    query, keys, values, earlier = prefill_inputs((40, 30), 12, (4, 2), 64, torch.float32, device)
+    earlier = [(part.clone(), value.clone()) for part, value in earlier]
+    runs = [Run(4, (0, 1)), Run(3, (0,)), Run(5, (0, 1))]
+    with Reads([tensor for part in earlier for tensor in part]) as reads:
+        causal_attention(query, keys, values, 0.2, runs=runs, stored=earlier.__getitem__)
+    assert list(reads.count.values()) == [1] * 4
+
+
 @pytest.mark.parametrize(
     ("softcap", "backend"),
     [(None, "auto"), (None, "plain"), (None, "fused"), (3.0, "auto"), (3.0, "plain")],
@@ -761,7 +805,7 @@ def test_prefill_error_is_at_most_twice_pytorchs_own(
     if backend == "fused":  # one that "auto" leaves to PyTorch to choose when nothing lies before the run
         backend = "cpu" if device == "cpu" else "efficient" if dtype == torch.float32 else "flash"
     query, keys, values, earlier = prefill_inputs(context, length, heads, head_dim, dtype, device)
-    out = causal_attention(query, keys, values, 0.2, context=earlier, softcap=softcap, backend=backend)
+    out = attend_run(query, keys, values, 0.2, earlier, softcap=softcap, backend=backend)
     assert out.dtype == dtype
     oracle, lse = prefill_oracle(query, keys, values, 0.2, earlier, softcap)
     every_key, every_value = (
@@ -799,7 +843,7 @@ def test_windowed_prefill_keeps_the_error_rule(
             hidden -= part[0].shape[1]
             for stored in part:
                 stored[:, :count] = torch.nan
-    out = causal_attention(query, keys, values, 0.2, context=earlier, **scoring)
+    out = attend_run(query, keys, values, 0.2, earlier, **scoring)
     assert out.dtype == dtype
     assert_error_rule(out, yardstick, oracle, lse)
 
@@ -819,7 +863,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(device: str, data: st.DataObje
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=3))})
     pieces = [(keys[:, a:b], values[:, a:b]) for a, b in pairwise(cuts)]
     outs = [
-        causal_attention(query[:, a : a + own.shape[1]], own, own_values, 0.5, context=pieces[:index], **scoring)
+        attend_run(query[:, a : a + own.shape[1]], own, own_values, 0.5, pieces[:index], **scoring)
         for index, (a, (own, own_values)) in enumerate(zip(cuts, pieces, strict=False))
     ]
     expected, _ = prefill_oracle(query, keys, values, 0.5, [], **scoring)
@@ -832,16 +876,16 @@ def test_prefill_reads_its_context_once_and_never_copies_it(backend: str, softca
     query, keys, values, earlier = prefill_inputs((400, 300), 7, (4, 2), 64, torch.float32, device)
     earlier = [(part.clone(), value.clone()) for part, value in earlier]
     with Reads([tensor for part in earlier for tensor in part]) as reads:
-        causal_attention(query, keys, values, 0.2, context=earlier, softcap=softcap, backend=backend)
+        attend_run(query, keys, values, 0.2, earlier, softcap=softcap, backend=backend)
     assert list(reads.count.values()) == [1] * 4
 
 
 def test_prefill_refuses_a_backend_that_cannot_run() -> None:
     query, keys, values, earlier = prefill_inputs((3,), 5, (2, 1), 16, torch.float32, "cpu")
     with pytest.raises(BackendError, match=r"'flash' cannot run: .*'cpu'"):
-        causal_attention(query, keys, values, 0.2, context=earlier, backend="flash")
+        attend_run(query, keys, values, 0.2, earlier, backend="flash")
     with pytest.raises(BackendError, match=r"backend='cpu' cannot compute a sliding window in prefill; use backend="):
-        causal_attention(query, keys, values, 0.2, context=earlier, window=2, backend="cpu")
+        attend_run(query, keys, values, 0.2, earlier, window=2, backend="cpu")
 
 
 @pytest.mark.parametrize(
