@@ -246,6 +246,14 @@ def _beside(bias: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([bias.expand(heads, -1, -1), sinks[:, None, None].expand(-1, queries, 1)], dim=2)
 
 
+def _fused_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """The log-sum-exp of PyTorch's fused operator on CUDA for this dtype, of one query that sees all keys."""
+    if query.dtype.itemsize == 2:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=scale)[1]
+    lse = torch.ops.aten._scaled_dot_product_efficient_attention(query, keys, values, None, True, scale=scale)[1]
+    return lse[..., :1]  # it pads queries to a multiple of 32
+
+
 def pytorch_lse(
     query: Tensor,
     kv: ForestKV,
@@ -268,14 +276,14 @@ def pytorch_lse(
             lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 own[None], keys[None], values[None], attn_mask=bias, scale=scale
             )[1][0]
-        elif softcap is None and query.dtype.itemsize == 2:  # it sees all keys that it gets: one query at a time
+        elif softcap is None and query.dtype != torch.float64:  # it sees all keys that it gets: one query at a time
             ends = [keys.shape[1] - queries + 1 + index for index in range(queries)]
+            starts = [max(0, end - (window or end)) for end in ends]
             each = [
-                torch.ops.aten._scaled_dot_product_flash_attention(
-                    own[None, :, index : index + 1], keys[None, :, first:end], values[None, :, first:end], scale=scale
-                )[1]
-                for index, end in enumerate(ends)
-                for first in [max(0, end - (window or end))]
+                _fused_lse(
+                    own[None, :, index : index + 1], keys[None, :, first:end], values[None, :, first:end], scale
+                )
+                for index, (first, end) in enumerate(zip(starts, ends, strict=True))
             ]
             lse = torch.cat(each, -1)[0]
         else:
