@@ -81,7 +81,9 @@ def separate(layers: Iterable[nn.Module]) -> None:
     """Give joined weights memory of their own again."""
     for group in _groups(layers):
         for parameters in group.parameters:
-            if _joined(parameters) is not None:
+            size = sum(parameter.nbytes for parameter in parameters)
+            # A larger tensor that they lie in is not of our making.
+            if _joined(parameters) is not None and parameters[0].untyped_storage().nbytes() == size:
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
 

@@ -9,7 +9,7 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation import compiled, modes
 from hf_fastdecode.generation.compiled import CompiledLayers, decoder_layers
-from hf_fastdecode.generation.joined import _Product, join, separate, share_products
+from hf_fastdecode.generation.joined import _Product, join, multiplying_once, separate, share_products
 from hf_fastdecode.generation.seams import seams_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -127,6 +127,22 @@ def test_what_is_not_joined():
     assert gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
     with CompiledLayers(backend="eager").installed(_model_of(layers)):
         assert isinstance(layers[0].mlp.gate_proj, nn.Linear)
+
+
+def test_weights_that_lie_end_to_end_in_a_larger_tensor_stay_there():
+    """As a user may have laid them: their products are joined, and nothing is moved apart."""
+    layers = list(tiny_model("llama-gqa").model.layers)
+    mlp = layers[0].mlp
+    size = mlp.gate_proj.weight.numel()
+    flat = torch.cat([mlp.gate_proj.weight.data.flatten(), mlp.up_proj.weight.data.flatten(), torch.zeros(5)])
+    mlp.gate_proj.weight.data = flat[:size].view_as(mlp.gate_proj.weight)
+    mlp.up_proj.weight.data = flat[size : 2 * size].view_as(mlp.up_proj.weight)
+    where = mlp.gate_proj.weight.data_ptr(), mlp.up_proj.weight.data_ptr()
+    join(layers)
+    with multiplying_once(layers):
+        assert not isinstance(mlp.gate_proj, nn.Linear)
+    separate(layers)
+    assert (mlp.gate_proj.weight.data_ptr(), mlp.up_proj.weight.data_ptr()) == where
 
 
 def _model_of(layers):
