@@ -60,7 +60,6 @@ class SuffixTable:
     """Device addresses of one layer's suffixes, ``[4]`` int64 in `addresses`, as `forest_decode` takes them."""
 
     def __init__(self, suffix: Segment):
-        self.keys = suffix.keys
         self.addresses = torch.tensor(suffix_addresses(suffix), dtype=torch.int64).to(suffix.keys.device)
 
     __reduce__ = NodeTable.__reduce__

@@ -84,6 +84,7 @@ class SharedContextLayer(CacheLayerMixin):
         self.segments: dict[int, Segment] = {}
         self.suffix: Segment | None = None
         self.suffix_length = 0
+        # Addresses, which mean nothing once what they point at has moved.
         self.nodes: triton_ops.NodeTable | None = None
         self.own: triton_ops.SuffixTable | None = None
         self.window: int | None = None  # of the last pass, where it hid anything
@@ -178,7 +179,7 @@ class SharedContextLayer(CacheLayerMixin):
         if self.suffix is not None:
             grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
             grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
-        self.suffix = grown
+        self.suffix, self.own = grown, None
         return True
 
     def forest_kv(self) -> ForestKV:
@@ -206,6 +207,7 @@ class SharedContextLayer(CacheLayerMixin):
         if self.suffix is not None:
             rows = rows.to(self.device)
             self.suffix = Segment(self.suffix.keys.index_select(0, rows), self.suffix.values.index_select(0, rows))
+            self.own = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -267,7 +269,7 @@ class _DecodeKV(SharedKV):
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
                 did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
                 self.layer.ran["decode"] = did + self._why(kv, query, scoring.window)
-            if self.layer.own is None or self.layer.own.keys is not kv.suffix.keys:
+            if self.layer.own is None:
                 self.layer.own = triton_ops.SuffixTable(kv.suffix)
             tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
             out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)

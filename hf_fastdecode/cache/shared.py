@@ -114,7 +114,7 @@ class SharedContextCache(Cache):
         self.state.padding = 0 if length is None else length - longest
         self._suffix_tokens = []
         for layer in self.layers:
-            layer.suffix, layer.suffix_length = None, 0
+            layer.suffix, layer.own, layer.suffix_length = None, None, 0
 
     def reserve(self, tokens: int) -> bool:
         """Make every row's suffix hold `tokens` tokens, before a captured step writes them; whether storage moved."""

@@ -9,8 +9,8 @@ has changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers, decoder_layers
-from .joined import join, multiplying_once
+from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
 
 _SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
@@ -76,13 +76,11 @@ class CapturedStep:
             )
             return output.logits[:, -1]
 
-        def ours() -> ExitStack:
-            stack = ExitStack()
-            stack.enter_context(active(configs, lengths))
-            stack.enter_context(multiplying_once(decoder_layers(model)))
-            if compiled is not None:
-                stack.enter_context(compiled.installed(model))
-            return stack
+        @contextmanager
+        def ours() -> Iterator[None]:
+            layers = compiled.installed(model) if compiled is not None else nullcontext()
+            with active(configs, lengths), multiplying_once(decoder_layers(model)), layers:
+                yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
@@ -156,6 +154,7 @@ class Captures:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.compiled = CompiledLayers()
+        self.weights = JoinedWeights()
         self.count = 0
         self.steps_asked = 0
         self.failure: str | None = None
@@ -205,7 +204,7 @@ class Captures:
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
         """Join weights, and drop what was captured when the weights, modules or configs are no longer those."""
-        join(decoder_layers(model))
+        self.weights.join(decoder_layers(model))
         state = model_state(model, configs)
         if state != self._state:
             self.clear()

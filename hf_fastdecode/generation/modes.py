@@ -74,22 +74,24 @@ def steps_maker(
     def captured(cache: SharedContextCache) -> Steps:
         compiled = call.mode == "compile"
         try:
+            if not checked:
+                captures.refresh(model, configs)
+                checked.append(True)
             return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled)
         except torch.OutOfMemoryError:
             captures.clear()
             raise
-        except Exception as error:
-            failure = error  # whatever a model does that a capture forbids
-        if forced:
-            raise ValueError(f"mode={call.mode!r} cannot run: {failure}; use mode='auto'") from failure
-        captures.failure = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        except Exception as error:  # whatever a model does that a capture forbids
+            if forced:
+                raise ValueError(f"mode={call.mode!r} cannot run: {error}; use mode='auto'") from error
+            captures.failure = str(error).splitlines()[0] if str(error) else type(error).__name__
         state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({captures.failure})")
         call.mode, call.mode_reason = "eager", captures.failure
         return eager(cache)
 
+    checked: list[bool] = []  # whether what was captured before is still of this model
     before, captures.owner = captures.count, threading.get_ident()
     try:
-        captures.refresh(model, configs)
         yield captured
     finally:
         call.captures = captures.count - before

@@ -39,9 +39,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ..attention.interface import RowLengths, active
 from ..cache.shared import SharedContextCache
 from .capture import Captures
-from .compiled import decoder_layers
 from .eligibility import call_reason, model_reason
-from .joined import separate
 from .modes import choose_mode, configs_of
 from .options import Options
 from .report import CallReport, Report
@@ -112,7 +110,7 @@ class Seams:
     def take_off(self, model: PreTrainedModel) -> None:
         """Put the model's methods and weights back to where they were."""
         self.methods.take_off(model)
-        separate(decoder_layers(model))
+        self.captures.weights.separate()
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""

@@ -1,6 +1,7 @@
 """`SharedContextCache` as a transformers Cache: against a DynamicCache that holds the same rows."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -234,3 +235,16 @@ def test_a_failed_forward_leaves_no_layer_ahead(model, pair):
     hook.remove()
     assert [layer.suffix_length for layer in shared.layers] == [5, 5]
     assert_same(model, shared, stock, rows=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_suffixes_are_freed_when_others_take_their_place(model):
+    """A batch that did not fit goes on in smaller ones, in the memory that it gives back."""
+    pytest.importorskip("triton")
+    with fd.enabled(model, backend="triton"), torch.no_grad():
+        cache = fd.prefill(model, PROMPTS)
+        model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
+        for change in (lambda: cache.select_rows([0, 2]), lambda: cache.plant(cache.forest)):
+            memory = [weakref.ref(part) for layer in cache.layers for part in layer.suffix]
+            change()
+            assert not any(part() is not None for part in memory)

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation import compiled, modes
+from hf_fastdecode.generation import compiled, joined, modes
 from hf_fastdecode.generation.compiled import CompiledLayers, decoder_layers
-from hf_fastdecode.generation.joined import _Product, join, multiplying_once, separate, share_products
+from hf_fastdecode.generation.joined import JoinedWeights, _joined_linear, _Product, multiplying_once, share_products
 from hf_fastdecode.generation.seams import seams_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -26,6 +26,7 @@ def products(monkeypatch):
     counts: list[int] = []
 
     def counted(module, inputs):
+        assert not any(node.target is _joined_linear for node in module.graph.nodes)
         counts.append(sum(node.target is F.linear for node in module.graph.nodes))
         return module.forward
 
@@ -72,8 +73,8 @@ def test_captured_steps_multiply_once_without_compiling(products, monkeypatch):
 def _counting(method, seen):
     kept = []  # so that no two outputs have one id
 
-    def counted(self, inputs):
-        kept.append(method(self, inputs))
+    def counted(self, inputs, part):
+        kept.append(method(self, inputs, part))
         seen.append(id(kept[-1]))
         return kept[-1]
 
@@ -98,7 +99,7 @@ def test_weights_changed_in_place_are_multiplied(products, mode):
 def test_joined_weights_are_saved_as_ever(tmp_path):
     model = tiny_model("llama-gqa")
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    join(decoder_layers(model))
+    JoinedWeights().join(decoder_layers(model))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[key], expected[key]) for key in saved)
@@ -119,11 +120,12 @@ def test_what_is_not_joined():
     third.v_proj.weight.data = flat[7:].view_as(third.v_proj.weight)
     attention = [part.weight for each in (first, second, third) for part in (each.q_proj, each.k_proj, each.v_proj)]
     before = [weight.data_ptr() for weight in attention]
-    join(layers)
+    weights = JoinedWeights()
+    weights.join(layers)
     assert [weight.data_ptr() for weight in attention] == before
     gate, up = layers[0].mlp.gate_proj.weight, layers[0].mlp.up_proj.weight
     assert up.data_ptr() == gate.data_ptr() + gate.nbytes
-    separate(layers)
+    weights.separate()
     assert gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
     with CompiledLayers(backend="eager").installed(_model_of(layers)):
         assert isinstance(layers[0].mlp.gate_proj, nn.Linear)
@@ -138,11 +140,124 @@ def test_weights_that_lie_end_to_end_in_a_larger_tensor_stay_there():
     mlp.gate_proj.weight.data = flat[:size].view_as(mlp.gate_proj.weight)
     mlp.up_proj.weight.data = flat[size : 2 * size].view_as(mlp.up_proj.weight)
     where = mlp.gate_proj.weight.data_ptr(), mlp.up_proj.weight.data_ptr()
-    join(layers)
+    weights = JoinedWeights()
+    weights.join(layers)
     with multiplying_once(layers):
         assert not isinstance(mlp.gate_proj, nn.Linear)
-    separate(layers)
+    weights.separate()
     assert (mlp.gate_proj.weight.data_ptr(), mlp.up_proj.weight.data_ptr()) == where
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_weights_can_be_trained_after_a_call_in_inference_mode(products, mode):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(41) | SAMPLING
+    with fd.enabled(model, mode=mode, backend="triton"):
+        with torch.inference_mode():
+            model.generate(**call)
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+        model(torch.tensor([[5, 6]])).logits.sum().backward()
+    with torch.inference_mode():
+        fd.disable(model)
+    model(torch.tensor([[5, 6]])).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@on_the_cpu
+def test_nothing_stays_when_a_layer_cannot_be_compiled(products, monkeypatch):
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(41) | SAMPLING
+    stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
+    monkeypatch.setattr(compiled, "_backend", lambda name: 1 / 0)
+    with fd.enabled(model, mode="compile", backend="triton"):
+        with pytest.raises(ZeroDivisionError) as raised:  # which is held here, with all that its frames hold
+            model.generate(**call)
+        assert model.config._attn_implementation != "hf_fastdecode"
+        assert set(model.state_dict()) == keys
+        assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    assert raised.value is not None
+
+
+def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch):
+    layers = list(tiny_model("llama-gqa").model.layers)
+    before = [weight.data_ptr() for layer in layers for weight in layer.parameters()]
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(joined.torch, "cat", full)
+    JoinedWeights().join(layers)
+    assert [weight.data_ptr() for layer in layers for weight in layer.parameters()] == before
+    with multiplying_once(layers):
+        assert all(type(layer.mlp.up_proj) is nn.Linear for layer in layers)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor whose memory is not its own, as those of distributed or quantized weights."""
+
+    def untyped_storage(self):
+        raise RuntimeError("Attempted to access the data pointer on an invalid python storage")
+
+
+def test_weights_of_other_tensor_classes_are_left_alone():
+    model = tiny_model("llama-gqa")
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.mlp.up_proj):
+            part.weight = nn.Parameter(part.weight.data.as_subclass(Elsewhere))
+    weights = JoinedWeights()
+    weights.join(decoder_layers(model))
+    weights.separate()
+    with multiplying_once(decoder_layers(model)):
+        assert isinstance(model.model.layers[0].mlp.gate_proj, nn.Linear)
+    fd.disable(fd.enable(model))
+
+
+def test_while_products_are_joined_the_model_has_all_its_parameters():
+    model = tiny_model("qwen2")
+    expected = {name: id(parameter) for name, parameter in model.named_parameters()}
+    JoinedWeights().join(decoder_layers(model))
+    with multiplying_once(decoder_layers(model)):
+        assert not isinstance(model.model.layers[0].self_attn.q_proj, nn.Linear)
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == expected
+        assert set(model.state_dict()) >= set(expected)
+
+
+def test_a_product_is_computed_anew_for_other_inputs():
+    weight, inputs = torch.randn(6, 4), torch.randn(3, 4)
+    product = _Product(weight, None, 2)
+
+    def fresh():
+        return F.linear(inputs, weight)
+
+    first = product.of(inputs, 0)
+    assert product.of(inputs, 1) is first
+    assert product._last is None  # nothing is kept
+    product.of(inputs, 0).mul_(2)
+    assert torch.equal(product.of(inputs, 0), fresh())  # asked for twice
+    inputs.add_(1)
+    assert torch.equal(product.of(inputs, 1), fresh())
+
+
+def test_products_are_not_shared_across_a_change_in_place():
+    weight, inputs = torch.randn(6, 4), torch.randn(3, 4)
+    found = []
+
+    def counted(module, arguments):
+        found.append(sum(node.target is F.linear for node in module.graph.nodes))
+        return module.forward
+
+    def changing(x):
+        first = _joined_linear(x, weight, None)
+        x.add_(1)
+        return first, _joined_linear(x, weight, None), _joined_linear(x, weight, None), F.linear(x, weight)
+
+    torch._dynamo.reset()
+    expected = changing(inputs.clone())
+    outs = torch.compile(changing, backend=share_products(counted))(inputs.clone())
+    assert all(torch.equal(out, other) for out, other in zip(outs, expected, strict=True))
+    assert found == [3]
 
 
 def _model_of(layers):
