@@ -45,7 +45,9 @@ def enable(
             forced one runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` stands in for ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
-            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises.
+            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises. But for
+            ``eager``, weights of projections with one input are moved into one tensor, of which the parameters become
+            views; what else refers to their memory, such as a ``state_dict()`` taken before, does not follow.
         sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
             which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
             half-precision models on a GPU, unless the call asks for what only transformers' code does.

@@ -16,8 +16,8 @@ import typer
 
 from . import __version__
 from .bench.app import app as bench
+from .command_errors import CommandError
 from .commands.console import ManyValues, OneLineErrors, progress_bar, quiet_libraries
-from .commands.errors import CommandError
 from .commands.prompts import read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 

@@ -27,36 +27,48 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """The candidates on one device; see `dispatch`."""
+    """The candidates on one device; see `dispatch`.
+
+    Attributes:
+        kernels: This package's kernels.
+        library: PyTorch's fused operators over the forest.
+        plain: A copy of its context for every row.
+        portable_rate: Floating-point operations a second over nodes of the kernels that every device runs.
+        matmul_rate: Those of large matrix products.
+    """
 
     kernels: Candidate
     library: Candidate
     plain: Candidate
+    portable_rate: float
+    matmul_rate: float
 
     def scaled(self, bandwidth: float, rate: float) -> Costs:
         """The same for a device with so many times the memory bandwidth and arithmetic rate."""
-        return Costs(
-            *(
-                replace(
-                    candidate,
-                    bandwidth=candidate.bandwidth * bandwidth,
-                    suffix_bandwidth=candidate.suffix_bandwidth * bandwidth,
-                    rate=candidate.rate * rate,
-                )
-                for candidate in (self.kernels, self.library, self.plain)
+        kernels, library, plain = (
+            replace(
+                candidate,
+                bandwidth=candidate.bandwidth * bandwidth,
+                suffix_bandwidth=candidate.suffix_bandwidth * bandwidth,
+                rate=candidate.rate * rate,
             )
+            for candidate in (self.kernels, self.library, self.plain)
         )
+        return Costs(kernels, library, plain, self.portable_rate * rate, self.matmul_rate * rate)
 
 
-# Fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K to 128K tokens.
+# The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
+# to 128K tokens.
 _H200 = Costs(
     kernels=Candidate(launch=1.03e-5, bandwidth=4.37e12, suffix_bandwidth=4.17e12, rate=6.45e14),
     library=Candidate(launch=1.30e-5, bandwidth=4.52e12, suffix_bandwidth=2.21e12, rate=3.99e14),
     plain=Candidate(launch=1.22e-5, bandwidth=3.00e12, suffix_bandwidth=3.00e12),
+    portable_rate=4.9e14,
+    matmul_rate=7.0e14,
 )
 _MEASURED = {"NVIDIA H200": _H200}
 # What the estimate for other devices is relative to.
-_H200_BANDWIDTH, _H200_MULTIPROCESSORS = 4.8e12, 132
+_H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
 
 @lru_cache
@@ -65,24 +77,30 @@ def costs_of(device: torch.device) -> Costs:
     properties = torch.cuda.get_device_properties(device)
     if properties.name in _MEASURED:
         return _MEASURED[properties.name]
-    return estimated_costs(properties.multi_processor_count, memory_bandwidth(properties))
+    return estimated_costs(properties.multi_processor_count, memory_bandwidth(properties), properties.major)
 
 
 def prefill_rate(device: torch.device) -> float:
     """Floating-point operations a second of large matrix products: what prefill reaches at best."""
-    return costs_of(device).kernels.rate
+    return costs_of(device).matmul_rate
 
 
-def estimated_costs(multiprocessors: int, bandwidth: float | None) -> Costs:
+def estimated_costs(multiprocessors: int, bandwidth: float | None, capability: int = _HOPPER) -> Costs:
     """Constants for a device that was not measured.
 
     Args:
         multiprocessors: Streaming multiprocessors.
         bandwidth: Peak bytes a second of its memory; None when it does not tell, which is then taken to follow the
             multiprocessors.
+        capability: Major compute capability.
     """
     size = multiprocessors / _H200_MULTIPROCESSORS
-    return _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, size)
+    # Matrix units compute half as much a cycle before Hopper, and the kernel for Hopper runs on nothing else.
+    rate = size if capability >= _HOPPER else size / 2
+    costs = _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, rate)
+    if capability == _HOPPER:
+        return costs
+    return replace(costs, kernels=replace(costs.kernels, rate=costs.portable_rate))
 
 
 def memory_bandwidth(properties: object) -> float | None:

@@ -51,7 +51,7 @@ class Choice:
 
     Attributes:
         name: The candidate chosen.
-        seconds: Predicted time of a layer's step, by candidate.
+        seconds: Predicted time of a layer's step, by candidate that there was.
     """
 
     name: str
@@ -81,12 +81,13 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
     plain_bytes = sum(seen) * per_token + suffix_bytes
     batches = sum(len(level) for level in forest.batches)
     kernels, library, plain = costs.kernels, costs.library, costs.plain
+    rate = kernels.rate if heads.window is None else costs.portable_rate
     by_library = (
         max(size / library.bandwidth, work / library.rate) for size, work in zip(node_bytes, node_flops, strict=True)
     )
     return {
         KERNELS: kernels.launch
-        + max(sum(node_bytes) / kernels.bandwidth, sum(node_flops) / kernels.rate)
+        + max(sum(node_bytes) / kernels.bandwidth, sum(node_flops) / rate)
         + suffix_bytes / kernels.suffix_bandwidth,
         LIBRARY: library.launch * (1 + 2 * batches) + sum(by_library) + suffix_bytes / library.suffix_bandwidth,
         PLAIN: plain.launch + plain_bytes / plain.bandwidth,
@@ -110,5 +111,6 @@ def choose(
     among: tuple[str, ...] = (KERNELS, LIBRARY, PLAIN),
 ) -> Choice:
     """The fastest of some candidates on a CUDA device; other arguments as for `predict`."""
-    seconds = predict(forest, suffix_tokens, heads, costs_of(device))
+    predicted = predict(forest, suffix_tokens, heads, costs_of(device))
+    seconds = {name: predicted[name] for name in among}
     return Choice(min(among, key=lambda name: seconds[name]), seconds)

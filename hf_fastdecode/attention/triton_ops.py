@@ -211,7 +211,7 @@ def decode_config(forest: Forest, each: int, head_dim: int, device: torch.device
 
     widest = max((node.row_count for node in forest.nodes), default=1) * each
     overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
-    return choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device))
+    return choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device), device=device)
 
 
 def node_shapes(forest: Forest) -> list[NodeShape]:

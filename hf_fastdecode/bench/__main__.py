@@ -2,7 +2,7 @@
 
 import sys
 
-from ..commands.errors import CommandError
+from ..command_errors import CommandError
 from .app import app
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ Attend = Callable[[SharedKV, Tensor, float], Tensor | None]
 """Handle, query ``[rows, heads, queries, head_dim]`` and scale to an output of that shape; None: attend as usual."""
 
 
+# What layers ask of attention that the papers' ways do not compute.
+_NOT_KNOWN = ("softcap", "sliding_window", "s_aux")
+
+
 class NotAvailableError(Exception):
     """A way cannot run here; the message says why."""
 
@@ -45,6 +49,10 @@ def replaced_attention(attend: Attend) -> Iterator[Replaced]:
         scale = kwargs.get("scaling")
         out = None
         if isinstance(key, SharedKV):
+            if attend is not no_attention and (
+                mask is not None or any(kwargs.get(name) is not None for name in _NOT_KNOWN)
+            ):
+                raise NotAvailableError(f"{type(module).__name__} has a window, sinks or a soft cap, which it ignores")
             out = attend(key, query, query.shape[-1] ** -0.5 if scale is None else float(scale))
         if out is None:
             return shared_context_attention(module, query, key, value, mask, **kwargs)

@@ -130,7 +130,8 @@ def literal(costs: Costs) -> str:
         shown = [f"{field.name}={_number(value)}" for field, value in values if math.isfinite(value)]
         return f"    {name}=Candidate({', '.join(shown)}),"
 
-    return "\n".join(["Costs(", *(candidate(name) for name in _FITTED), ")"])
+    rates = [f"    {name}={_number(getattr(costs, name))}," for name in ("portable_rate", "matmul_rate")]
+    return "\n".join(["Costs(", *(candidate(name) for name in _FITTED), *rates, ")"])
 
 
 def _number(value: float) -> str:

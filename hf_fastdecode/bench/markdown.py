@@ -23,15 +23,19 @@ def ops_table(rows: Sequence[Row]) -> str:
         cells.append(f"{float(first['floor_us']):.1f}")
         cells += [_cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
         lines.append(_line([*cells, _cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
-    return "\n".join(lines) + f"\n\n{_ops_where(rows)}.\n"
+    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; microseconds, medians, cold L2.\n"
 
 
 def ops_digest(rows: Sequence[Row]) -> str:
-    """A line for each head layout and n of many cases: geometric means of our time over the floor, where that is at
-    least `LEAST_FLOOR_US`, and of other ways' times over ours, with the least of them behind."""
+    """A line for each head layout and n of many cases of one shared context.
+
+    Geometric means of our time over the floor, where that is at least `LEAST_FLOOR_US`, and of other ways' times over
+    ours; behind these the least of them, and how many there were.
+    """
     others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in _by(rows, "case", "dtype") if _ok(case.get("ours")) and _one_node(case["ours"])]
-    lines = _head(["heads", "n", "over the floor", *(f"{way} over ours (least)" for way in others)])
+    head = [f"over the floor ({LEAST_FLOOR_US:g} us or more)", *(f"{way} over ours (least)" for way in others)]
+    lines = _head(["heads", "n", *head])
     groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
     for case in cases:
         key = tuple(int(case["ours"][column]) for column in ("heads", "kv_heads", "rows"))
@@ -42,9 +46,11 @@ def ops_digest(rows: Sequence[Row]) -> str:
         cells = [f"{geometric_mean(over):.2f}x ({len(over)} of {len(group)})" if over else f"(0 of {len(group)})"]
         for way in others:
             gains = [float(c[way]["us_p50"]) / float(c["ours"]["us_p50"]) for c in group if _ok(c.get(way))]
-            cells.append(f"{geometric_mean(gains):.2f}x ({min(gains):.2f}x)" if gains else "does not fit")
+            fitting = "" if len(gains) == len(group) else f"; {len(gains)} of {len(group)}"
+            cells.append(f"{geometric_mean(gains):.2f}x ({min(gains):.2f}x{fitting})" if gains else "does not fit")
         lines.append(_line([name, n, *cells]))
-    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; of cases whose floor is at least {LEAST_FLOOR_US:g} us.\n"
+    note = "geometric means over contexts and suffixes of ratios of medians, cold L2"
+    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; {note}; (k of n): so many of n cases.\n"
 
 
 def _one_node(row: Row) -> bool:
@@ -57,11 +63,15 @@ def _ok(row: Row | None) -> bool:
 
 def _ops_where(rows: Sequence[Row]) -> str:
     first = rows[0]
-    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; microseconds, medians, cold L2; "
-    return (
-        where
-        + f"ceilings {float(first['copy_tb_per_s']):.2f} TB/s and {float(first['matmul_tflop_per_s']):.3g} TFLOP/s"
-    )
+    copy, matmul = (sorted({float(row[name]) for row in rows}) for name in ("copy_tb_per_s", "matmul_tflop_per_s"))
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; ceilings {_range(copy, '.2f')} TB/s and "
+    return where + f"{_range(matmul, '.0f')} TFLOP/s"
+
+
+def _range(ordered: Sequence[float], form: str) -> str:
+    """The least and the largest as text, or one of them when they read the same."""
+    least, most = format(ordered[0], form), format(ordered[-1], form)
+    return least if least == most else f"{least} to {most}"
 
 
 def generate_table(rows: Sequence[Row]) -> str:
@@ -78,7 +88,17 @@ def generate_table(rows: Sequence[Row]) -> str:
         lines.append(_line(cells))
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
-    return "\n".join(lines) + f"\n\n{where}; ms/step, medians.\n"
+    once = [
+        row for row in rows if row["status"] == "ok" and row.get("ms_per_step_p20", "") == row.get("ms_per_step_p80")
+    ]
+    of = (
+        "of one timed call each"
+        if len(once) == len(rows)
+        else "medians, some of one timed call"
+        if once
+        else "medians"
+    )
+    return "\n".join(lines) + f"\n\n{where}; ms/step, {of}.\n"
 
 
 def finish_table(rows: Sequence[Row]) -> str:

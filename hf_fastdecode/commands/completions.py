@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .errors import CommandError
+from ..command_errors import CommandError
 from .models import max_positions
 from .sampling import Sampling
 

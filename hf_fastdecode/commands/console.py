@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .errors import CommandError
+from ..command_errors import CommandError
 
 
 class OneLineErrors(TyperGroup):

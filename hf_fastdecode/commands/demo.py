@@ -16,8 +16,8 @@ from hf_fastdecode.assets import Task, embedded_tasks, few_shot_prompt, fewshot_
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.evals.check import CheckResult, check_many
 
+from ..command_errors import CommandError
 from .completions import Completion, Draw, draw, encode, end_tokens_of, read_completions
-from .errors import CommandError
 from .sampling import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)

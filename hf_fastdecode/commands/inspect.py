@@ -13,7 +13,7 @@ from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
 from hf_fastdecode.generation.eligibility import model_reason, rope_limit
 from hf_fastdecode.generation.options import Options
 
-from .errors import CommandError, one_line
+from ..command_errors import CommandError, one_line
 from .models import DTYPES, max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
-from .errors import CommandError, one_line
+from ..command_errors import CommandError, one_line
 
 EMBEDDED: Final = "embedded"
 DTYPES: Final = ("float32", "bfloat16", "float16")

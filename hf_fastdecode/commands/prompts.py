@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from .errors import CommandError
+from ..command_errors import CommandError
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, stdin: TextIO) -> list[str]:

@@ -68,6 +68,15 @@ class _UnderWay:
     configs: list[PreTrainedConfig] | None = None
 
 
+@dataclass
+class _AsItBegan:
+    """The state that a call decodes with: another thread's `enable` gives later calls other options."""
+
+    options: Options
+    captures: Captures
+    tell_once: Callable[..., None]
+
+
 # The innermost one of this thread.
 _under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
 
@@ -277,12 +286,13 @@ def _decode(
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         seams: Seams = vars(model)[STATE_ATTRIBUTE]
+        state = _AsItBegan(seams.options, seams.captures, seams.tell_once)
         new_tokens = generation_config.max_length - input_ids.shape[1]
-        call.mode, call.mode_reason = choose_mode(model, seams, step_arguments(model_kwargs), new_tokens)
+        call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:
                 raise NotSharedError("synced_gpus=True: all processes must run the same number of forward passes")
-            start = start_shared(model, seams.options, call, input_ids, generation_config, model_kwargs)
+            start = start_shared(model, state.options, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)
         else:
@@ -293,7 +303,7 @@ def _decode(
                 )
             return decode_shared(
                 model,
-                seams,
+                state,
                 call,
                 start,
                 input_ids,

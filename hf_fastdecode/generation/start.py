@@ -41,14 +41,12 @@ class Start:
         logits: ``[rows, vocabulary]`` behind each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
         fed: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
-        width: Padded length of the prompts.
     """
 
     cache: SharedContextCache
     logits: Tensor
     positions: Tensor
     fed: Tensor
-    width: int
 
 
 def start_shared(
@@ -142,9 +140,9 @@ def _start(
             use_cache=True,
             return_dict=True,
         )
-        return Start(cache, output.logits[:, -1], positions + 1, fed, width)
+        return Start(cache, output.logits[:, -1], positions + 1, fed)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed, width)
+    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed)
 
 
 def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:

@@ -78,6 +78,19 @@ def test_other_devices_are_scaled():
     assert estimated_costs(66, None) == half
 
 
+def test_matrix_units_before_hopper_and_kernels_without_its_kernel():
+    """An A100's 108 multiprocessors stay below the 312 TFLOP/s that it is made for."""
+    ampere, blackwell = estimated_costs(108, 2.0e12, 8), estimated_costs(148, 8e12, 10)
+    assert ampere.kernels.rate == ampere.portable_rate < ampere.matmul_rate < 312e12
+    assert blackwell.kernels.rate == blackwell.portable_rate == pytest.approx(_H200.portable_rate * 148 / 132)
+    assert _H200.portable_rate < _H200.kernels.rate < _H200.matmul_rate
+    windowed = replace(GQA, window=10**6)
+    assert (
+        predict(shared(1024, 32768), 64, windowed, _H200)[KERNELS]
+        > predict(shared(1024, 32768), 64, GQA, _H200)[KERNELS]
+    )
+
+
 def test_memory_bandwidth():
     class H200:
         memory_clock_rate, memory_bus_width = 3201000, 6144

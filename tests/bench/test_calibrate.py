@@ -16,6 +16,8 @@ KNOWN = Costs(
     kernels=Candidate(launch=6e-6, bandwidth=3.1e12, suffix_bandwidth=4.2e12, rate=3.5e14),
     library=Candidate(launch=15e-6, bandwidth=2.2e12, suffix_bandwidth=3.1e12, rate=6.1e14),
     plain=Candidate(launch=5e-6, bandwidth=4.1e12, suffix_bandwidth=4.1e12),
+    portable_rate=3e14,
+    matmul_rate=7e14,
 )
 WAYS = {KERNELS: ("ours", "kernels"), LIBRARY: ("recipe", "cudnn"), PLAIN: ("plain", "flash")}
 CASES = [*OP_SETS["grid"][::3], *OP_SETS["two-level"], *OP_SETS["ragged"]]
@@ -53,7 +55,7 @@ def test_from_a_start_far_away(points, factor):
     def moved(candidate):
         return Candidate(*(factor * value for value in astuple(candidate)))
 
-    start = Costs(**{name: moved(getattr(KNOWN, name)) for name in WAYS})
+    start = replace(KNOWN, **{name: moved(getattr(KNOWN, name)) for name in WAYS})
     assert_close(fit(points, start), KNOWN, 0.02)
 
 

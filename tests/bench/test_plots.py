@@ -111,7 +111,10 @@ def test_table_of_operators():
 def test_digest_of_operators():
     rows = list(op_rows())
     lines = markdown.ops_digest(rows).splitlines()
-    assert lines[0] == "| heads | n | over the floor | plain over ours (least) | recipe over ours (least) |"
+    assert (
+        lines[0]
+        == "| heads | n | over the floor (15 us or more) | plain over ours (least) | recipe over ours (least) |"
+    )
     assert [line.split(" | ")[:2] for line in lines[2:4]] == [["| 8/1", "1"], ["| 8/1", "8"]]
     assert lines[2].startswith("| 8/1 | 1 | (0 of ")
     every = next(line for line in lines if line.startswith("| all | all | "))

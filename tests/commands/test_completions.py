@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import (
     Draw,
     TokenLogProbs,
@@ -14,7 +15,6 @@ from hf_fastdecode.commands.completions import (
     end_tokens_of,
     read_completions,
 )
-from hf_fastdecode.commands.errors import CommandError
 from hf_fastdecode.commands.sampling import Sampling
 
 PROMPTS = ["assert length('red') == 3", "def add(a, b):\n    return"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_fastdecode.assets import embedded_tasks
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import Completion
 from hf_fastdecode.commands.demo import DEFAULT_TASK, _rank, check_same, pick_task, run_demo
-from hf_fastdecode.commands.errors import CommandError
 from hf_fastdecode.commands.sampling import Sampling
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
-from hf_fastdecode.commands.errors import CommandError
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.inspect import Inspection, inspect_model
 
 LLAMA = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from huggingface_hub import errors
 
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands import models
-from hf_fastdecode.commands.errors import CommandError
 from hf_fastdecode.commands.models import load_config, load_model, pick_device
 
 RESPONSE = SimpleNamespace(headers={}, request=None)

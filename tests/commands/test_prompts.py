@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.commands.errors import CommandError
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.prompts import read_prompts
 
 

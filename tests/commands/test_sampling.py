@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_fastdecode.commands.errors import CommandError, one_line
+from hf_fastdecode.command_errors import CommandError, one_line
 from hf_fastdecode.commands.sampling import Sampling, sampling_from_options
 
 NOTHING = {

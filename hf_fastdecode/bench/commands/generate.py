@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...commands.errors import CommandError
+from ...command_errors import CommandError
 from ..generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from ...commands.errors import CommandError
+from ...command_errors import CommandError
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ...commands.errors import CommandError
+from ...command_errors import CommandError
 
 if TYPE_CHECKING:
     from ..rows import Row

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...commands.errors import CommandError
+from ...command_errors import CommandError
 from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
