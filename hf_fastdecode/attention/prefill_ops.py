@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .operators import ForestScores, dense_partial, plain_partial, with_sinks
 from .partial import Partial, merge
-from .torch_ops import ForestScores, dense_partial, plain_partial, with_sinks
 
 _WINDOWED_QUERIES = 512
 """Queries of a windowed prefill that attend at once, to the keys that any of them sees."""

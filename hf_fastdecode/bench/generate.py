@@ -197,11 +197,3 @@ def collect() -> None:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    import typer
-
-    from .commands.generate import generate
-
-    typer.run(generate)

@@ -15,6 +15,7 @@ from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
+from ..attention.operators import BackendError
 from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
 
@@ -48,7 +49,7 @@ class SharedState:
         forest: Which rows attend to which spans; None while the number of rows is unknown.
         padding: By how much the rows' ``input_ids`` are wider than the longest row.
         max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
-        backend: One of `torch_ops.BACKENDS`.
+        backend: One of `operators.BACKENDS`.
         tables: What the kernels read beside keys and values.
         packed: While prefilling, the items whose tokens lie end to end in the forward pass.
         segment_lengths: Tokens of each storage segment.
@@ -299,7 +300,7 @@ class _DecodeKV(SharedKV):
         stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
         reason = triton_ops.refusal(query, self.keys, self.values, stored)
         if backend == "triton" and reason is not None:
-            raise torch_ops.BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
+            raise BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
         if reason is not None or backend == "triton":
             return reason is None
         return self._choice(kv, query, window).name == KERNELS

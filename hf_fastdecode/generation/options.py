@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..attention import torch_ops
+from ..attention import operators
 
-BACKENDS = ("auto", "triton", *torch_ops.BACKENDS[1:])
+BACKENDS = ("auto", "triton", *operators.BACKENDS[1:])
 """What ``backend=`` takes."""
 
 BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"

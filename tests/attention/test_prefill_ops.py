@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Span
+from hf_fastdecode.attention.operators import BackendError
 from hf_fastdecode.attention.prefill_ops import Run, causal_attention
-from hf_fastdecode.attention.torch_ops import BackendError
 
 from .exactness import FP64, PROPERTY
 from .forests import DTYPE_NAMES, LOW_AND_FULL, assert_error_rule, make_inputs, pytorch_causal_attention, some_sinks

@@ -195,7 +195,7 @@ def make_schedule(
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
         contexts=table(contexts),
-        scratch=torch.empty(launched * _SCRATCH, dtype=torch.int8, device=device),
+        scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
         queries=queries,
         block_m=block_m,
         block_n=block_n,
@@ -203,7 +203,7 @@ def make_schedule(
     )
 
 
-_SCRATCH = 512  # bytes of a program: two descriptors of 128, as Triton aligns them
+_DESCRIPTORS = 512  # bytes of a program: two descriptors of 128, as Triton aligns them
 
 # What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
 _PIECE_COST = 2

@@ -1,0 +1,198 @@
+"""PyTorch's fused attention operators that return the log-sum-exp: which can run, and dense attention by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .partial import Partial, empty_partial, merge
+
+BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
+"""What ``backend=`` takes: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
+
+What some queries of one call see and others do not is two matrix products under any of them: the small causal square
+among a row's last tokens, and keys at the edge of a window.
+"""
+
+# On H200, cuDNN overtakes flash from about a thousand packed queries over a long context; below, flash is faster
+# because it also splits the keys. cuDNN plans each new shape for up to a second, so it never serves a growing suffix.
+_CUDNN_MIN_QUERIES = 1024
+_CUDNN_MIN_KEYS = 1024
+
+
+class BackendError(ValueError):
+    """A backend was forced that cannot compute what was asked."""
+
+
+def plain_partial(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention by two matrix products in at least fp32: any shapes, masks and soft-capping.
+
+    Args:
+        query: ``[..., queries, head_dim]``.
+        keys: ``[..., length, head_dim]``.
+        values: ``[..., length, value_dim]``.
+        scale: Factor on the scores.
+        visible: Boolean, broadcastable to ``[..., queries, length]``: which keys a query sees; all when None.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(compute) @ keys.to(compute).mT * scale  # [..., queries, length]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(compute).min).unsqueeze(-1))
+    return Partial(weights @ values.to(compute), lse)
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)
+    return Partial(out.float(), lse)
+
+
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, keys, values, None, True, 0.0, causal, scale=scale
+    )
+    return Partial(out.float(), lse.view(out.shape[:-1]))
+
+
+def _efficient(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, keys, values, None, True, 0.0, causal, scale=scale
+    )
+    return Partial(out.float(), lse[..., : query.shape[-2]])  # the operator pads queries to a multiple of 32
+
+
+def _cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, scale=scale
+    )
+    return Partial(out.to(lse.dtype), lse)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    visible = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return plain_partial(query, keys, values, scale, visible=visible if causal else None)
+
+
+_OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], Partial]] = {
+    "flash": _flash,
+    "cudnn": _cudnn,
+    "efficient": _efficient,
+    "cpu": _cpu,
+    "plain": _plain,
+}
+
+
+def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Why `backend` cannot compute attention over these tensors, or None when it can."""
+    head_dim, value_dim = query.shape[-1], values.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if backend == "plain":
+        return None
+    if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
+        return f"it does not run on device {query.device.type!r}"
+    if head_dim != value_dim:
+        return f"it needs one head_dim for keys and values, got {head_dim} and {value_dim}"
+    if backend in ("flash", "cudnn"):
+        bound = 256 if backend == "flash" else 128
+        if not half:
+            return f"it takes float16 and bfloat16, got {query.dtype}"
+        if head_dim > bound or head_dim % 8:
+            return f"it takes head_dim up to {bound} in multiples of 8, got {head_dim}"
+    if backend == "efficient" and (query.dtype == torch.float64 or head_dim % (8 if half else 4)):
+        return f"it takes fp32 and half precision and an aligned head_dim, got {query.dtype} and {head_dim}"
+    return None
+
+
+def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """Name the operator for dense attention over these tensors.
+
+    Raises:
+        BackendError: `backend` is unknown, or forces an operator that cannot run here.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        if reason := _refusal(backend, query, keys, values):
+            raise BackendError(f"backend={backend!r} cannot run: {reason}; use backend='auto' or 'plain'")
+        return backend
+    candidates = ["cpu", "flash", "efficient"]
+    if keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES:
+        candidates.insert(0, "cudnn")
+    return next((name for name in candidates if _refusal(name, query, keys, values) is None), "plain")
+
+
+def dense_partial(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False, backend: str = "auto"
+) -> Partial:
+    """Attention of every query over every key of its batch element and head, with the log-sum-exp.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        keys: ``[batch, heads, length, head_dim]``.
+        values: ``[batch, heads, length, head_dim]``.
+        scale: Factor on the scores.
+        causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
+        backend: One of `BACKENDS`.
+    """
+    operator = choose_operator(backend, query, keys, values)
+    # Fused operators crash on empty keys (CPU) or call their log-sum-exp +inf (flash).
+    if keys.shape[-2] == 0 or query.shape[-2] == 0:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
+    return _OPERATORS[operator](query, keys, values, scale, causal)
+
+
+@dataclass(frozen=True)
+class ForestScores:
+    """How scores are made: the factor and, where the architecture has it, the soft cap."""
+
+    scale: float
+    softcap: float | None = None
+    backend: str = "auto"
+
+    def partial(self, query: Tensor, keys: Tensor, values: Tensor) -> Partial:
+        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys of their batch element."""
+        if self.softcap is not None:
+            self.need_plain("a soft cap")
+            return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
+        return dense_partial(query, keys, values, self.scale, backend=self.backend)
+
+    def seen_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
+        """The same over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
+
+        Keys that no query sees are not read, and those that all of them see need no mask.
+        """
+        if oldest is None or not oldest.numel():
+            return self.partial(query, keys, values)
+        first, whole = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
+        part = self.partial(query, keys[:, :, whole:], values[:, :, whole:])
+        if first == whole:
+            return part
+        visible = torch.arange(first, whole, device=query.device) >= oldest.to(query.device)[..., None]
+        edge = keys[:, :, first:whole], values[:, :, first:whole]
+        return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
+
+    def need_plain(self, what: str) -> None:
+        """Refuse a forced fused operator for `what`, which only the plain path computes."""
+        if self.backend not in ("auto", "plain"):
+            raise BackendError(f"backend={self.backend!r} cannot compute {what}; use backend='auto' or 'plain'")
+
+
+def with_sinks(part: Partial, sinks: Tensor) -> Partial:
+    """The partial with one more key of value 0 for each query, whose score `sinks` broadcasts to its log-sum-exp."""
+    return merge(part, Partial(part.out.new_zeros(()), sinks.to(part.lse.dtype)))
