@@ -47,7 +47,7 @@ def enable(
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
             once a model's calls have asked for enough steps to pay for it. A forced one runs or raises. But for
             ``eager``, weights of projections with one input are moved into one tensor, of which the parameters become
-            views; what else refers to their memory, such as a ``state_dict()`` taken before, does not follow.
+            views; those whose memory another tensor refers to stay where they are.
         sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
             which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
             half-precision models on a GPU, unless the call asks for what only transformers' code does.
@@ -99,8 +99,8 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
     finally:
         if previous is None:
             disable(model)
-        elif (seams := seams_of(model)) is not None:
-            seams.options = previous
+        else:
+            install(model, previous)
 
 
 def explain(model: PreTrainedModel) -> Report:
@@ -137,6 +137,9 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     if reason := model_reason(model):
         raise ValueError(f"{type(model).__name__} cannot share context: {reason}")
     mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    if isinstance(mapping, Mapping) and not isinstance(mapping.get("attention_mask", inputs), Tensor | Mapping | None):
+        found = type(mapping["attention_mask"]).__name__
+        raise ValueError(f"attention_mask must be a tensor, got {found}; call the tokenizer with return_tensors='pt'")
     if not isinstance(mapping, Mapping):
         raise ValueError(f"inputs must be a tensor of ids or what a tokenizer returns, got {type(inputs).__name__}")
     input_ids, mask = mapping.get("input_ids"), mapping.get("attention_mask")
@@ -144,7 +147,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         not isinstance(input_ids, Tensor)
         or input_ids.dim() != 2
         or input_ids.numel() == 0
-        or input_ids.is_floating_point()
+        or input_ids.dtype not in (torch.int64, torch.int32)
     ):
         raise ValueError(
             "input_ids must be a tensor of shape [prompts, length]; call the tokenizer with return_tensors='pt'"

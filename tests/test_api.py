@@ -127,6 +127,16 @@ def test_nested_blocks_restore_the_outer_options(model):
     assert snapshot(model) == before
 
 
+def test_a_block_restores_a_model_that_was_disabled_in_it(model):
+    fd.enable(model, min_shared_tokens=40)
+    try:
+        with fd.enabled(model, backend="plain"):
+            fd.disable(model)
+        assert seams_of(model).options.min_shared_tokens == 40
+    finally:
+        fd.disable(model)
+
+
 def test_a_forward_of_the_instances_own_is_kept(model):
     """accelerate puts a forward on the instance; it runs, and it is there afterwards."""
     calls = []

@@ -259,3 +259,17 @@ def test_demo_of_the_embedded_model():
     result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 4)
     assert result.exit_code == 0, result.stderr
     assert "Both calls drew the same" in " ".join(result.stdout.split())
+
+
+def test_as_a_module_and_without_a_command():
+    process = subprocess.run(
+        [sys.executable, "-m", "hf_fastdecode", "generate", "--n", "0"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("hf-fastdecode: --n must be at least 1, got 0")
+    found = run("bench")
+    assert found.exit_code == 2
+    assert found.stderr == ""
+    found = run("bench", "generate", "--shape", "9b", "--list")
+    assert found.exit_code == 2
+    assert "--shape must be one of 7b-mha" in found.stderr

@@ -33,6 +33,9 @@ DEFAULT_WAYS = (
 )
 
 
+SHAPE_NAMES = ("7b-mha", "7b-gqa", "8b-gqa", "13b-mha", "tiny")
+"""The named shapes of `shapes.SHAPES`."""
+
 _TREE = " tree "  # between shape and tree in a row
 
 

@@ -38,6 +38,8 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             if not hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
                 raise
+            if not error.format_message():  # no command was named, and the help is shown
+                sys.exit(2)
             words = list(kwargs.get("args") or (args[0] if args else None) or sys.argv[1:])
             sys.exit(_tell(_usage_line(error, words), 2))
         sys.exit(code if isinstance(code, int) else 0)

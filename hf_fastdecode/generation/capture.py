@@ -26,7 +26,9 @@ from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
 
 _SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
-"""What modules, adapters among them, read on the host and a user changes."""
+"""Private ones of adapters, and lists, that modules read on the host and a user changes."""
+_BAKED_IN = (bool, int, float, str, type(None), Tensor)
+"""Types of a module's own values that a capture bakes in."""
 
 
 def bucket(rows: int) -> int:
@@ -222,7 +224,8 @@ def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> Hashable:
 def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
     """What a capture bakes in of a model: where its weights lie, and what modules read on the host.
 
-    That is the configs, switches, and numbers such as scales and soft caps; integers may be counters.
+    That is the configs, and the modules' own numbers, words and tensors; what is private is taken for bookkeeping, but
+    for the switches of adapters.
 
     Args:
         model: The model.
@@ -235,9 +238,9 @@ def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashab
             (
                 id(module),
                 *(
-                    (name, str(value))
+                    (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
                     for name, value in vars(module).items()
-                    if name in _SWITCHES or type(value) is float
+                    if name in _SWITCHES or (type(value) in _BAKED_IN and not name.startswith("_"))
                 ),
             )
             for module in model.modules()

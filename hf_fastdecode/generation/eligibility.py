@@ -135,6 +135,8 @@ def input_reason(input_ids: Tensor, attention_mask: Tensor | None, position_ids:
     else:
         if attention_mask.shape != input_ids.shape:
             return f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
+        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+            return "attention_mask holds values other than 0 and 1"
         if not bool(attention_mask[:, -1].all()):
             return "a prompt ends in padding; set padding_side='left' when calling the tokenizer"
         expected = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)

@@ -47,8 +47,8 @@ class JoinedWeights:
     def join(self, layers: Iterable[nn.Module]) -> None:
         """Lay the weights of projections of one input end to end.
 
-        Those that lie so already stay where they are, and so do those that are part of a larger tensor, and a group
-        for whose copy there is no memory.
+        Those that lie so already stay where they are, and so do those whose memory anything else refers to, such as
+        another model or a ``state_dict()``, and a group for whose copy there is no memory.
         """
         for parameters in _lists_of(layers):
             if _joined(parameters) is None and all(map(_owns_its_memory, parameters)):
@@ -60,10 +60,10 @@ class JoinedWeights:
                 self._moved.append(parameters)
 
     def separate(self) -> None:
-        """Give weights that were moved, and are where they were moved to, memory of their own again."""
+        """Give weights that were moved memory of their own again, unless anything else refers to where they are."""
         while self._moved:
             parameters = self._moved.pop()
-            if _joined(parameters) is not None:
+            if _joined(parameters) is not None and _tensors_in(parameters[0]) == len(parameters):
                 _move(parameters, joined=False)
 
 
@@ -207,8 +207,14 @@ def _kind(part: nn.Linear) -> tuple[Any, ...]:
 
 
 def _owns_its_memory(parameter: Tensor) -> bool:
-    """Whether it is not part of a larger tensor, such as the flat ones of distributed training."""
-    return parameter.untyped_storage().nbytes() == parameter.nbytes
+    """Whether it is no part of a larger tensor, and no other tensor or process refers to its memory."""
+    alone = parameter.untyped_storage().nbytes() == parameter.nbytes and _tensors_in(parameter) == 1
+    return alone and (parameter.is_cuda or not parameter.is_shared())
+
+
+def _tensors_in(tensor: Tensor) -> int:
+    """How many tensors refer to a tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # less the handle made here
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor | None:

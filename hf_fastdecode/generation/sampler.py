@@ -164,8 +164,8 @@ def choose_sampler(
     if asked == "hf":
         return stock, "sampler='hf' was asked for"
     reason, chain = _refusal(processors, config, prompts, logits)
-    if asked == "auto" and reason is None and logits.dtype == torch.float32:
-        reason = "in float32 a seed draws the tokens that it draws in stock"
+    if asked == "auto" and reason is None and logits.dtype.itemsize > 2:
+        reason = f"in {str(logits.dtype).removeprefix('torch.')} a seed draws the tokens that it draws in stock"
     if chain is not None and reason is None:
         fast = FastSampler(chain, prompts, logits.shape[1], do_sample=config.do_sample, device=logits.device)
         return (
@@ -188,6 +188,8 @@ def _refusal(
         from ..kernels.sampling.chain import read_chain
     except ImportError:
         return "triton is not installed", None
+    if logits.dtype == torch.float64:
+        return "it takes logits in float32 and half precision, got float64", None
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
             return f"{name}=True asks for what it does not compute", None

@@ -58,6 +58,7 @@ def decode_shared(
 ) -> FastDecodeOutput | Tensor:
     """Decode from where `start_shared` left off; arguments as transformers' decoding loops take them."""
     arguments = step_arguments(model_kwargs)
+    input_ids = input_ids.long()  # as those that are drawn
     stopping = Stopping(criteria, input_ids.device)
     sampler, call.sampler_reason = choose_sampler(state.options.sampler, processors, config, input_ids, start.logits)
     call.sampler = sampler.name

@@ -163,8 +163,18 @@ def in_a_module(model):
     model.model.layers[1].self_attn.scaling *= 2
 
 
+def in_a_switch(model):
+    model.model.layers[1].mlp.on = False
+
+
+def in_a_tensor_of_a_module(model):
+    model.model.layers[1].mlp.table = torch.zeros(3)
+
+
 @on_the_cpu
-@pytest.mark.parametrize("change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module])
+@pytest.mark.parametrize(
+    "change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
+)
 def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
     model = tiny_model("llama-gqa")
     call = ragged_prompts(70) | SAMPLING

@@ -281,3 +281,25 @@ def test_a_call_inside_a_call_of_another_model(model):
         assert fd.explain(other).last_call.path == fd.explain(model).last_call.path == "shared"
     assert torch.equal(shared, stock)
     assert all(torch.equal(out, expected) for out in inner)
+
+
+def test_ids_of_32_bits_and_masks_of_other_numbers(model):
+    call = ragged_prompts(70) | {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
+    for change in ({"input_ids": call["input_ids"].int()}, {"attention_mask": 2 * torch.ones_like(call["input_ids"])}):
+        stock = seeded(lambda change=change: model.generate(**call | change))
+        with fd.enabled(model):
+            ours = seeded(lambda change=change: model.generate(**call | change))
+        assert torch.equal(ours, stock)
+        assert ours.dtype == stock.dtype
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": torch.ones(1, 9, dtype=torch.long), "attention_mask": [[1] * 9]}, "must be a tensor, got list"),
+        (torch.ones(1, 9, dtype=torch.bool), "input_ids must be a tensor of shape"),
+    ],
+)
+def test_what_cannot_be_prefilled(model, inputs, message):
+    with fd.enabled(model), pytest.raises(ValueError, match=message):
+        fd.prefill(model, inputs)

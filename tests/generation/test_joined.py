@@ -194,6 +194,46 @@ def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch):
         assert all(type(layer.mlp.up_proj) is nn.Linear for layer in layers)
 
 
+@on_the_cpu
+def test_weights_that_others_refer_to_stay_and_are_multiplied_as_they_are(products):
+    """Two models with one memory, as of a policy and its rollouts."""
+    policy, rollout = tiny_model("llama-gqa"), tiny_model("llama-gqa")
+    rollout.load_state_dict(policy.state_dict(), assign=True)
+    call = ragged_prompts(41) | SAMPLING
+    with fd.enabled(rollout, mode="graph", backend="triton"):
+        rollout.generate(**call)
+        with torch.no_grad():
+            for layer in policy.model.layers:
+                layer.self_attn.q_proj.weight.mul_(-3)
+                layer.mlp.up_proj.weight.mul_(2)
+        ours = seeded(lambda: rollout.generate(**call))
+    assert torch.equal(ours, seeded(lambda: policy.generate(**call)))
+
+
+def test_memory_that_someone_refers_to_is_not_left():
+    model = tiny_model("llama-gqa")
+    layers, up = decoder_layers(model), model.model.layers[0].mlp.up_proj.weight
+    held = model.state_dict()
+    weights = JoinedWeights()
+    weights.join(layers)
+    assert not weights._moved
+    del held
+    model.share_memory()
+    weights.join(layers)
+    assert not weights._moved
+    assert up.is_shared()
+
+    model = tiny_model("llama-gqa")
+    weights.join(decoder_layers(model))
+    assert weights._moved
+    held = model.state_dict()  # which follows the weights, now and after they would have been moved apart
+    weights.separate()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(held[name], model.state_dict()[name])
+
+
 class Elsewhere(torch.Tensor):
     """A tensor whose memory is not its own, as those of distributed or quantized weights."""
 

@@ -6,7 +6,7 @@ from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
 
-from ..tiny_models import ragged_prompts, seeded
+from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
 PROMPT = ragged_prompts(80)
@@ -120,3 +120,14 @@ def test_fast_needs_a_gpu(model, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match="runs on CUDA devices, got 'cpu'"):
         model.generate(**PROMPT, **SAMPLING)
+
+
+def test_float64_is_left_to_transformers():
+    model = tiny_model("llama-gqa").double()
+    call = ragged_prompts(70) | {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.sampler == "hf"
+    with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match="cannot draw .*; use sampler='auto'"):
+        model.generate(**call)

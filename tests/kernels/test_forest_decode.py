@@ -148,6 +148,20 @@ def test_windows_and_sinks(window, sinks, queries):
     assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
 
 
+@pytest.mark.parametrize("least", [-torch.inf, torch.finfo(torch.float32).min, -1e30])
+@pytest.mark.parametrize(("window", "queries"), [(None, 1), (1, 1), (2, 4)])
+def test_the_least_sink_is_none(least, window, queries):
+    """Also where a tile of the suffix hides from a query."""
+    device = "cpu" if INTERPRETED else "cuda"
+    options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "queries": queries, "dtype": torch.half}
+    query, kv = make_inputs(Forest(2), queries + 20, **options, device=device)
+    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2))
+    sinks = torch.full((2,), least, device=device)
+    out, _ = decode(query, kv, config=config, window=window, sinks=sinks)
+    without, _ = decode(query, kv, config=config, window=window)
+    assert torch.equal(out, without)
+
+
 # Queries at once, query heads of a KV head, KV heads, head_dim.
 _COMPILED = (
     (1, 1, 4, 128),

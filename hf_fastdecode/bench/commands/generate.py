@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError
-from ..generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree
+from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
 
@@ -91,6 +91,7 @@ def generate(
     ways = way or list(DEFAULT_WAYS)
     known("way", [name.partition("+")[0] for name in ways], WAYS)
     check_dtype(dtype)
+    known("shape", shape or [], (*SHAPE_NAMES, "embedded"))
     try:
         cases = chosen(
             [

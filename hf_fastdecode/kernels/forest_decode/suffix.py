@@ -109,7 +109,8 @@ def attend_suffixes(
     top = tl.full([BLOCK_P], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_P], tl.float32)
     if SINKS:
-        top = tl.load(sinks + head * GROUP + within // QUERIES, mask=real, other=0.0) * LOG2E
+        sink = tl.load(sinks + head * GROUP + within // QUERIES, mask=real, other=0.0)
+        top = tl.maximum(sink * LOG2E, LOWEST)  # the least number stands for no sink
         total += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     MERGES: tl.constexpr = DEPTHS > 0
