@@ -129,5 +129,5 @@ def test_float64_is_left_to_transformers():
     with fd.enabled(model):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.sampler == "hf"
-    with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match="cannot draw .*; use sampler='auto'"):
+    with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match=r"cannot draw .*; use sampler='auto'"):
         model.generate(**call)
