@@ -43,6 +43,7 @@ class JoinedWeights:
 
     def __init__(self) -> None:
         self._moved: list[list[Tensor]] = []
+        self._told = 0
 
     def join(self, layers: Iterable[nn.Module]) -> None:
         """Lay the weights of projections of one input end to end.
@@ -50,14 +51,27 @@ class JoinedWeights:
         Those that lie so already stay where they are, and so do those whose memory anything else refers to, such as
         another model or a ``state_dict()``, and a group for whose copy there is no memory.
         """
+        apart = 0
         for parameters in _lists_of(layers):
-            if _joined(parameters) is None and all(map(_owns_its_memory, parameters)):
-                try:
-                    _move(parameters, joined=True)
-                except torch.OutOfMemoryError:
-                    logger.info("no memory to lay %d weights end to end; they are multiplied apart", len(parameters))
-                    return
-                self._moved.append(parameters)
+            if _joined(parameters) is None and not self._moves(parameters):
+                apart += 1
+        if apart and apart != self._told:
+            logger.info(
+                "%d groups of weights are multiplied apart: other tensors refer to their memory, or there is none to "
+                "move them in",
+                apart,
+            )
+        self._told = apart
+
+    def _moves(self, parameters: list[Tensor]) -> bool:
+        if not all(map(_owns_its_memory, parameters)):
+            return False
+        try:
+            _move(parameters, joined=True)
+        except torch.OutOfMemoryError:
+            return False
+        self._moved.append(parameters)
+        return True
 
     def separate(self) -> None:
         """Give weights that were moved memory of their own again, unless anything else refers to where they are."""

@@ -1,5 +1,7 @@
 """Projections of one input as one product: fewer products, the same tokens, and weights as they were afterwards."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,7 +182,7 @@ def test_nothing_stays_when_a_layer_cannot_be_compiled(products, monkeypatch):
     assert raised.value is not None
 
 
-def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch):
+def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch, caplog):
     layers = list(tiny_model("llama-gqa").model.layers)
     before = [weight.data_ptr() for layer in layers for weight in layer.parameters()]
 
@@ -188,8 +190,12 @@ def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(joined.torch, "cat", full)
-    JoinedWeights().join(layers)
+    weights = JoinedWeights()
+    with caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+        weights.join(layers)
+        weights.join(layers)
     assert [weight.data_ptr() for layer in layers for weight in layer.parameters()] == before
+    assert [record.getMessage()[:40] for record in caplog.records] == ["4 groups of weights are multiplied apart"]
     with multiplying_once(layers):
         assert all(type(layer.mlp.up_proj) is nn.Linear for layer in layers)
 

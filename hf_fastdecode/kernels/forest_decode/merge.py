@@ -64,6 +64,9 @@ def take_nodes(
     first,
     count,
     row_in_tile,
+    next_first,
+    next_count,
+    next_row_in_tile,
     row,
     head,
     within,
@@ -87,7 +90,8 @@ def take_nodes(
 ):
     """Take all nodes' partials of queries into what was seen of them.
 
-    The first three are what `pieces_of` gives for depth 0: asked for early, those loads need not be waited for here.
+    The first six are what `pieces_of` gives for depths 0 and 1: asked for early, those loads need not be waited for
+    here. With one depth, the second three are not looked at.
     """
     if PDL:  # the tables did not need the partials; what follows does
         tl.extra.cuda.gdc_wait()
@@ -95,7 +99,22 @@ def take_nodes(
     top, total, acc = take_pieces(
         first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
     )
-    for depth in tl.static_range(1, DEPTHS):
+    if DEPTHS > 1:
+        top, total, acc = take_pieces(
+            next_first,
+            next_count,
+            next_row_in_tile,
+            partial_out,
+            partial_lse,
+            top,
+            total,
+            acc,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            MERGE,
+        )
+    for depth in tl.static_range(2, DEPTHS):
         first, count, row_in_tile = pieces_of(
             row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
         )

@@ -122,6 +122,11 @@ def attend_suffixes(
         first, count, row_in_tile = pieces_of(
             row, head, index, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
         )
+        next_first, next_count, next_row_in_tile = first, count, row_in_tile
+        if DEPTHS > 1:
+            next_first, next_count, next_row_in_tile = pieces_of(
+                row, head, index, mine, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+            )
     # Of the suffix, query j sees tokens from `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -170,6 +175,9 @@ def attend_suffixes(
             first,
             count,
             row_in_tile,
+            next_first,
+            next_count,
+            next_row_in_tile,
             row,
             head,
             index,
