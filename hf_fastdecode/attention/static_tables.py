@@ -19,6 +19,7 @@ from .forest import Forest
 from .kv import Segment
 from .scoring import Scoring
 from .triton_ops import (
+    Layout,
     decode_config,
     forest_schedule,
     node_addresses,
@@ -65,8 +66,8 @@ class StaticTables:
         self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        # By (kv_heads, packed queries of a row, head_dim), filled by the layers' first pass.
-        self._schedules: dict[tuple[int, int, int], tuple[Schedule, Config, Capacity]] = {}
+        # Filled by the layers' first pass.
+        self._schedules: dict[Layout, tuple[Schedule, Config, Capacity]] = {}
 
     def fits(self, forest: Forest) -> bool:
         """Whether a batch over this forest can use these tables as they were captured."""
@@ -74,9 +75,11 @@ class StaticTables:
             return False
         shapes = node_shapes(forest)
         return all(
-            config == decode_config(forest, each, head_dim, self.device)
-            and room.holds(needed_capacity(shapes, kv_heads=kv_heads, queries=each, block_m=config.block_m))
-            for (kv_heads, each, head_dim), (_, config, room) in self._schedules.items()
+            config == decode_config(forest, layout, self.device)
+            and room.holds(
+                needed_capacity(shapes, kv_heads=layout.kv_heads, queries=layout.each, block_m=config.block_m)
+            )
+            for layout, (_, config, room) in self._schedules.items()
         )
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
@@ -95,8 +98,8 @@ class StaticTables:
         self.load_suffixes(storage)
         self.slots.copy_(torch.where(torch.arange(self.rows) < forest.rows, torch.arange(self.rows), -1))
         self.lengths.fill_(suffix_length)
-        for key, (schedule, config, room) in self._schedules.items():
-            schedule.copy_(self._make_schedule(*key, config, room))
+        for layout, (schedule, config, room) in self._schedules.items():
+            schedule.copy_(self._make_schedule(layout, config, room))
 
     def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
         """Point the tables at suffixes that have moved."""
@@ -125,24 +128,22 @@ class StaticTables:
         Raises:
             KernelRefusalError: The kernels do not take these.
         """
-        _, heads, queries, head_dim = query.shape
-        kv_heads = new_keys.shape[1]
-        key = kv_heads, heads // kv_heads * queries, head_dim
-        if key not in self._schedules:
+        layout = Layout.of(query, new_keys, scoring)
+        if layout not in self._schedules:
             if reason := refusal(query, new_keys, new_values, []):
                 raise KernelRefusalError(reason)
-            config = decode_config(self.forest, key[1], head_dim, self.device)
+            config = decode_config(self.forest, layout, self.device)
             needed = needed_capacity(
-                node_shapes(self.forest), kv_heads=kv_heads, queries=key[1], block_m=config.block_m
+                node_shapes(self.forest), kv_heads=layout.kv_heads, queries=layout.each, block_m=config.block_m
             )
             room = Capacity(self._depths, self._nodes, _rounded(needed.units))
-            self._schedules[key] = self._make_schedule(*key, config, room), config, room
-        schedule, config, _ = self._schedules[key]
+            self._schedules[layout] = self._make_schedule(layout, config, room), config, room
+        schedule, config, _ = self._schedules[layout]
         tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, schedule, config)
         return run_kernels(query, new_keys, new_values, *tables, scoring)
 
-    def _make_schedule(self, kv_heads: int, each: int, head_dim: int, config: Config, room: Capacity) -> Schedule:
-        return forest_schedule(self.forest, kv_heads, each, config, self.device, rows=self.rows, capacity=room)
+    def _make_schedule(self, layout: Layout, config: Config, room: Capacity) -> Schedule:
+        return forest_schedule(self.forest, layout, config, self.device, rows=self.rows, capacity=room)
 
 
 def _rounded(count: int) -> int:

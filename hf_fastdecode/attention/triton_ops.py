@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 
 __all__ = [
     "ForestTables",
+    "Layout",
     "NodeTable",
     "SuffixTable",
     "decode_config",
@@ -33,6 +34,29 @@ __all__ = [
 
 # What a suffix is taken to hold where the choice of operators is made once for all steps.
 _TYPICAL_SUFFIX = 64
+
+
+class Layout(NamedTuple):
+    """What of a layer decides its schedule.
+
+    Attributes:
+        kv_heads: KV heads.
+        each: Packed queries of one row for a KV head.
+        head_dim: Numbers per head.
+        windowed: Whether a sliding window binds.
+    """
+
+    kv_heads: int
+    each: int
+    head_dim: int
+    windowed: bool
+
+    @classmethod
+    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> Layout:
+        """The layout of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
+        _, heads, queries, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
 
 
 class NodeTable:
@@ -85,7 +109,7 @@ class ForestTables:
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
-        self._schedules: dict[tuple[object, ...], tuple[Schedule, Config]] = {}
+        self._schedules: dict[tuple[Layout, torch.device], tuple[Schedule, Config]] = {}
         self._choices: dict[tuple[Heads, torch.device], Choice] = {}
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
         self._slots: dict[torch.device, Tensor] = {}
@@ -130,9 +154,8 @@ class ForestTables:
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
         """
-        rows, heads, queries, head_dim = query.shape
-        kv_heads = new_keys.shape[1]
-        schedule, config = self._schedule(nodes.forest, kv_heads, heads // kv_heads * queries, head_dim, query.device)
+        rows = len(query)
+        schedule, config = self._schedule(nodes.forest, Layout.of(query, new_keys, scoring), query.device)
         slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
         tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, config)
         return run_kernels(query, new_keys, new_values, *tables, scoring)
@@ -151,15 +174,12 @@ class ForestTables:
         if self._forest is not forest:
             self._forest, self._schedules, self._choices = forest, {}, {}
 
-    def _schedule(
-        self, forest: Forest, kv_heads: int, each: int, head_dim: int, device: torch.device
-    ) -> tuple[Schedule, Config]:
+    def _schedule(self, forest: Forest, layout: Layout, device: torch.device) -> tuple[Schedule, Config]:
         self._turn_to(forest)
-        key = (kv_heads, each, head_dim, device)
-        if key not in self._schedules:
-            config = decode_config(forest, each, head_dim, device)
-            self._schedules[key] = forest_schedule(forest, kv_heads, each, config, device), config
-        return self._schedules[key]
+        if (layout, device) not in self._schedules:
+            config = decode_config(forest, layout, device)
+            self._schedules[layout, device] = forest_schedule(forest, layout, config, device), config
+        return self._schedules[layout, device]
 
 
 def run_kernels(
@@ -198,20 +218,18 @@ def run_kernels(
     return out
 
 
-def decode_config(forest: Forest, each: int, head_dim: int, device: torch.device) -> Config:
-    """Launch parameters for a forest.
-
-    Args:
-        forest: The nodes.
-        each: Packed queries of one row for a KV head.
-        head_dim: Numbers per head.
-        device: Where the kernels run.
-    """
+def decode_config(forest: Forest, layout: Layout, device: torch.device) -> Config:
+    """Launch parameters for a layer over a forest."""
     from ..kernels.forest_decode.api import choose_config
 
-    widest = max((node.row_count for node in forest.nodes), default=1) * each
-    overlap = device.type == "cuda" and compute_capability(device) >= (9, 0)
-    return choose_config(widest, head_dim, overlap=overlap, shared_memory=shared_memory(device), device=device)
+    return choose_config(
+        max((node.row_count for node in forest.nodes), default=1) * layout.each,
+        layout.head_dim,
+        windowed=layout.windowed,
+        overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
+        shared_memory=shared_memory(device),
+        device=device,
+    )
 
 
 def node_shapes(forest: Forest) -> list[NodeShape]:
@@ -221,8 +239,7 @@ def node_shapes(forest: Forest) -> list[NodeShape]:
 
 def forest_schedule(
     forest: Forest,
-    kv_heads: int,
-    each: int,
+    layout: Layout,
     config: Config,
     device: torch.device,
     *,
@@ -233,8 +250,7 @@ def forest_schedule(
 
     Args:
         forest: The nodes.
-        kv_heads: KV heads of the layer.
-        each: Packed queries of one row for a KV head.
+        layout: Of the layer.
         config: From `decode_config`.
         device: Where the tables go.
         rows: Rows of the step when it has more than the forest.
@@ -243,8 +259,8 @@ def forest_schedule(
     return make_schedule(
         node_shapes(forest),
         rows or forest.rows,
-        kv_heads=kv_heads,
-        queries=each,
+        kv_heads=layout.kv_heads,
+        queries=layout.each,
         block_m=config.block_m,
         block_n=config.block_n,
         programs=config.per_sm * multiprocessors(device),

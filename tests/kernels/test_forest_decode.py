@@ -61,7 +61,7 @@ def decode(
     for whole, part in zip(stored, suffix, strict=True):
         whole[slots[taking].long()] = part[taking]
     widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
-    config = config or choose_config(widest, head_dim, overlap=query.is_cuda)
+    config = config or choose_config(widest, head_dim, overlap=query.is_cuda, windowed=window is not None)
     schedule = make_schedule(
         [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
         rows,

@@ -64,7 +64,12 @@ def forest_decode(
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and when asked for the natural-log
         log-sum-exp ``[rows, heads, queries]`` fp32.
+
+    Raises:
+        ValueError: There is a window, and the configuration is of the Hopper kernel.
     """
+    if window is not None and config.hopper:
+        raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     rows, heads, queries, head_dim = query.shape
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
@@ -177,7 +182,7 @@ def _attend_nodes(
         "STAGES": config.stages,
         "PDL": bool(launch),
     }
-    if not config.hopper or window is not None:
+    if not config.hopper:
         node_partials[(schedule.programs,)](
             *tensors,
             schedule.contexts,
@@ -191,7 +196,7 @@ def _attend_nodes(
             BLOCK_D=block_d,
             WINDOW=window is not None,
             PREFETCH=config.prefetch,
-            num_warps=8 if config.hopper else config.warps,
+            num_warps=config.warps,
             **launch,
         )
         return

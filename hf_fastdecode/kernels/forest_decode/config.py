@@ -42,7 +42,7 @@ class Config:
         per_sm: Programs of the kernel of nodes for each multiprocessor.
         prefetch: With `overlap`, key tiles that `node_partials` asks for before the kernel before it is done: 0 or 1.
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
-        hopper: Use `hopper_node_partials`; needs compute capability 9.0 and `block_m` 128.
+        hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernels that follow; chosen at the launch, by its shape, when None.
     """
 
@@ -62,6 +62,7 @@ def choose_config(
     head_dim: int,
     *,
     overlap: bool,
+    windowed: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
 ) -> Config:
@@ -71,10 +72,12 @@ def choose_config(
         packed: Packed queries of the widest node for a KV head.
         head_dim: Numbers per head.
         overlap: Whether the device can overlap launches.
+        windowed: Whether there is a sliding window, which the Hopper kernel does not know.
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
     """
-    if overlap and packed > 64 and head_dim in (64, 128) and _is_hopper(device) and hopper_kernel() is not None:
+    wide = packed > 64 and head_dim in (64, 128) and not windowed
+    if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, block_n=128 if block_m == 64 else 64, warps=8 if block_m == 128 else 4)
