@@ -55,6 +55,7 @@ def run(
     """
     rows = {_key(row, cases[0]): row for row in (read_rows(out) if out.exists() else [])} if cases else {}
     asked: list[tuple[Any, ...]] = []
+    kept = 0
     with tqdm(total=len(cases) * len(ways), unit="row", dynamic_ncols=True, disable=None) as bar:
         for case in cases:
             for way in ways:
@@ -66,7 +67,14 @@ def run(
                     rows[key] = _as_read(head | measure(case, way))
                     write_rows(out, list(rows.values()))
                     tqdm.write(brief(rows[key]), file=sys.stderr)
+                else:
+                    kept += 1
                 bar.update()
+    if kept:
+        print(
+            f"{kept} of {len(asked)} rows are those of an earlier run, kept in {out}; delete it to measure again",
+            file=sys.stderr,
+        )
     return [rows[key] for key in asked]
 
 

@@ -146,7 +146,7 @@ class SharedContextLayer(CacheLayerMixin):
         if rows != self.state.forest.rows:
             raise ValueError(
                 f"the cache holds {self.state.forest.rows} rows, got keys for {rows}; expand it with "
-                "batch_repeat_interleave, or pass it to generate, which does"
+                "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
         self._grow_suffix(rows, self.suffix_length + queries, keys[0], values[0])
         self.suffix_length += queries

@@ -38,15 +38,17 @@ CASES, WAYS = [Case(1), Case(2)], ["a", "b"]
 ALL = [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
 
 
-def test_an_interrupted_run_goes_on_where_it_broke_off(tmp_path):
+def test_an_interrupted_run_goes_on_where_it_broke_off(tmp_path, capsys):
     out = tmp_path / "new" / "rows.csv"
     with pytest.raises(KeyboardInterrupt):
         run(CASES, WAYS, Measure(stop=3), provenance=HERE, out=out)
     assert len(read_rows(out)) == 3
+    assert "kept" not in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["rows.csv"]
     rest = Measure()
     rows = run(CASES, WAYS, rest, provenance=HERE, out=out)
     assert rest.asked == ALL[3:]
+    assert f"3 of 4 rows are those of an earlier run, kept in {out}" in capsys.readouterr().err
     assert [(int(row["size"]), row["way"]) for row in rows] == ALL
     assert read_rows(out) == rows
     assert rows[0] == HERE | {"size": "1", "way": "a", "status": "ok", "seconds": "0.5", "note": ""}
