@@ -1,5 +1,4 @@
-"""The commands of the bench: ``hf-fastdecode bench ...``, and ``python -m hf_fastdecode.bench ...`` where the package
-is not installed.
+"""The commands of the bench: ``hf-fastdecode bench ...``.
 
 torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
 """

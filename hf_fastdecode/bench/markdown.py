@@ -80,7 +80,7 @@ def generate_table(rows: Sequence[Row]) -> str:
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
     of_ceiling = [f"{way}, of ceiling" for way in ceilings if way in ways]
     lines = _head(["model", "context", "n", "new tokens", *ways, *of_ceiling])
-    for case in _cases(rows):
+    for case in cases_of(rows):
         first = next(iter(case.values()))
         cells = [_model(first), f"{int(first['context']):,}", first["samples"], first["new_tokens"]]
         cells += [_cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
@@ -128,7 +128,7 @@ def paper_table(rows: Sequence[Row], published: dict[tuple[int, int], float], un
     lines = text.split("\n")
     lines[0] += f" published: {unit} |"
     lines[1] += "---|"
-    for index, case in enumerate(_cases(rows)):
+    for index, case in enumerate(cases_of(rows)):
         first = next(iter(case.values()))
         value = published.get((int(first["context"]), int(first["samples"])))
         lines[2 + index] += f" {'' if value is None else f'{value:g}'} |"
@@ -148,7 +148,8 @@ def _decoding(row: Row) -> float | None:
     return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
 
 
-def _cases(rows: Sequence[Row]) -> list[dict[str, Row]]:
+def cases_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """The rows of each case of `generate` by way, in the order of the rows."""
     return _by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .generate_cases import PromptTree
-from .markdown import finish_table, generate_table, ops_digest, ops_table
+from .markdown import cases_of, finish_table, generate_table, ops_digest, ops_table
 from .plots import plot
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
@@ -62,13 +62,8 @@ def stock_beside_shared(rows: list[Row]) -> str:
 
 def paired(rows: list[Row]) -> list[tuple[Row, Row]]:
     """The stock row of each case and ours, in the order of the rows; cases without both are left out."""
-    cases: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        columns = ("shape", "context", "samples", "new_tokens", "dtype", "finish")
-        key = tuple(row.get(name, "") for name in columns)
-        cases.setdefault(key, {})[row["way"]] = row
     found = []
-    for ways in cases.values():
+    for ways in cases_of(rows):
         ours = next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
         if ours is not None and "stock" in ways:
             found.append((ways["stock"], ours))

@@ -52,9 +52,10 @@ class JoinedWeights:
         another model or a ``state_dict()``, and a group for whose copy there is no memory.
         """
         apart = 0
-        for parameters in _lists_of(layers):
-            if _joined(parameters) is None and not self._moves(parameters):
-                apart += 1
+        for group in _groups(layers):
+            for parameters in group.parameters:
+                if _joined(parameters) is None and not self._moves(parameters):
+                    apart += 1
         if apart and apart != self._told:
             logger.info(
                 "%d groups of weights are multiplied apart: other tensors refer to their memory, or there is none to "
@@ -191,11 +192,6 @@ def _changes_in_place(node: fx.Node) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     augmented = getattr(node.target, "__module__", None) == operator.setitem.__module__ and name.startswith("i")
     return node.op.startswith("call") and (in_place or augmented or name == "setitem" or "out" in node.kwargs)
-
-
-def _lists_of(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    for group in _groups(layers):
-        yield from group.parameters
 
 
 def _groups(layers: Iterable[nn.Module]) -> Iterator[_Group]:

@@ -71,12 +71,15 @@ def steps_maker(
         yield eager
         return
 
+    checked = False  # whether what was captured before is still of this model
+
     def captured(cache: SharedContextCache) -> Steps:
+        nonlocal checked
         compiled = call.mode == "compile"
         try:
             if not checked:
                 captures.refresh(model, configs)
-                checked.append(True)
+                checked = True
             return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled)
         except torch.OutOfMemoryError:
             captures.clear()
@@ -89,7 +92,6 @@ def steps_maker(
         call.mode, call.mode_reason = "eager", captures.failure
         return eager(cache)
 
-    checked: list[bool] = []  # whether what was captured before is still of this model
     before, captures.owner = captures.count, threading.get_ident()
     try:
         yield captured

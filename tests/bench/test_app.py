@@ -54,19 +54,19 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 def test_as_a_module(tmp_path):
     def module(*words):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMIT": "abc"}
-        command = [sys.executable, "-m", "hf_fastdecode.bench", *words]
+        command = [sys.executable, "-m", "hf_fastdecode", "bench", *words]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     wrong = module("tables")
     assert wrong.returncode == 2
     assert wrong.stderr == (
-        "bench: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, hydragen-fig1, "
-        "hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
+        "hf-fastdecode: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
+        "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
     )
     words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
     assert module(*words).returncode == 0
     (row,) = read_rows(tmp_path / "runs" / "ops.csv")
-    assert row["command"] == "python -m hf_fastdecode.bench " + " ".join(words)
+    assert row["command"] == "python -m hf_fastdecode bench " + " ".join(words)
     assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
 
 

@@ -43,7 +43,7 @@ class Config:
         prefetch: With `overlap`, key tiles that `node_partials` asks for before the kernel before it is done: 0 or 1.
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
-        suffix: Of the kernels that follow; chosen at the launch, by its shape, when None.
+        suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
     """
 
     block_m: int

@@ -11,8 +11,8 @@ def pieces_of(
 ):
     """Where the partials of queries lie: the first slot, how many follow, and the query's row in each.
 
-    ``row`` and ``head`` (of KV) are scalars or stand beside ``within``, the queries' places among the packed queries
-    of their rows; those that are not ``real`` have no partials.
+    ``within`` are the queries' places among the packed queries of their row and KV head; those that are not ``real``
+    have no partials.
     """
     unit = tl.load(row_units + depth * rows + row)
     tiles = tl.load(row_tiles + depth * rows + row)
@@ -56,69 +56,4 @@ def take_pieces(
             total = total * fade + weight
             acc = acc * fade[:, None] + part * weight[:, None]
             top = new_top
-    return top, total, acc
-
-
-@triton.jit
-def take_nodes(
-    first,
-    count,
-    row_in_tile,
-    next_first,
-    next_count,
-    next_row_in_tile,
-    row,
-    head,
-    within,
-    real,
-    rows,
-    row_units,
-    row_offsets,
-    row_tiles,
-    unit_slots,
-    partial_out,
-    partial_lse,
-    top,
-    total,
-    acc,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    MERGE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Take all nodes' partials of queries into what was seen of them.
-
-    The first six are what `pieces_of` gives for depths 0 and 1: asked for early, those loads need not be waited for
-    here. With one depth, the second three are not looked at.
-    """
-    if PDL:  # the tables did not need the partials; what follows does
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    top, total, acc = take_pieces(
-        first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
-    )
-    if DEPTHS > 1:
-        top, total, acc = take_pieces(
-            next_first,
-            next_count,
-            next_row_in_tile,
-            partial_out,
-            partial_lse,
-            top,
-            total,
-            acc,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            MERGE,
-        )
-    for depth in tl.static_range(2, DEPTHS):
-        first, count, row_in_tile = pieces_of(
-            row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-        )
-        top, total, acc = take_pieces(
-            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
-        )
     return top, total, acc

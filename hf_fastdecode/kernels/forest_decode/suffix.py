@@ -7,7 +7,7 @@ It then waits for the nodes' partials and merges them with its own.
 import triton
 import triton.language as tl
 
-from .merge import pieces_of, take_nodes
+from .merge import pieces_of, take_pieces
 from .triton import LN2, LOG2E, LOWEST, aligned, cap_scores, factor_of, scores_of, see
 
 
@@ -118,11 +118,10 @@ def attend_suffixes(
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     mine = tl.where(took_part, index < each, False)
-    if MERGES:
+    if MERGES:  # asked for early, the first two depths' tables need not be waited for
         first, count, row_in_tile = pieces_of(
             row, head, index, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
         )
-        next_first, next_count, next_row_in_tile = first, count, row_in_tile
         if DEPTHS > 1:
             next_first, next_count, next_row_in_tile = pieces_of(
                 row, head, index, mine, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
@@ -171,34 +170,19 @@ def attend_suffixes(
         total = tl.full([WIDTH], 1.0, tl.float32)
         acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
     if MERGES:
-        top, total, acc = take_nodes(
-            first,
-            count,
-            row_in_tile,
-            next_first,
-            next_count,
-            next_row_in_tile,
-            row,
-            head,
-            index,
-            mine,
-            rows,
-            row_units,
-            row_offsets,
-            row_tiles,
-            unit_slots,
-            partial_out,
-            partial_lse,
-            top,
-            total,
-            acc,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            DEPTHS,
-            MERGE,
-            PDL,
-        )
+        if PDL:  # the tables did not need the partials; what follows does
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        for depth in tl.static_range(DEPTHS):
+            if depth == 1:
+                first, count, row_in_tile = next_first, next_count, next_row_in_tile
+            if depth > 1:
+                first, count, row_in_tile = pieces_of(
+                    row, head, index, mine, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+                )
+            top, total, acc = take_pieces(
+                first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+            )
     result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
     if LSE:
