@@ -32,10 +32,12 @@ _BAKED_IN = (bool, int, float, str, type(None), Tensor)
 
 
 def bucket(rows: int) -> int:
-    """Rows of the captured step that decodes `rows` rows: powers of two, and from 128 up one size between each two."""
+    """Rows of the captured step that decodes `rows` rows: powers of two, and above 128 sizes between them."""
     power = 1 << max(0, rows - 1).bit_length()
-    between = power // 4 * 3
-    return between if power >= 256 and rows <= between else power
+    if power <= 128:
+        return power
+    apart = max(64, power // 8)  # products of fewer rows than 64 more take no less time
+    return -(-rows // apart) * apart
 
 
 class CapturedStep:

@@ -136,9 +136,10 @@ def test_trees_by_hand():
     assert case.context_lengths == [65] * 6
     assert case.stored_tokens == 48 + 2 * 17
     assert case.columns()["nodes"] == "1x48+2x17"
-    two_level, as_one = OP_SETS["two-level"]
+    two_level, as_one, first_only = OP_SETS["two-level"]
     assert two_level.context_lengths == as_one.context_lengths
     assert (two_level.stored_tokens, as_one.stored_tokens) == (2400 + 8 * 512, 8 * 2912)
+    assert [length + first_only.suffix for length in first_only.context_lengths] == [2400 + 512 + 64] * 1024
     assert OP_SETS["ragged"][0].context_lengths == [1024 << step for step in range(8)]
 
 

@@ -30,8 +30,8 @@ def uncaptured(monkeypatch):
 
 
 def test_buckets():
-    assert [bucket(rows) for rows in (1, 2, 3, 5, 64, 65, 128, 129, 192, 193, 257, 385, 1000, 1025)] == [
-        *(1, 2, 4, 8, 64, 128, 128, 192, 192, 256, 384, 512, 1024, 1536),
+    assert [bucket(rows) for rows in (1, 2, 3, 5, 64, 65, 128, 129, 192, 193, 257, 385, 520, 1000, 1025)] == [
+        *(1, 2, 4, 8, 64, 128, 128, 192, 192, 256, 320, 448, 640, 1024, 1280),
     ]
 
 
@@ -86,9 +86,17 @@ def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
             assert torch.equal(seeded(lambda model=model: model.generate(**call)), stock)
             assert fd.explain(model).last_call.mode == "compile"
         graphs.append(counters["unique_graphs"] - before)
-        assert not any("forward" in vars(layer) for layer in model.model.layers)
+        assert not any("forward" in vars(module) for module in model.model.modules())
     assert graphs[0] > 0
     assert graphs[1] == 0  # the second model's layers are of the same class, and reuse its code
+
+
+def test_what_stands_beside_the_layers_is_compiled_too():
+    model = tiny_model("llama-gqa")
+    with CompiledLayers(backend="eager").installed(model):
+        compiled = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    layers = [f"model.layers.{number}" for number in range(len(model.model.layers))]
+    assert compiled == [*layers, "model.norm", "model.rotary_emb"]
 
 
 @on_the_cpu

@@ -263,6 +263,35 @@ def test_random_forests_on_a_gpu(block):
 
 
 @pytest.mark.gpu
+def test_storage_that_no_row_of_all_memory_begins_with():
+    """Segments 16 bytes off, heads 16 bytes further apart than their tokens are long."""
+    forest = random_forest(random.Random(6), 90, 3, longest=900)
+    query, kv = make_inputs(forest, 20, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+
+    def moved(part: Tensor) -> Tensor:
+        heads, tokens, head_dim = part.shape
+        apart = tokens * head_dim + 8
+        flat = torch.full((8 + heads * apart,), torch.nan, dtype=part.dtype, device=part.device)
+        return flat[8:].as_strided(part.shape, (apart, head_dim, 1)).copy_(part)
+
+    check(query, replace(kv, segments=[Segment(*map(moved, segment)) for segment in kv.segments]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_descriptor_finds_every_row(head_dim):
+    memory = pytest.importorskip("hf_fastdecode.kernels.forest_decode.memory")
+    descriptor = memory.all_memory(torch.bfloat16, 128, head_dim)
+    row = 2 * head_dim
+    for address in (row, 0x302000000, 0x7F0123456700 // row * row, (1 << 49) - row):
+        plane, at = divmod(address // row - 1, memory.PLANE)
+        assert plane < descriptor.shape[0]
+        assert descriptor.base.data_ptr() + 2 * (plane * descriptor.strides[0] + at * descriptor.strides[1]) == address
+    # What the bulk copy engine takes (CUDA driver API, cuTensorMapEncodeTiled), and 32-bit coordinates.
+    assert all(2 * stride < 1 << 40 for stride in descriptor.strides)
+    assert all(size < 1 << 31 for size in descriptor.shape)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 def test_every_tile_size_on_a_gpu(block_m, overlap):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
 from .limits import shared_memory
+from .memory import PLANE, all_memory
 from .schedule import Schedule
 from .suffix import attend_suffixes
 from .triton import node_partials
@@ -211,6 +212,9 @@ def _attend_nodes(
     def launch_hopper() -> None:
         triton.set_allocator(scratch)
         numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
-        hopper_kernel()[(schedule.programs,)](*tensors, *numbers, *strides, **options, num_warps=4, **launch)
+        memory = all_memory(query.dtype, schedule.block_n, query.shape[-1])
+        hopper_kernel()[(schedule.programs,)](
+            *tensors, memory, *numbers, *strides, **options, PLANE=PLANE, num_warps=4, **launch
+        )
 
     copy_context().run(launch_hopper)  # elsewhere Triton's allocator stays what it is

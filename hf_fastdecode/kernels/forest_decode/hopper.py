@@ -52,21 +52,35 @@ def _prefetch(addresses, wanted):
 
 
 @gluon.jit
-def _bring(rings, descriptor, head, tile, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
-    """Copy a tile to its place in a ring once that is free."""
+def _begin_of(tile, length, BLOCK_N: gl.constexpr):
+    """The first token of a tile: the last one ends where its node does, and begins with tokens of the one before."""
+    return gl.maximum(gl.minimum(tile * BLOCK_N, length - BLOCK_N), 0)
+
+
+@gluon.jit
+def _without_others(scores, columns, tile, length, BLOCK_N: gl.constexpr):
+    """The scores of the last tile, but for those of tokens that are not in the node or were in the tile before."""
+    token = _begin_of(tile, length, BLOCK_N) + columns
+    return gl.where(((token >= tile * BLOCK_N) & (token < length))[None, :], scores, -float("inf"))
+
+
+@gluon.jit
+def _bring(rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    """Copy a tile of rows to its place in a ring once that is free."""
     ring, full, free = rings
     box: gl.constexpr = gl.NVMMASharedLayout(ring.index(0).layout.swizzle_byte_width, 16, rank=3)
     stage = count % STAGES
     place = ring.index(stage)._reinterpret(ring.dtype, [1, BLOCK_N, HEAD_DIM], box)
     mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(descriptor, [head, tile * BLOCK_N, 0], full.index(stage), place)
+    tma.async_copy_global_to_shared(descriptor, [plane, row, 0], full.index(stage), place)
 
 
 @gluon.jit
 def _produce(
     tensors,
     nodes,
+    memory,
     keys,
     values,
     node_capacity,
@@ -74,6 +88,7 @@ def _produce(
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
+    PLANE: gl.constexpr,
 ):
     """The warp that brings tiles: it runs ahead of those that compute by as many tiles as the rings hold."""
     pieces = tensors[1]
@@ -101,32 +116,41 @@ def _produce(
                 key_address = gl.load(nodes + node)
                 value_address = gl.load(nodes + node_capacity + node)
                 stride = gl.load(nodes + 2 * node_capacity + node)
-            # The first tiles are on their way to L2 while the descriptors are made.
-            skip = (head * stride + first.to(gl.int64) * BLOCK_N * HEAD_DIM) * 2
-            line = gl.arange(0, BLOCK_N * HEAD_DIM // 64, layout=gl.BlockedLayout([1], [32], [1], [0])) * 128
-            wanted = line < (length - first * BLOCK_N) * (HEAD_DIM * 2)
-            _prefetch(key_address + skip + line, wanted)
-            _prefetch(value_address + skip + line, wanted)
-            # All pieces' descriptors lie in the same memory: no copy may still read it.
-            for back in gl.static_range(1, STAGES + 1):
-                past = count - back
-                mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
-                mbarrier.wait(values[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
-            k_base = key_address.to(gl.pointer_type(element))
-            v_base = value_address.to(gl.pointer_type(element))
-            k_descriptor = tma.make_tensor_descriptor(
-                k_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
-            )
-            _bring(keys, k_descriptor, head, first, count, BLOCK_N, HEAD_DIM, STAGES)
-            v_descriptor = tma.make_tensor_descriptor(
-                v_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
-            )
-            _bring(values, v_descriptor, head, first, count, BLOCK_N, HEAD_DIM, STAGES)
-            count += 1
-            for tile in range(first + 1, last):
-                _bring(keys, k_descriptor, head, tile, count, BLOCK_N, HEAD_DIM, STAGES)
-                _bring(values, v_descriptor, head, tile, count, BLOCK_N, HEAD_DIM, STAGES)
-                count += 1
+            k_address = key_address + head * stride * 2
+            v_address = value_address + head * stride * 2
+            k_row = k_address // (2 * HEAD_DIM) - 1
+            v_row = v_address // (2 * HEAD_DIM) - 1
+            # What fills a tile, and does not lie across two planes, is brought by the descriptor of all memory.
+            apart = (k_row // PLANE != (k_row + length) // PLANE) | (v_row // PLANE != (v_row + length) // PLANE)
+            if (length >= BLOCK_N) & ((k_address | v_address) % (2 * HEAD_DIM) == 0) & (not apart):
+                k_plane = (k_row // PLANE).to(gl.int32)
+                v_plane = (v_row // PLANE).to(gl.int32)
+                k_first = (k_row % PLANE).to(gl.int32)
+                v_first = (v_row % PLANE).to(gl.int32)
+                for tile in range(first, last):
+                    begin = _begin_of(tile, length, BLOCK_N)
+                    _bring(keys, memory, k_plane, k_first + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _bring(values, memory, v_plane, v_first + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    count += 1
+            else:
+                # All such pieces' descriptors lie in the same memory: no copy may still read it.
+                for back in gl.static_range(1, STAGES + 1):
+                    past = count - back
+                    mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
+                    mbarrier.wait(values[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
+                k_base = key_address.to(gl.pointer_type(element))
+                v_base = value_address.to(gl.pointer_type(element))
+                k_descriptor = tma.make_tensor_descriptor(
+                    k_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
+                )
+                v_descriptor = tma.make_tensor_descriptor(
+                    v_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
+                )
+                for tile in range(first, last):
+                    begin = _begin_of(tile, length, BLOCK_N)
+                    _bring(keys, k_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _bring(values, v_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    count += 1
 
 
 @gluon.jit
@@ -210,7 +234,7 @@ def _consume(
             if SOFT_CAP:
                 s = _cap_scores(s * scale, soft_cap)
             if first == whole:
-                s = gl.where((first * BLOCK_N + columns < length)[None, :], s, -float("inf"))
+                s = _without_others(s, columns, whole, length, BLOCK_N)
             top = gl.max(s, 1) * factor
             s = gl.exp2(s * factor - top[:, None])
             total = _sum_of_threads(s, BLOCK_N)
@@ -233,7 +257,7 @@ def _consume(
                 if SOFT_CAP:
                     s = _cap_scores(s * scale, soft_cap)
                 if at == whole:
-                    s = gl.where((at * BLOCK_N + columns < length)[None, :], s, -float("inf"))
+                    s = _without_others(s, columns, whole, length, BLOCK_N)
                 new_top = gl.maximum(top, gl.max(s, 1) * factor)
                 fade = gl.exp2(top - new_top)
                 top = new_top
@@ -271,6 +295,7 @@ def hopper_node_partials(
     pieces,
     partial_out,
     partial_lse,
+    memory,  # descriptor of all memory, see `all_memory`
     node_capacity,
     kv_heads,
     scale,
@@ -286,6 +311,7 @@ def hopper_node_partials(
     SOFT_CAP: gl.constexpr,
     STAGES: gl.constexpr,  # key and value tiles in flight, at least 2
     PDL: gl.constexpr,
+    PLANE: gl.constexpr,  # of `all_memory`
 ):
     element: gl.constexpr = query.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], element)
@@ -348,7 +374,10 @@ def hopper_node_partials(
                     PDL,
                 ),
             ),
-            (_produce, (tensors, nodes, keys, values, node_capacity, kv_heads, BLOCK_N, HEAD_DIM, STAGES)),
+            (
+                _produce,
+                (tensors, nodes, memory, keys, values, node_capacity, kv_heads, BLOCK_N, HEAD_DIM, STAGES, PLANE),
+            ),
         ],
         [4, 1],
         [240, 24],
