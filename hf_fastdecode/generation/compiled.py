@@ -2,8 +2,7 @@
 
 What `torch.compile` fuses is the small change around the matrix products: norms, rotary embedding, activations,
 residual sums. Attention stays out of it. The layers of a model run the same code on other weights, so the first
-layer's compilation is reused for the rest, once a layer's number is not taken for a constant. What stands beside the
-layers, such as the last norm and the table of rotary angles, is small change too.
+layer's compilation is reused for the rest, once a layer's number is not taken for a constant.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,54 +24,24 @@ from .joined import share_products
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's decoder layers, in order; empty when it is not built of them."""
-    parent = _parent_of_layers(model)
-    return [] if parent is None else list(parent[1])
-
-
-def _beside_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules beside the decoder layers that compute something small, operation by operation."""
-    parent = _parent_of_layers(model)
-    children = [] if parent is None else parent[0].children()
-    # Those of PyTorch are one operation each, and parameters in more than one dimension are tables or matrices.
-    return [
-        child
-        for child in children
-        if type(child).__module__.startswith("transformers.")
-        and next(child.children(), None) is None
-        and all(parameter.dim() < 2 for parameter in child.parameters())
-    ]
-
-
-def _parent_of_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | None:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for parent in model.modules():
-        for module in parent.children():
-            if (
-                isinstance(module, nn.ModuleList)
-                and len(module) == count
-                and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-            ):
-                return parent, module
-    return None
-
-
-# Of inductor, where it has them: kernels that begin while the one before ends, and neighbours in one launch.
-_INDUCTOR = ("triton.enable_pdl", "combo_kernels")
+    for module in model.modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+        ):
+            return list(module)
+    return []
 
 
 @cache  # what was compiled for one model serves others only by the same backend
 def _backend(name: str) -> Callable[..., Any]:
-    compile_graph: Callable[..., Any] = lookup_backend(name)
-    if name == "inductor":
-        from torch._inductor import list_options
-
-        known = set(_INDUCTOR).intersection(list_options())
-        compile_graph = partial(compile_graph, config_patches=dict.fromkeys(known, True))
-    return share_products(compile_graph)
+    return share_products(lookup_backend(name))
 
 
 class CompiledLayers:
-    """The compiled forward functions of a model's layer classes and of what stands beside, kept between captures.
+    """The compiled forward functions of a model's layer classes, kept between captures.
 
     Args:
         backend: Of `torch.compile`.
@@ -94,16 +63,16 @@ class CompiledLayers:
             raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
         changed: list[nn.Module] = []
         try:
-            for module in (*layers, *_beside_layers(model)):
-                if "forward" in vars(module):
-                    raise ValueError(f"{type(module).__name__} carries a forward of its own")
-                vars(module)["forward"] = types.MethodType(self._compile(type(module)), module)
-                changed.append(module)
+            for layer in layers:
+                if "forward" in vars(layer):
+                    raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
+                vars(layer)["forward"] = types.MethodType(self._compile(type(layer)), layer)
+                changed.append(layer)
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 yield
         finally:
-            for module in changed:
-                del vars(module)["forward"]
+            for layer in changed:
+                del vars(layer)["forward"]
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
         if kind not in self._compiled:

@@ -91,14 +91,6 @@ def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
     assert graphs[1] == 0  # the second model's layers are of the same class, and reuse its code
 
 
-def test_what_stands_beside_the_layers_is_compiled_too():
-    model = tiny_model("llama-gqa")
-    with CompiledLayers(backend="eager").installed(model):
-        compiled = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    layers = [f"model.layers.{number}" for number in range(len(model.model.layers))]
-    assert compiled == [*layers, "model.norm", "model.rotary_emb"]
-
-
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 def test_a_forced_mode_runs_or_raises(mode):
