@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from .tiny_models import ARCHITECTURES
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_architectures_listed_are_the_tested_ones():
@@ -16,18 +18,27 @@ def test_architectures_listed_are_the_tested_ones():
     assert names == sorted({model_type for model_type, _ in ARCHITECTURES.values()})
 
 
-def test_the_examples_on_the_embedded_model_run():
+def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which would let kernels run on the CPU
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     first = next(index for index, block in enumerate(blocks) if "load_embedded" in block)
     torch.manual_seed(0)
     names: dict = {}
     for block in blocks[first:]:
         exec(block, names)
+    shown = re.search(r"```text\n(LlamaForCausalLM: enabled.*?)```", README, re.DOTALL)[1]
+    assert _without_numbers(shown) in _without_numbers(capsys.readouterr().out)
     assert len(names["completions"]) == 8
     assert len(set(names["completions"])) > 1
     assert names["out"].shape[0] == 4
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
-        assert (Path(__file__).parents[1] / target).exists(), target
+def _without_numbers(text: str) -> str:
+    return " ".join(re.sub(r"[\d,]+", "#", text).split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "hf_fastdecode/bench/results/README.md"])
+def test_links_lead_somewhere(page):
+    page = ROOT / page
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target

@@ -60,9 +60,9 @@ class Costs:
 # The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
 # to 128K tokens.
 _H200 = Costs(
-    kernels=Candidate(launch=1.03e-5, bandwidth=4.37e12, suffix_bandwidth=4.17e12, rate=6.45e14),
-    library=Candidate(launch=1.30e-5, bandwidth=4.52e12, suffix_bandwidth=2.21e12, rate=3.99e14),
-    plain=Candidate(launch=1.22e-5, bandwidth=3.00e12, suffix_bandwidth=3.00e12),
+    kernels=Candidate(launch=1.02e-5, bandwidth=4.41e12, suffix_bandwidth=4.11e12, rate=6.58e14),
+    library=Candidate(launch=1.29e-5, bandwidth=4.44e12, suffix_bandwidth=2.24e12, rate=3.97e14),
+    plain=Candidate(launch=1.21e-5, bandwidth=2.94e12, suffix_bandwidth=2.94e12),
     portable_rate=4.9e14,
     matmul_rate=7.0e14,
 )

@@ -15,14 +15,14 @@ _OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "
 def ops_table(rows: Sequence[Row]) -> str:
     """Microseconds of each way and our share of the floor."""
     ways = [way for way in _OP_WAYS if any(row["way"] == way for row in rows)]
-    lines = _head(["rows", "context", "suffix", "heads", "floor", *ways, "ours over floor"])
+    lines = head(["rows", "context", "suffix", "heads", "floor", *ways, "ours over floor"])
     for case in _by(rows, "case", "dtype"):
         first = next(iter(case.values()))
         ours = case.get("ours")
         cells = [first["rows"], _context(first), first["suffix"], f"{first['heads']}/{first['kv_heads']}"]
         cells.append(f"{float(first['floor_us']):.1f}")
-        cells += [_cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
-        lines.append(_line([*cells, _cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
+        cells += [cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
+        lines.append(line([*cells, cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
     return "\n".join(lines) + f"\n\n{_ops_where(rows)}; microseconds, medians, cold L2.\n"
 
 
@@ -34,8 +34,8 @@ def ops_digest(rows: Sequence[Row]) -> str:
     """
     others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in _by(rows, "case", "dtype") if _ok(case.get("ours")) and _one_node(case["ours"])]
-    head = [f"over the floor ({LEAST_FLOOR_US:g} us or more)", *(f"{way} over ours (least)" for way in others)]
-    lines = _head(["heads", "n", *head])
+    floor = f"over the floor ({LEAST_FLOOR_US:g} us or more)"
+    lines = head(["heads", "n", floor, *(f"{way} over ours (least)" for way in others)])
     groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
     for case in cases:
         key = tuple(int(case["ours"][column]) for column in ("heads", "kv_heads", "rows"))
@@ -48,7 +48,7 @@ def ops_digest(rows: Sequence[Row]) -> str:
             gains = [float(c[way]["us_p50"]) / float(c["ours"]["us_p50"]) for c in group if _ok(c.get(way))]
             fitting = "" if len(gains) == len(group) else f"; {len(gains)} of {len(group)}"
             cells.append(f"{geometric_mean(gains):.2f}x ({min(gains):.2f}x{fitting})" if gains else "does not fit")
-        lines.append(_line([name, n, *cells]))
+        lines.append(line([name, n, *cells]))
     note = "geometric means over contexts and suffixes of ratios of medians, cold L2"
     return "\n".join(lines) + f"\n\n{_ops_where(rows)}; {note}; (k of n): so many of n cases.\n"
 
@@ -59,6 +59,11 @@ def _one_node(row: Row) -> bool:
 
 def _ok(row: Row | None) -> bool:
     return row is not None and row["status"] == "ok"
+
+
+def _generate_where(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
 
 
 def _ops_where(rows: Sequence[Row]) -> str:
@@ -79,15 +84,13 @@ def generate_table(rows: Sequence[Row]) -> str:
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
     of_ceiling = [f"{way}, of ceiling" for way in ceilings if way in ways]
-    lines = _head(["model", "context", "n", "new tokens", *ways, *of_ceiling])
+    lines = head(["model", "context", "n", "new tokens", *ways, *of_ceiling])
     for case in cases_of(rows):
         first = next(iter(case.values()))
         cells = [_model(first), f"{int(first['context']):,}", first["samples"], first["new_tokens"]]
-        cells += [_cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
+        cells += [cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
         cells += [share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
-        lines.append(_line(cells))
-    first = rows[0]
-    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+        lines.append(line(cells))
     once = [
         row for row in rows if row["status"] == "ok" and row.get("ms_per_step_p20", "") == row.get("ms_per_step_p80")
     ]
@@ -98,12 +101,22 @@ def generate_table(rows: Sequence[Row]) -> str:
         if once
         else "medians"
     )
-    return "\n".join(lines) + f"\n\n{where}; ms/step, {of}.\n"
+    return "\n".join(lines) + f"\n\n{_generate_where(rows)}; ms/step, {of}.\n"
+
+
+def first_calls_table(rows: Sequence[Row]) -> str:
+    """Seconds of each way's first call, beside those of a later one."""
+    lines = head(["model", "context", "n", "new tokens", "way", "first call", "later calls"])
+    for row in rows:
+        seconds = [f"{float(row[name]):.1f} s" for name in ("first_call_s", "total_s")]
+        case = [_model(row), f"{int(row['context']):,}", row["samples"], row["new_tokens"], row["way"]]
+        lines.append(line([*case, *seconds]))
+    return "\n".join(lines) + f"\n\n{_generate_where(rows)}.\n"
 
 
 def finish_table(rows: Sequence[Row]) -> str:
     """Seconds of decoding when rows finish one after another, beside all rows running to the end."""
-    lines = _head(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"])
+    lines = head(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"])
     pairs: dict[tuple[str, ...], dict[bool, Row]] = {}
     for row in rows:
         if row.get("finish"):
@@ -116,7 +129,7 @@ def finish_table(rows: Sequence[Row]) -> str:
         whole, apart = _decoding(pair[True]), _decoding(pair[False])
         ratio = f"{apart / whole:.2f}" if whole and apart else ""
         shown = [f"{seconds:.2f} s" if seconds else "" for seconds in (whole, apart)]
-        lines.append(_line([shape, f"{int(context):,}", samples, way, *shown, ratio]))
+        lines.append(line([shape, f"{int(context):,}", samples, way, *shown, ratio]))
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
@@ -161,7 +174,7 @@ def _by(rows: Sequence[Row], *columns: str) -> list[dict[str, Row]]:
     return list(cases.values())
 
 
-def _cell(row: Row | None, shown: Callable[[Row], str]) -> str:
+def cell(row: Row | None, shown: Callable[[Row], str]) -> str:
     """The value, or why there is none."""
     if row is None:
         return ""
@@ -177,9 +190,11 @@ def _model(row: Row) -> str:
     return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
 
 
-def _head(names: Sequence[str]) -> list[str]:
-    return [_line(names), "|" + "---|" * len(names)]
+def head(names: Sequence[str]) -> list[str]:
+    """The two lines that a table begins with."""
+    return [line(names), "|" + "---|" * len(names)]
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A line of a table."""
     return "| " + " | ".join(cells) + " |"

@@ -1,6 +1,6 @@
-"""What the README shows of the committed rows: tables between markers, and pictures.
+"""What the README and the page of results show of the committed rows: tables between markers, and pictures.
 
-``python -m hf_fastdecode.bench.summary README.md`` rewrites both; a test fails when they do not match the rows.
+``python -m hf_fastdecode.bench.summary`` rewrites them all; a test fails when they do not match the rows.
 """
 
 from __future__ import annotations
@@ -8,18 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from .generate_cases import PromptTree
-from .markdown import cases_of, finish_table, generate_table, ops_digest, ops_table
+from .markdown import (
+    cases_of,
+    cell,
+    finish_table,
+    first_calls_table,
+    generate_table,
+    head,
+    line,
+    ops_digest,
+    ops_table,
+)
 from .plots import plot
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
 PICTURE = RESULTS / "generate.png"
-_MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+) -->\n).*?(<!-- end rows -->)", re.DOTALL)
+PAGES = (RESULTS.parents[2] / "README.md", RESULTS / "README.md")
+"""Of a clone; an installed package has no README."""
+
+_MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL)
 
 _MOST_LINES = 16  # of operators; more are summed up
 
@@ -28,36 +40,62 @@ _OURS = ("shared", "compile", "graph", "eager")
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table of rows: sampling, operators, two ways of `generate` side by side, or more in columns."""
+    """A Markdown table of rows: sampling, operators, stock `generate` beside ours, or ways in columns."""
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
     if "case" in rows[0]:
         return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
-    if {row["way"] for row in rows} <= {"stock", "shared"}:
+    if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "compile"}:
         return stock_beside_shared(rows)
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
 
 
 def stock_beside_shared(rows: list[Row]) -> str:
-    """One line for each case of `generate`, stock → shared."""
-    lines = [
-        "| model | context | n | time to first token | a step | whole call | KV cache |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """One line for each case of `generate`, stock → ours, and a step of ours compiled where that was measured."""
+    compiled = {_case(row): row for row in rows if row["way"] == "compile"}
+    steps = ["a step", "compiled"] if compiled else ["a step"]
+    lines = head(["model", "context", "n", "time to first token", *steps, "whole call", "KV cache"])
     for stock, shared in paired(rows):
+        step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
+        if compiled:
+            step.append(cell(compiled.get(_case(stock)), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
         cells = [
             stock["shape"],
             f"{int(stock['context']):,}",
             stock["samples"],
             _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
-            _change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms"),
+            *step,
             _change(stock, shared, "total_s", lambda value: f"{value:.1f} s"),
             f"{_stock_kv(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(line(cells))
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
-    return "\n".join(lines) + f"\n\n{where}, {first['new_tokens']} new tokens; stock → shared, medians.\n"
+    ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
+    return "\n".join(lines) + f"\n\n{where}, {first['new_tokens']} new tokens; {ours}; medians.\n"
+
+
+def _case(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "dtype"))
+
+
+def trees_table(rows: list[Row]) -> str:
+    """One line for each tree of prompts: a step of it, and its KV cache beside stock's, which has no nodes."""
+    lines = head(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"])
+    for row in rows:
+        step = f"{float(row['ms_per_step']):.1f} ms"
+        stock = _stock_kv({**row, "status": "computed"}, row)
+        sizes = [f"{size / 2**30:.1f} GiB" for size in (float(row["kv_bytes"]), stock)]
+        lines.append(line([row["shape"], row["samples"], row["way"], step, *sizes]))
+    return "\n".join(lines) + "\n"
+
+
+_VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
+    None: table,
+    "first calls": first_calls_table,
+    "trees": trees_table,
+}
+"""What a marker can ask for behind the file's name."""
 
 
 def paired(rows: list[Row]) -> list[tuple[Row, Row]]:
@@ -128,14 +166,20 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def refreshed(text: str) -> str:
     """The text with every table between markers made anew from its CSV file."""
-    return _MARKER.sub(lambda match: match[1] + table(read_rows(RESULTS / match["file"])) + match[3], text)
+
+    def made(match: re.Match[str]) -> str:
+        rows = read_rows(RESULTS / match["file"])
+        return match[1] + _VIEWS[match["view"]](rows) + match[4]
+
+    return _MARKER.sub(made, text)
 
 
-def main(readme: Annotated[Path, typer.Argument(help="File whose marked tables to rewrite.")]) -> None:
+def main() -> None:
     """Rewrite the tables and the pictures from the committed rows."""
     draw(read_rows(RESULTS / "generate.csv"), PICTURE)
     plot(read_rows(RESULTS / "ops.csv"), RESULTS / "ops")
-    readme.write_text(refreshed(readme.read_text()))
+    for page in PAGES:
+        page.write_text(refreshed(page.read_text()))
 
 
 if __name__ == "__main__":

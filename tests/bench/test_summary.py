@@ -1,20 +1,17 @@
 """The README's numbers are the committed rows'."""
 
-from pathlib import Path
-
 import pytest
 
 from hf_fastdecode.bench import summary
 from hf_fastdecode.bench.rows import RESULTS, read_rows, write_rows
 
-README = Path(__file__).parents[2] / "README.md"
 
-
-def test_tables_in_the_readme_are_made_from_the_rows():
-    text = README.read_text()
-    assert summary.refreshed(text) == text, "run python -m hf_fastdecode.bench.summary README.md"
-    for path in RESULTS.glob("generate*.csv"):
-        assert f"<!-- rows: {path.name} -->" in text
+def test_tables_are_made_from_the_rows():
+    texts = [page.read_text() for page in summary.PAGES]
+    for text in texts:
+        assert summary.refreshed(text) == text, "run python -m hf_fastdecode.bench.summary"
+    for path in RESULTS.glob("*.csv"):
+        assert f"<!-- rows: {path.name}" in "".join(texts)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
@@ -40,12 +37,30 @@ def test_a_table_names_what_did_not_fit(tmp_path):
         "| x | 100 | 4 | out of memory → 0.50 s | out of memory → 2.0 ms | out of memory → 0.5 s | 10.00 → 3.18 GiB |"
     )
     assert line in text
+    compiled = shared | {"way": "compile", "ms_per_step": 1.5}
+    write_rows(tmp_path / "rows.csv", [stock, shared, compiled])
+    text = summary.table(read_rows(tmp_path / "rows.csv"))
+    assert "| out of memory → 2.0 ms | 1.5 ms | out of memory → 0.5 s |" in text
 
 
 def test_what_stock_would_hold_of_a_tree():
     stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
     shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}
     assert summary._stock_kv(stock, shared) == 7 * 6 * 110
+
+
+def test_trees_beside_stock():
+    tree = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "ok"}
+    tree |= {"way": "graph", "ms_per_step": 1.25, "kv_bytes": 2**30 * 200 / 50, "floor_kv_bytes": 2**30 * 200 / 50}
+    tree = {name: str(value) for name, value in tree.items()}
+    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.2 GiB |" in summary.trees_table([tree])
+
+
+def test_first_calls_beside_later_ones():
+    row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph"}
+    row |= {"first_call_s": "7", "total_s": "0.64"}
+    row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
+    assert "| x | 100 | 6 | 10 | graph | 7.0 s | 0.6 s |" in summary.first_calls_table([row])
 
 
 def test_the_picture_is_drawn(tmp_path):
