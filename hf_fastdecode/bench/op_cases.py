@@ -153,6 +153,7 @@ _RAGGED = (OpCase("ragged-8-rows-1K-to-128K", 8, _level([1024 << step for step i
 _TWO_LEVEL = (
     OpCase("two-level", 1024, (NodeSpec(2400, 0, 1024), *_level([512] * 8, 128, 1)), 64, 32, 8),
     OpCase("two-level-as-one", 1024, _level([2912] * 8, 128, 0), 64, 32, 8),
+    # Every row has its problem to itself, in front of what it added.
     OpCase("two-level-first-only", 1024, (NodeSpec(2400, 0, 1024),), 512 + 64, 32, 8),
 )
 _SMALL = (

@@ -2,8 +2,8 @@
 
 A captured step reads everything that differs between steps and calls from tables on the device (`StaticTables`), so
 one capture serves other prompts, lengths and samples within its bucket of rows. It is captured again only for more
-rows, more nodes than its tables hold, rows that outgrow a sliding window it left out, or when the model's own state
-has changed.
+rows, more nodes or levels than its tables hold, a widest node that needs other launch parameters, rows that outgrow a
+sliding window it left out, or when the model's own state has changed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from .passes import forward_pass
 
 _SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
 """Private ones of adapters, and lists, that modules read on the host and a user changes."""
+_Key = tuple[int, bool, Hashable]
+"""Of captured steps: bucket of rows, whether compiled, arguments."""
+
 _BAKED_IN = (bool, int, float, str, type(None), Tensor)
 """Types of a module's own values that a capture bakes in."""
 
@@ -36,7 +39,7 @@ def bucket(rows: int) -> int:
     power = 1 << max(0, rows - 1).bit_length()
     if power <= 128:
         return power
-    apart = max(64, power // 8)  # products of fewer rows than 64 more take no less time
+    apart = max(64, power // 8)  # a product of up to 63 rows fewer takes as long
     return -(-rows // apart) * apart
 
 
@@ -162,7 +165,7 @@ class Captures:
         self.count = 0
         self.steps_asked = 0
         self.failure: str | None = None
-        self._steps: dict[Hashable, list[CapturedStep]] = {}
+        self._steps: dict[_Key, list[CapturedStep]] = {}
         self._state: Hashable = None
         self._pool: Any = None
 
@@ -202,9 +205,9 @@ class Captures:
         self.count += 1
         return step
 
-    def has(self, rows: int, arguments: dict[str, Any], *, compiled: bool) -> bool:
-        """Whether steps of this bucket of rows were captured before."""
-        return bool(self._steps.get(_key(rows, arguments, compiled)))
+    def sizes(self, arguments: dict[str, Any], *, compiled: bool) -> set[int]:
+        """Buckets of rows whose steps were captured before."""
+        return {key[0] for key, steps in self._steps.items() if steps and key == _key(key[0], arguments, compiled)}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
         """Join weights, and drop what was captured when the weights, modules or configs are no longer those."""
@@ -219,7 +222,7 @@ class Captures:
         self._steps, self._pool, self._state, self.failure = {}, None, None, None
 
 
-def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> Hashable:
+def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> _Key:
     return rows, compiled, tuple(sorted(arguments.items()))
 
 

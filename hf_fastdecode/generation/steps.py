@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +14,13 @@ from .capture import Captures, bucket
 from .passes import forward_pass
 
 _STEPS_OF_A_CAPTURE = 8
-"""About what one capture in the middle of a call costs, in steps of 128 rows (H200, 8B: 80 ms); of more rows less."""
+"""About what a capture in the middle of a call costs, in steps of 128 rows (H200, 8B: 80 ms)."""
+
+_STEPS_OF_A_COMPILATION = 800
+"""The same where layers are compiled for it (H200, 8B: 5 s)."""
+
+_ROWS_OF_A_STEP = 256
+"""A step takes about as long as so many more rows take by arithmetic alone (H200, 7B)."""
 
 
 class Steps(Protocol):
@@ -100,8 +106,8 @@ class CapturedSteps:
         compiled: bool,
     ):
         self.cache = cache
-        self._has = partial(captures.has, arguments=arguments, compiled=compiled)
-        self._remake = remake
+        self._sizes = partial(captures.sizes, arguments, compiled=compiled)
+        self._remake, self._compiled = remake, compiled
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, arguments, compiled=compiled)
         for layer in cache.layers:
@@ -120,8 +126,22 @@ class CapturedSteps:
         return self._remake(self.cache)
 
     def worthwhile(self, rows: int, steps_left: int) -> bool:
-        now, then = self._step.rows, bucket(rows)
-        if then >= now or self._has(then):
-            return then < now
-        # A step takes about as long as one of 256 more rows takes by arithmetic alone (H200, 7B).
-        return steps_left * (now - then) / (now + 256) > _STEPS_OF_A_CAPTURE
+        return pays(self._step.rows, bucket(rows), steps_left, self._sizes(), compiled=self._compiled)
+
+
+def pays(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
+    """Whether steps of another size save more time than it takes to have them.
+
+    Args:
+        now: Rows of the captured steps.
+        then: Rows of those that would take their place.
+        steps_left: Steps that are left at most.
+        known: Sizes that were captured before.
+        compiled: Whether the layers are compiled. They are for the first size, for the second, now for any number of
+            rows, and for one row.
+    """
+    if then >= now or then in known:
+        return then < now
+    compiles = compiled and (then == 1 or len(known - {1}) < 2)
+    cost = _STEPS_OF_A_COMPILATION if compiles else _STEPS_OF_A_CAPTURE
+    return steps_left * (now - then) > cost * (128 + _ROWS_OF_A_STEP)

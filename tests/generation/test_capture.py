@@ -35,6 +35,23 @@ def test_buckets():
     ]
 
 
+@pytest.mark.parametrize(
+    ("now", "then", "compiled", "known", "least"),
+    [
+        (256, 128, False, {256}, 25),  # 25 steps of 128 rows fewer, against 8 of 128 and the time of 256
+        (256, 128, True, {256, 192}, 25),
+        (256, 128, True, {256}, 2401),  # compiled once more, for any number of rows
+        (256, 128, True, {256, 1}, 2401),
+        (256, 1, True, {256, 192}, 1205),  # and once more for one
+        (256, 128, True, {256, 128}, 0),
+    ],
+)
+def test_a_smaller_size_must_pay_for_its_capture(now, then, compiled, known, least):
+    assert steps.pays(now, then, least, known, compiled=compiled)
+    assert not least or not steps.pays(now, then, least - 1, known, compiled=compiled)
+    assert not steps.pays(now, now, 10**9, known, compiled=compiled)
+
+
 @on_the_cpu
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_tables_give_stock_tokens_in_every_call(name, uncaptured):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
 from .limits import shared_memory
-from .memory import PLANE, all_memory
+from .memory import ADDRESS_BITS, PLANE, all_memory
 from .schedule import Schedule
 from .suffix import attend_suffixes
 from .triton import node_partials
@@ -47,7 +47,9 @@ def forest_decode(
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
         new_values: The same shape, likewise.
         nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
-            values, and elements from one KV head to the next in both.
+            values, and elements from one KV head to the next in both; multiples of 16 bytes. The table, the schedule
+            and the nodes must have been written before the kernel that precedes this call in the stream, which may
+            still run when they are read.
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
             values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
         slots: ``[rows]`` int32: where in there each row's suffix lies; a row with -1 takes no part, its output is 0.
@@ -212,9 +214,8 @@ def _attend_nodes(
     def launch_hopper() -> None:
         triton.set_allocator(scratch)
         numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
-        memory = all_memory(query.dtype, schedule.block_n, query.shape[-1])
-        hopper_kernel()[(schedule.programs,)](
-            *tensors, memory, *numbers, *strides, **options, PLANE=PLANE, num_warps=4, **launch
-        )
+        memory = all_memory(query.dtype, schedule.block_n, query.shape[-1], PLANE)
+        options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
+        hopper_kernel()[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4, **launch)
 
     copy_context().run(launch_hopper)  # elsewhere Triton's allocator stays what it is

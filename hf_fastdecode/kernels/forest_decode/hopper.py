@@ -53,20 +53,24 @@ def _prefetch(addresses, wanted):
 
 @gluon.jit
 def _begin_of(tile, length, BLOCK_N: gl.constexpr):
-    """The first token of a tile: the last one ends where its node does, and begins with tokens of the one before."""
+    """The first token of a tile. The last one ends where its node does, and begins with tokens of the tile before
+    unless it is the only one."""
     return gl.maximum(gl.minimum(tile * BLOCK_N, length - BLOCK_N), 0)
 
 
 @gluon.jit
-def _without_others(scores, columns, tile, length, BLOCK_N: gl.constexpr):
-    """The scores of the last tile, but for those of tokens that are not in the node or were in the tile before."""
+def _only_new(scores, columns, tile, length, BLOCK_N: gl.constexpr):
+    """Scores of the last tile, with -inf for tokens behind the node's end, or that the tile before has seen."""
     token = _begin_of(tile, length, BLOCK_N) + columns
     return gl.where(((token >= tile * BLOCK_N) & (token < length))[None, :], scores, -float("inf"))
 
 
 @gluon.jit
 def _bring(rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
-    """Copy a tile of rows to its place in a ring once that is free."""
+    """Copy a tile of rows to its place in a ring once that is free.
+
+    ``plane`` and ``row`` are those of all memory, or the KV head and the token in a descriptor of a node.
+    """
     ring, full, free = rings
     box: gl.constexpr = gl.NVMMASharedLayout(ring.index(0).layout.swizzle_byte_width, 16, rank=3)
     stage = count % STAGES
@@ -89,6 +93,7 @@ def _produce(
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     PLANE: gl.constexpr,
+    ADDRESS_BITS: gl.constexpr,
 ):
     """The warp that brings tiles: it runs ahead of those that compute by as many tiles as the rings hold."""
     pieces = tensors[1]
@@ -120,20 +125,24 @@ def _produce(
             v_address = value_address + head * stride * 2
             k_row = k_address // (2 * HEAD_DIM) - 1
             v_row = v_address // (2 * HEAD_DIM) - 1
-            # What fills a tile, and does not lie across two planes, is brought by the descriptor of all memory.
-            apart = (k_row // PLANE != (k_row + length) // PLANE) | (v_row // PLANE != (v_row + length) // PLANE)
-            if (length >= BLOCK_N) & ((k_address | v_address) % (2 * HEAD_DIM) == 0) & (not apart):
+            # The descriptor of all memory brings what fills a tile, begins with one of its rows, and lies in one plane.
+            whole_rows = (k_address | v_address) % (2 * HEAD_DIM) == 0
+            k_apart = k_row // PLANE != (k_row + length) // PLANE
+            v_apart = v_row // PLANE != (v_row + length) // PLANE
+            inside = (k_address | v_address) >> ADDRESS_BITS == 0
+            if (length >= BLOCK_N) & whole_rows & inside & (not k_apart) & (not v_apart):
                 k_plane = (k_row // PLANE).to(gl.int32)
                 v_plane = (v_row // PLANE).to(gl.int32)
-                k_first = (k_row % PLANE).to(gl.int32)
-                v_first = (v_row % PLANE).to(gl.int32)
+                k_from = (k_row % PLANE).to(gl.int32)
+                v_from = (v_row % PLANE).to(gl.int32)
                 for tile in range(first, last):
                     begin = _begin_of(tile, length, BLOCK_N)
-                    _bring(keys, memory, k_plane, k_first + begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    _bring(values, memory, v_plane, v_first + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _bring(keys, memory, k_plane, k_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _bring(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1
             else:
-                # All such pieces' descriptors lie in the same memory: no copy may still read it.
+                # All such pieces' descriptors lie in the same memory: no copy may still read it. `count` does not tell
+                # which copies do, so that all are waited for.
                 for back in gl.static_range(1, STAGES + 1):
                     past = count - back
                     mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
@@ -234,7 +243,7 @@ def _consume(
             if SOFT_CAP:
                 s = _cap_scores(s * scale, soft_cap)
             if first == whole:
-                s = _without_others(s, columns, whole, length, BLOCK_N)
+                s = _only_new(s, columns, whole, length, BLOCK_N)
             top = gl.max(s, 1) * factor
             s = gl.exp2(s * factor - top[:, None])
             total = _sum_of_threads(s, BLOCK_N)
@@ -257,7 +266,7 @@ def _consume(
                 if SOFT_CAP:
                     s = _cap_scores(s * scale, soft_cap)
                 if at == whole:
-                    s = _without_others(s, columns, whole, length, BLOCK_N)
+                    s = _only_new(s, columns, whole, length, BLOCK_N)
                 new_top = gl.maximum(top, gl.max(s, 1) * factor)
                 fade = gl.exp2(top - new_top)
                 top = new_top
@@ -311,7 +320,8 @@ def hopper_node_partials(
     SOFT_CAP: gl.constexpr,
     STAGES: gl.constexpr,  # key and value tiles in flight, at least 2
     PDL: gl.constexpr,
-    PLANE: gl.constexpr,  # of `all_memory`
+    PLANE: gl.constexpr,  # these as in `memory`
+    ADDRESS_BITS: gl.constexpr,
 ):
     element: gl.constexpr = query.dtype.element_ty
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], element)
@@ -376,7 +386,20 @@ def hopper_node_partials(
             ),
             (
                 _produce,
-                (tensors, nodes, memory, keys, values, node_capacity, kv_heads, BLOCK_N, HEAD_DIM, STAGES, PLANE),
+                (
+                    tensors,
+                    nodes,
+                    memory,
+                    keys,
+                    values,
+                    node_capacity,
+                    kv_heads,
+                    BLOCK_N,
+                    HEAD_DIM,
+                    STAGES,
+                    PLANE,
+                    ADDRESS_BITS,
+                ),
             ),
         ],
         [4, 1],

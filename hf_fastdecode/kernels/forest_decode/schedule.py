@@ -203,7 +203,7 @@ def make_schedule(
     )
 
 
-_DESCRIPTORS = 512  # bytes of a program: two descriptors of 128, as Triton aligns them
+_DESCRIPTORS = 512  # bytes of a program: two descriptors of 128, wherever Triton aligns them
 
 # What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
 _PIECE_COST = 2
