@@ -125,7 +125,7 @@ def _produce(
             v_address = value_address + head * stride * 2
             k_row = k_address // (2 * HEAD_DIM) - 1
             v_row = v_address // (2 * HEAD_DIM) - 1
-            # The descriptor of all memory brings what fills a tile, begins with one of its rows, and lies in one plane.
+            # The descriptor of all memory brings what fills a tile, begins with one of its rows and lies in one plane.
             whole_rows = (k_address | v_address) % (2 * HEAD_DIM) == 0
             k_apart = k_row // PLANE != (k_row + length) // PLANE
             v_apart = v_row // PLANE != (v_row + length) // PLANE
