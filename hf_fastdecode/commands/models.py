@@ -22,7 +22,7 @@ _HUB_TIMEOUT: Final = 10.0  # seconds
 
 
 def load_config(name: str) -> Any:
-    """The transformers config of a model; no weights are read.
+    """The transformers config of a model, with the dtype that `load_model` gives it; no weights are read.
 
     Args:
         name: ``embedded``, a config.json, a model's folder, or an id on the Hugging Face Hub.
@@ -38,7 +38,10 @@ def load_config(name: str) -> Any:
             raise CommandError(f"there is no {path}; {remedy}")
     if path.is_file():
         _check_json(path)
-        return _read_config(str(path), name)
+        config = _read_config(str(path), name)
+        if name == EMBEDDED:
+            config.dtype = torch.float32
+        return config
     if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
         raise CommandError(f"there is no file or folder {name}; name one, a Hugging Face Hub id, or {EMBEDDED!r}")
     return _read_config(name, name, local_files_only=not _hub_has(name))

@@ -61,7 +61,11 @@ def test_the_ceiling_has_steps_only(bench):
 
 
 def test_what_cannot_run_here_says_why(bench):
-    assert bench.measure(CASE, "graph")["status"].startswith("not run: ")
+    fresh = GenerateBench(torch.device("cpu"))
+    for mode in ("graph", "compile"):
+        for way in (mode, f"{mode}-no-attention"):
+            assert fresh.measure(CASE, way)["status"] == f"not run: mode={mode!r} needs a CUDA device, got cpu"
+    assert fresh._loaded is None  # which may have taken gigabytes
     assert bench.measure(CASE, "shared+nosuch=1")["status"] == "not run: enable has no option 'nosuch' in this version"
 
 

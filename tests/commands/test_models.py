@@ -47,6 +47,10 @@ def test_paths_that_are_not_there(tmp_path: Path):
         load_config(str(tmp_path))
 
 
+def test_the_embedded_config_says_what_generate_computes_in():
+    assert load_config("embedded").dtype == torch.float32
+
+
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(models, "MODEL_PATH", tmp_path)
     with pytest.raises(CommandError, match="reinstall the package"):
