@@ -73,7 +73,7 @@ def steps_maker(
 
     checked = False  # whether what was captured before is still of this model
 
-    def captured(cache: SharedContextCache) -> Steps:
+    def captured(cache: SharedContextCache, of_more: CapturedSteps | None = None) -> Steps:
         nonlocal checked
         compiled = call.mode == "compile"
         try:
@@ -81,10 +81,13 @@ def steps_maker(
                 captures.refresh(model, configs)
                 checked = True
             return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled)
-        except torch.OutOfMemoryError:
-            captures.clear()
-            raise
-        except Exception as error:  # whatever a model does that a capture forbids
+        except Exception as error:  # no memory, or whatever a model does that a capture forbids
+            if of_more is not None and of_more.go_on():
+                state.tell_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
+                return of_more
+            if isinstance(error, torch.OutOfMemoryError):
+                captures.clear()
+                raise
             if forced:
                 raise ValueError(f"mode={call.mode!r} cannot run: {error}; use mode='auto'") from error
             captures.failure = str(error).splitlines()[0] if str(error) else type(error).__name__

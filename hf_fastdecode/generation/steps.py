@@ -90,7 +90,7 @@ class CapturedSteps:
         arguments: What its forward takes beside tokens, positions and cache.
         captures: The model's captured steps.
         configs: Its config objects.
-        remake: Makes the steps of a batch that has become smaller.
+        remake: Makes the steps of a batch that has become smaller, or hands back those of more rows that it is given.
         compiled: Compile the layers.
     """
 
@@ -101,13 +101,14 @@ class CapturedSteps:
         arguments: dict[str, Any],
         captures: Captures,
         configs: list[PreTrainedConfig],
-        remake: Callable[[SharedContextCache], Steps],
+        remake: Callable[[SharedContextCache, CapturedSteps], Steps],
         *,
         compiled: bool,
     ):
         self.cache = cache
         self._sizes = partial(captures.sizes, arguments, compiled=compiled)
         self._remake, self._compiled = remake, compiled
+        self._goes_on = False
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, arguments, compiled=compiled)
         for layer in cache.layers:
@@ -123,10 +124,21 @@ class CapturedSteps:
 
     def select(self, rows: list[int]) -> Steps:
         self.cache.select_rows(rows)
-        return self._remake(self.cache)
+        return self._remake(self.cache, self)
+
+    def go_on(self) -> bool:
+        """Run fewer rows by the steps of more, where theirs cannot be captured; whether that can be done."""
+        if not self._step.fits(self.cache):
+            return False
+        self._step.load(self.cache)
+        self._goes_on = True
+        return True
 
     def worthwhile(self, rows: int, steps_left: int) -> bool:
-        return pays(self._step.rows, bucket(rows), steps_left, self._sizes(), compiled=self._compiled)
+        known, then = self._sizes(), bucket(rows)
+        if self._goes_on and then not in known:
+            return False
+        return pays(self._step.rows, then, steps_left, known, compiled=self._compiled)
 
 
 def pays(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:

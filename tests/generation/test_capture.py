@@ -88,6 +88,33 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
 
 
 @on_the_cpu
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not permitted when capturing")])
+@pytest.mark.parametrize("mode", ["auto", "graph"])
+def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode, error):
+    """Where those of fewer rows cannot be captured: the batch is not split, and it is not tried again."""
+    monkeypatch.setattr(steps, "_STEPS_OF_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    make, sizes = CapturedStep.__init__, []
+
+    def make_or_fail(self, model, rows, *args):
+        sizes.append(rows)
+        if len(sizes) > 1:
+            raise error
+        make(self, model, rows, *args)
+
+    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    call |= {"num_return_sequences": 4, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode=mode, backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+    assert (report.mode, report.waves, report.captures) == ("graph", 0, 1)
+    assert len(sizes) == 2
+
+
+@on_the_cpu
 def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
     """As many graphs for six layers as for two, stock's tokens, and nothing left on the layers."""
     torch._dynamo.reset()
