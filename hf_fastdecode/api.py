@@ -117,7 +117,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     """Compute the keys and values of prompts once, to be used by many `generate` calls.
 
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
-    only what lies behind them is prefilled. The cache is not consumed; each call works on a fork of it.
+    only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
+    from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it.
 
     Args:
         model: An enabled model.

@@ -17,7 +17,7 @@ import typer
 from . import __version__
 from .bench.app import app as bench
 from .command_errors import CommandError
-from .commands.console import ManyValues, OneLineErrors, progress_bar, quiet_libraries
+from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, progress_bar, quiet_libraries
 from .commands.prompts import read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 
@@ -93,6 +93,7 @@ def demo(
     """
     sampling = Sampling(n, max_new_tokens, temperature, top_p, seed=seed)
     check_positive("best", best)
+    busy = cpu_is_busy()
     with quiet_libraries():
         from rich.console import Console
 
@@ -115,6 +116,8 @@ def demo(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
     Console().print(demo_text(found, machine=machine(place), model=name, best=best))
+    if busy and place.type == "cpu":
+        print("Other programs keep the CPU busy: with OMP_NUM_THREADS=1 before it the seconds are steadier.")
 
 
 @app.command()
@@ -230,7 +233,8 @@ def inspect(
     n: Annotated[list[int] | None, typer.Option(help="Samples; several may follow.", show_default="16 128")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each sample adds.")] = 256,
     dtype: Annotated[
-        str, typer.Option(help="Of keys and values: float32, bfloat16, float16, or `auto`, the config's own.")
+        str,
+        typer.Option(help="Of keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads the model."),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with sizes in bytes.")] = False,
 ) -> None:

@@ -78,6 +78,13 @@ def _usage_line(error: Any, words: list[str]) -> str:
     return f"{message}{f', got {given[-1]!r}' if given else ''}; see {command} --help"
 
 
+def cpu_is_busy() -> bool:
+    """Whether other programs have had work for every core over the last minute, and threads are not limited."""
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] >= (os.cpu_count() or 1)
+
+
 @contextmanager
 def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
     """Within, transformers shows no progress bars and the commands tell what hf_fastdecode logs; undone on leaving.

@@ -19,6 +19,7 @@ class CallReport:
         padded_length: Length of the rows' prompts with padding.
         forest: The nodes, in words.
         prefilled_tokens: Tokens run through the model before the decode steps.
+        known_tokens: For each prompt, how many of its tokens a given cache held; None without one.
         layers: For each layer, what attended.
         context_width: Padded length of what the rows' nodes hold.
         cache_id: ``id`` of the call's cache, while it runs.
@@ -40,6 +41,7 @@ class CallReport:
     padded_length: int = 0
     forest: str = ""
     prefilled_tokens: int = 0
+    known_tokens: tuple[int, ...] | None = None
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
     cache_id: int = 0
@@ -79,6 +81,7 @@ class CallReport:
             lines += [
                 f"  {self.forest}",
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
+                *self._given(),
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 f"  steps: {self.mode} ({self.mode_reason})",
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
@@ -86,6 +89,13 @@ class CallReport:
                 *_layer_lines(self.layers),
             ]
         return lines
+
+    def _given(self) -> list[str]:
+        if self.known_tokens is None:
+            return []
+        least, most = min(self.known_tokens), max(self.known_tokens)
+        each = f"{least}" if least == most else f"{least} to {most}"
+        return [f"  tokens of each prompt that the given cache held: {each}"]
 
     def _events(self) -> list[str]:
         counts = {

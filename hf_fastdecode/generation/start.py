@@ -23,6 +23,8 @@ from .prefill import prefill_nodes
 from .prompts import PromptGroup, group_prompts, plan_prompts
 from .report import CallReport
 
+logger = logging.getLogger("hf_fastdecode")
+
 
 class NotSharedError(Exception):
     """A call that runs stock after its prompts were looked at; the message says why."""
@@ -108,6 +110,9 @@ def _start(
             f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
             "the part that the cache holds"
         )
+    if given is not None:
+        call.known_tokens = plan.known_lengths
+        _warn_of_little(given, groups, plan.known_lengths)
     # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
     feed_last = None in plan.ends or (given is not None and len(plan.new_tokens) <= len(groups))
     if feed_last:
@@ -193,3 +198,18 @@ def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
             f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; "
             "make it with hf_fastdecode.prefill(model, ...) of this model"
         )
+
+
+def _warn_of_little(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
+    """Tell of a prompt that soon goes on otherwise than the given cache, as one does that was tokenized apart."""
+    shortest = min(given.forest.context_lengths, default=0)
+    for index, (group, length) in enumerate(zip(groups, known, strict=True)):
+        expected = min(shortest, len(group.tokens))
+        if 2 * length < expected:
+            logger.warning(
+                "prompt %d begins with %d of the %d or more tokens of the given cache; the rest of it is prefilled",
+                index,
+                length,
+                shortest,
+            )
+            return

@@ -1,5 +1,7 @@
 """A cache that the user keeps: prefilled once, or returned by a call, and used by others."""
 
+import logging
+
 import pytest
 import torch
 
@@ -31,6 +33,21 @@ def test_a_prefilled_prefix_is_extended(model):
         assert cache.rows == 1
         assert cache.get_seq_length() == 60
     assert torch.equal(shared, stock)
+
+
+def test_of_a_cache_that_is_hardly_used_the_log_tells(model, caplog):
+    ids = PROMPT["input_ids"]
+    other = torch.cat([ids[:, :12], ids[:, 13:]], 1)
+    with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
+        cache = fd.prefill(model, ids)
+        model.generate(other[:, :20], **SAMPLING, past_key_values=cache)
+        assert not caplog.records
+        stock = seeded(lambda: model.generate(other, **SAMPLING, past_key_values=None))
+        assert torch.equal(seeded(lambda: model.generate(other, **SAMPLING, past_key_values=cache)), stock)
+        assert "tokens of each prompt that the given cache held: 12" in str(fd.explain(model))
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompt 0 begins with 12 of the 80 or more tokens of the given cache; the rest of it is prefilled"
+    ]
 
 
 def test_one_prefix_serves_prompts_that_leave_it_anywhere(model):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="Case")
 
-ONLY = typer.Option(help="Keep cases whose row contains this text, such as n128-m8192; repeat it for more.")
+ONLY = typer.Option(help="Keep cases whose line in --list contains this text; repeat it for more.")
 LIST = typer.Option("--list", help="Show the cases and leave.")
 CHECK = typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
 PLOT = typer.Option("--plot", help="Also draw pictures beside the rows.")
