@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.interface import ATTENTION_NAME, SharedKV, shared_context_attention
 from ..attention.kv import Segment
-from ..cache.layer import _DecodeKV
+from ..cache.handles import DecodeKV
 from .baselines import TwoCalls, bifurcated
 from .op_inputs import NodeBatch
 
@@ -78,7 +78,7 @@ def no_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor:
 
 def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Bifurcated's einsums over the one context and the suffixes."""
-    if not isinstance(handle, _DecodeKV):
+    if not isinstance(handle, DecodeKV):
         return None
     own, nodes = _appended(handle), handle.layer.forest_kv()
     if len(nodes.forest.nodes) != 1 or query.shape[2] != 1:
@@ -88,7 +88,7 @@ def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tenso
 
 def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Hydragen's call for each node, call for the suffixes, and merge."""
-    if not isinstance(handle, _DecodeKV):
+    if not isinstance(handle, DecodeKV):
         return None
     own, kv = _appended(handle), handle.layer.forest_kv()
     if query.shape[2] != 1 or any(sum(node.row_count for node in level) < len(query) for level in kv.forest.levels):
@@ -100,7 +100,7 @@ def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor 
     return TwoCalls("flash", pack=False)(query, levels, own, scale)
 
 
-def _appended(handle: _DecodeKV) -> Segment:
+def _appended(handle: DecodeKV) -> Segment:
     """The suffixes with the new tokens, ``[rows, kv_heads, length, head_dim]`` each."""
     kv = handle.layer.forest_kv()
     after = handle.before + handle.keys.shape[2]

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import torch_ops, triton_ops
-from ..attention.dispatch import KERNELS, Choice, Heads
+from ..attention import triton_ops
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.operators import BackendError
-from ..attention.prefill_ops import Run, causal_attention
-from ..attention.scoring import Scoring
+from .handles import DecodeKV, PrefillKV
 
 _FIRST_CAPACITY = 256
 """Suffix tokens allocated at first when no bound is known or the bound is larger."""
@@ -112,22 +109,23 @@ class SharedContextLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         handle: SharedKV
         if self.state.packed:
-            handle = _PrefillKV(self, key_states[0], value_states[0])
+            handle = PrefillKV(self, key_states[0], value_states[0])
             self._store_nodes(key_states[0], value_states[0])
         else:
-            handle = _DecodeKV(self, key_states, value_states, before=self.suffix_length)
+            handle = DecodeKV(self, key_states, value_states, before=self.suffix_length)
             self._make_room(key_states, value_states)
         return handle, handle
 
     def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
         start = 0
         for span in _joined(item.span for item in self.state.packed):
-            stored = self._segment(span.segment, keys, values).view(span)
+            stored = self.segment(span.segment, keys, values).view(span)
             stored.keys.copy_(keys[:, start : start + span.length])
             stored.values.copy_(values[:, start : start + span.length])
             start += span.length
 
-    def _segment(self, index: int, keys: Tensor, values: Tensor) -> Segment:
+    def segment(self, index: int, keys: Tensor, values: Tensor) -> Segment:
+        """A storage segment; where it is new, made for keys and values like these ``[kv_heads, ..., head_dim]``."""
         segment = self.segments.get(index)
         if segment is None:
             length = self.state.segment_lengths[index]
@@ -254,93 +252,3 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
         else:
             joined.append(span)
     return joined
-
-
-class _DecodeKV(SharedKV):
-    """A decode step: every row's queries over its path and its suffix, to which their keys and values are written."""
-
-    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor, before: int):
-        self.layer, self.keys, self.values, self.before = layer, keys, values, before
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        kv = self.layer.forest_kv()
-        self.layer.window, self.layer.said = scoring.window, scoring.said
-        if self._by_kernels(kv, query, scoring.window):
-            if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
-                self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
-                did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
-                self.layer.ran["decode"] = did + self._why(kv, query, scoring.window)
-            if self.layer.own is None:
-                self.layer.own = triton_ops.SuffixTable(kv.suffix)
-            tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
-            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
-            return out.transpose(1, 2)
-        after = self.before + self.keys.shape[2]
-        kv.suffix.keys[:, :, self.before : after] = self.keys
-        kv.suffix.values[:, :, self.before : after] = self.values
-        backend = self.layer.state.torch_backend
-        if "decode" not in self.layer.ran:
-            did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring.window)
-        out, _ = torch_ops.forest_attention(
-            query,
-            kv,
-            scoring.scale,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=backend,
-        )
-        return out.to(query.dtype).transpose(1, 2)
-
-    def _by_kernels(self, kv: ForestKV, query: Tensor, window: int | None) -> bool:
-        backend = self.layer.state.backend
-        if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
-            return False
-        stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
-        reason = triton_ops.refusal(query, self.keys, self.values, stored)
-        if backend == "triton" and reason is not None:
-            raise BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
-        if reason is not None or backend == "triton":
-            return reason is None
-        return self._choice(kv, query, window).name == KERNELS
-
-    def _why(self, kv: ForestKV, query: Tensor, window: int | None) -> str:
-        """What the cost model predicted, where it had the choice."""
-        chooses = self.layer.state.backend == "auto" and query.device.type == "cuda"
-        return f"; {self._choice(kv, query, window)}" if chooses else ""
-
-    def _choice(self, kv: ForestKV, query: Tensor, window: int | None) -> Choice:
-        _, heads, queries, head_dim = query.shape
-        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
-        return self.layer.state.tables.choice(kv.forest, layout, query.device)
-
-
-class _PrefillKV(SharedKV):
-    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context."""
-
-    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor):
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.window, self.layer.said = scoring.window, scoring.said
-        state = self.layer.state
-
-        def stored(span: Any) -> Segment:
-            return self.layer._segment(span.segment, self.keys, self.values).view(span)
-
-        out = causal_attention(
-            query[0],
-            self.keys,
-            self.values,
-            scoring.scale,
-            runs=[Run(item.span.length, item.context) for item in state.packed],
-            stored=stored,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=state.torch_backend,
-        )
-        did = "each node once, causal attention by PyTorch, merged with its context"
-        self.layer.ran["prefill"] = did + scoring.said
-        return out.transpose(0, 1).unsqueeze(0)

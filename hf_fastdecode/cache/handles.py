@@ -1,0 +1,108 @@
+"""What a layer of the cache hands to attention in the place of a pass's keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..attention import torch_ops, triton_ops
+from ..attention.dispatch import KERNELS, Choice, Heads
+from ..attention.interface import SharedKV
+from ..attention.kv import ForestKV, Segment
+from ..attention.operators import BackendError
+from ..attention.prefill_ops import Run, causal_attention
+from ..attention.scoring import Scoring
+
+if TYPE_CHECKING:
+    from .layer import SharedContextLayer
+
+
+class DecodeKV(SharedKV):
+    """A decode step: every row's queries over its path and its suffix, to which their keys and values are written."""
+
+    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor, before: int):
+        self.layer, self.keys, self.values, self.before = layer, keys, values, before
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        kv = self.layer.forest_kv()
+        self.layer.window, self.layer.said = scoring.window, scoring.said
+        if self._by_kernels(kv, query, scoring.window):
+            if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
+                self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
+                did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
+                self.layer.ran["decode"] = did + self._why(kv, query, scoring.window)
+            if self.layer.own is None:
+                self.layer.own = triton_ops.SuffixTable(kv.suffix)
+            tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
+            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
+            return out.transpose(1, 2)
+        after = self.before + self.keys.shape[2]
+        kv.suffix.keys[:, :, self.before : after] = self.keys
+        kv.suffix.values[:, :, self.before : after] = self.values
+        backend = self.layer.state.torch_backend
+        if "decode" not in self.layer.ran:
+            did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
+            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring.window)
+        out, _ = torch_ops.forest_attention(
+            query,
+            kv,
+            scoring.scale,
+            softcap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+            backend=backend,
+        )
+        return out.to(query.dtype).transpose(1, 2)
+
+    def _by_kernels(self, kv: ForestKV, query: Tensor, window: int | None) -> bool:
+        backend = self.layer.state.backend
+        if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
+            return False
+        stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
+        reason = triton_ops.refusal(query, self.keys, self.values, stored)
+        if backend == "triton" and reason is not None:
+            raise BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
+        if reason is not None or backend == "triton":
+            return reason is None
+        return self._choice(kv, query, window).name == KERNELS
+
+    def _why(self, kv: ForestKV, query: Tensor, window: int | None) -> str:
+        """What the cost model predicted, where it had the choice."""
+        chooses = self.layer.state.backend == "auto" and query.device.type == "cuda"
+        return f"; {self._choice(kv, query, window)}" if chooses else ""
+
+    def _choice(self, kv: ForestKV, query: Tensor, window: int | None) -> Choice:
+        _, heads, queries, head_dim = query.shape
+        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
+        return self.layer.state.tables.choice(kv.forest, layout, query.device)
+
+
+class PrefillKV(SharedKV):
+    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context."""
+
+    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor):
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        self.layer.window, self.layer.said = scoring.window, scoring.said
+        state = self.layer.state
+
+        def stored(span: Any) -> Segment:
+            return self.layer.segment(span.segment, self.keys, self.values).view(span)
+
+        out = causal_attention(
+            query[0],
+            self.keys,
+            self.values,
+            scoring.scale,
+            runs=[Run(item.span.length, item.context) for item in state.packed],
+            stored=stored,
+            softcap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+            backend=state.torch_backend,
+        )
+        did = "each node once, causal attention by PyTorch, merged with its context"
+        self.layer.ran["prefill"] = did + scoring.said
+        return out.transpose(0, 1).unsqueeze(0)
