@@ -18,3 +18,11 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def model():
+    """A model of the test's own."""
+    from .tiny_models import tiny_model  # not before it is known whether kernels are interpreted
+
+    return tiny_model("llama-gqa")

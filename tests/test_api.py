@@ -15,16 +15,9 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.options import BACKENDS, MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 
+from .short_calls import PROMPT, SAMPLING
 from .snapshots import snapshot
-from .tiny_models import ragged_prompts, seeded, tiny_model
-
-PROMPT = ragged_prompts(80)
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
-
-
-@pytest.fixture
-def model():
-    return tiny_model("llama-gqa")
+from .tiny_models import seeded, tiny_model
 
 
 def test_disable_restores_every_object(model):

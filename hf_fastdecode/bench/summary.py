@@ -52,13 +52,13 @@ def table(rows: list[Row]) -> str:
 
 def stock_beside_shared(rows: list[Row]) -> str:
     """One line for each case of `generate`, stock → ours, and a step of ours compiled where that was measured."""
-    compiled = {_case(row): row for row in rows if row["way"] == "compile"}
+    compiled = any(row["way"] == "compile" for row in rows)
     steps = ["a step", "compiled"] if compiled else ["a step"]
     lines = head(["model", "context", "n", "time to first token", *steps, "whole call", "KV cache"])
-    for stock, shared in paired(rows):
+    for stock, shared, ways in paired(rows):
         step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
         if compiled:
-            step.append(cell(compiled.get(_case(stock)), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
+            step.append(cell(ways.get("compile"), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
         cells = [
             stock["shape"],
             f"{int(stock['context']):,}",
@@ -73,10 +73,6 @@ def stock_beside_shared(rows: list[Row]) -> str:
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
     ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
     return "\n".join(lines) + f"\n\n{where}, {first['new_tokens']} new tokens; {ours}; medians.\n"
-
-
-def _case(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "dtype"))
 
 
 def trees_table(rows: list[Row]) -> str:
@@ -98,13 +94,13 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
 """What a marker can ask for behind the file's name."""
 
 
-def paired(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """The stock row of each case and ours, in the order of the rows; cases without both are left out."""
+def paired(rows: list[Row]) -> list[tuple[Row, Row, dict[str, Row]]]:
+    """The stock row of each case, ours, and all by way, in the order of the rows; cases without both are left out."""
     found = []
     for ways in cases_of(rows):
         ours = next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
         if ours is not None and "stock" in ways:
-            found.append((ways["stock"], ours))
+            found.append((ways["stock"], ours, ways))
     return found
 
 
@@ -132,10 +128,10 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.patches import Patch
 
     pairs = paired(rows)
-    labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, _ in pairs]
+    labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     width, grey, green = 0.38, "#b8bcc2", "#1b7f5c"
-    for index, (stock, shared) in enumerate(pairs):
+    for index, (stock, shared, _) in enumerate(pairs):
         fits = stock["status"] == "ok"
         before = _stock_kv(stock, shared) / 2**30
         after = float(shared["kv_bytes"]) / 2**30

@@ -127,7 +127,7 @@ class CapturedSteps:
         return self._remake(self.cache, self)
 
     def go_on(self) -> bool:
-        """Run fewer rows by the steps of more, where theirs cannot be captured; whether that can be done."""
+        """Run fewer rows by the steps of more to the end, since theirs cannot be captured; whether these can."""
         if not self._step.fits(self.cache):
             return False
         self._step.load(self.cache)
@@ -135,10 +135,8 @@ class CapturedSteps:
         return True
 
     def worthwhile(self, rows: int, steps_left: int) -> bool:
-        known, then = self._sizes(), bucket(rows)
-        if self._goes_on and then not in known:
-            return False
-        return pays(self._step.rows, then, steps_left, known, compiled=self._compiled)
+        pay = pays(self._step.rows, bucket(rows), steps_left, self._sizes(), compiled=self._compiled)
+        return pay and not self._goes_on
 
 
 def pays(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:

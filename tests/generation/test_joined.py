@@ -90,12 +90,17 @@ def test_weights_changed_in_place_are_multiplied(products, mode):
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(model, mode=mode, backend="triton"):
         model.generate(**call)
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.self_attn.k_proj.weight.mul_(-3)
-                layer.mlp.up_proj.weight.mul_(2)
+        change_weights(model)
         ours = seeded(lambda: model.generate(**call))
     assert torch.equal(ours, seeded(lambda: model.generate(**call)))
+
+
+@torch.no_grad()
+def change_weights(model):
+    """In place, one of each group that is multiplied at once."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.mul_(-3)
+        layer.mlp.up_proj.weight.mul_(2)
 
 
 def test_joined_weights_are_saved_as_ever(tmp_path):
@@ -208,10 +213,7 @@ def test_weights_that_others_refer_to_stay_and_are_multiplied_as_they_are(produc
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(rollout, mode="graph", backend="triton"):
         rollout.generate(**call)
-        with torch.no_grad():
-            for layer in policy.model.layers:
-                layer.self_attn.q_proj.weight.mul_(-3)
-                layer.mlp.up_proj.weight.mul_(2)
+        change_weights(policy)
         ours = seeded(lambda: rollout.generate(**call))
     assert torch.equal(ours, seeded(lambda: policy.generate(**call)))
 

@@ -14,8 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
-from hf_fastdecode.kernels.forest_decode.limits import multiprocessors, refusal
+from hf_fastdecode.kernels.forest_decode.limits import refusal
 
 from ..attention.forests import (
     assert_error_rule,
@@ -28,82 +27,12 @@ from ..attention.forests import (
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode import memory
-from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
-from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule, needed_capacity
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, needed_capacity
+
+from .operator_runs import check, decode
 
 INTERPRETED = not torch.cuda.is_available()
-
-
-def decode(
-    query: Tensor,
-    kv: ForestKV,
-    *,
-    softcap: float | None = None,
-    config: Config | None = None,
-    slots: Tensor | None = None,
-    capacity: Capacity | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-):
-    """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
-    rows, heads, queries, head_dim = query.shape
-    kv_heads = kv.suffix.keys.shape[1]
-    each = heads // kv_heads * queries
-    before = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device) - queries
-    at = before[:, None] + torch.arange(queries, device=query.device)
-    index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
-    new = [part.gather(2, index) for part in kv.suffix]
-    new[1] = torch.cat([new[1], torch.full_like(new[1], torch.nan)], -1)[..., :head_dim]  # strides of their own
-    suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
-    slots = torch.arange(rows, dtype=torch.int32, device=query.device) if slots is None else slots
-    taking = slots >= 0
-    stored = Segment(*(torch.full_like(part, torch.nan) for part in suffix))
-    for whole, part in zip(stored, suffix, strict=True):
-        whole[slots[taking].long()] = part[taking]
-    widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
-    config = config or choose_config(widest, head_dim, overlap=query.is_cuda, windowed=window is not None)
-    schedule = make_schedule(
-        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
-        rows,
-        kv_heads=kv_heads,
-        queries=each,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=config.per_sm * multiprocessors(query.device),
-        device=query.device,
-        capacity=capacity,
-    )
-    out, lse = forest_decode(
-        query,
-        *new,
-        NodeTable(kv.forest, kv.segments, query.device).addresses,
-        SuffixTable(stored).addresses,
-        slots,
-        before,
-        schedule,
-        config,
-        scale=head_dim**-0.5,
-        soft_cap=softcap,
-        window=window,
-        sinks=sinks,
-        return_lse=True,
-    )
-    for whole, part in zip(stored, new, strict=True):
-        written = whole[slots[taking].long()].gather(2, index[taking])
-        assert torch.equal(written, part[taking]), "the new tokens were not appended"
-    return out, lse
-
-
-def check(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None) -> None:
-    out, lse = decode(query, kv, softcap=softcap, config=config)
-    again, lse_again = decode(query, kv, softcap=softcap, config=config)
-    assert torch.equal(out, again), "not the same bits twice"
-    assert torch.equal(lse, lse_again), "not the same bits twice"
-    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)
-    yardstick = pytorch_attention(query, kv, softcap=softcap)
-    assert_error_rule(out, yardstick, oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
 
 
 def pytorch_with_mask(query: Tensor, kv: ForestKV, window: int | None, sinks: Tensor | None):
@@ -261,50 +190,6 @@ def test_random_forests_on_a_gpu(block):
             check(query, kv, softcap=softcap)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {tuple(query.shape)} {query.dtype} {kv.forest} {error}") from error
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("off", [0, 8])
-def test_storage_that_rows_of_all_memory_do_not_begin_with(off):
-    """Of no KV head, or of the first one only: heads are 16 bytes further apart than their tokens are long."""
-    query, kv = hopper_inputs(head_dim=128)
-
-    def moved(part: Tensor) -> Tensor:
-        heads, tokens, head_dim = part.shape
-        apart = tokens * head_dim + 8
-        flat = torch.full((off + heads * apart,), torch.nan, dtype=part.dtype, device=part.device)
-        return flat[off:].as_strided(part.shape, (apart, head_dim, 1), off).copy_(part)
-
-    check(query, replace(kv, segments=[Segment(*map(moved, segment)) for segment in kv.segments]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "plane"), [(64, 1 << 12), (128, 1 << 11)])
-def test_nodes_that_lie_across_planes(head_dim, plane, monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.api.PLANE", plane)
-    check(*hopper_inputs(head_dim))
-
-
-def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
-    """Nodes of one tile and of several, wide enough for the Hopper kernel where there is one."""
-    forest = random_forest(random.Random(6), 90, 3, longest=900)
-    widest = 4 * max(node.row_count for node in forest.nodes)
-    assert choose_config(widest, head_dim, overlap=True).hopper == (torch.cuda.get_device_capability()[0] == 9)
-    return make_inputs(forest, 20, heads=8, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_descriptor_finds_every_row(head_dim):
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    descriptor = memory.all_memory(torch.bfloat16, 128, head_dim, memory.PLANE)
-    row = 2 * head_dim
-    for address in (row, 0x302000000, 0x7F0123456700 // row * row, (1 << memory.ADDRESS_BITS) - row):
-        plane, at = divmod(address // row - 1, memory.PLANE)
-        assert plane < descriptor.shape[0]
-        assert descriptor.base.data_ptr() + 2 * (plane * descriptor.strides[0] + at * descriptor.strides[1]) == address
-    # What the bulk copy engine takes (CUDA driver API, cuTensorMapEncodeTiled), and 32-bit coordinates.
-    assert all(2 * stride < 1 << 40 for stride in descriptor.strides)
-    assert all(size < 1 << 31 for size in descriptor.shape)
 
 
 @pytest.mark.gpu

@@ -11,11 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .hopper_tiles import begin_of, prefetch, produce
 
 LOG2E = gl.constexpr(1.4426950408889634)
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
@@ -39,127 +40,10 @@ def _sum_of_threads(weights, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(addresses, wanted):
-    """Have the 128 bytes at each address brought to L2, where wanted."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, wanted.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _begin_of(tile, length, BLOCK_N: gl.constexpr):
-    """The first token of a tile. The last one ends where its node does, and begins with tokens of the tile before
-    unless it is the only one."""
-    return gl.maximum(gl.minimum(tile * BLOCK_N, length - BLOCK_N), 0)
-
-
-@gluon.jit
 def _only_new(scores, columns, tile, length, BLOCK_N: gl.constexpr):
     """Scores of the last tile, with -inf for tokens behind the node's end, or that the tile before has seen."""
-    token = _begin_of(tile, length, BLOCK_N) + columns
+    token = begin_of(tile, length, BLOCK_N) + columns
     return gl.where(((token >= tile * BLOCK_N) & (token < length))[None, :], scores, -float("inf"))
-
-
-@gluon.jit
-def _bring(rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
-    """Copy a tile of rows to its place in a ring once that is free.
-
-    ``plane`` and ``row`` are those of all memory, or the KV head and the token in a descriptor of a node.
-    """
-    ring, full, free = rings
-    box: gl.constexpr = gl.NVMMASharedLayout(ring.index(0).layout.swizzle_byte_width, 16, rank=3)
-    stage = count % STAGES
-    place = ring.index(stage)._reinterpret(ring.dtype, [1, BLOCK_N, HEAD_DIM], box)
-    mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(descriptor, [plane, row, 0], full.index(stage), place)
-
-
-@gluon.jit
-def _produce(
-    tensors,
-    nodes,
-    memory,
-    keys,
-    values,
-    node_capacity,
-    kv_heads,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    PLANE: gl.constexpr,
-    ADDRESS_BITS: gl.constexpr,
-):
-    """The warp that brings tiles: it runs ahead of those that compute by as many tiles as the rings hold."""
-    pieces = tensors[1]
-    element: gl.constexpr = tensors[0].dtype.element_ty
-    box: gl.constexpr = gl.NVMMASharedLayout(keys[0].index(0).layout.swizzle_byte_width, 16, rank=3)
-    piece = gl.program_id(0)
-    count = 0
-    # A program's first piece most often is of the first node, whose addresses need not wait for it.
-    known = 0
-    some = node_capacity > 0  # the table may be empty
-    key_address = gl.load(nodes, mask=some, other=0)
-    value_address = gl.load(nodes + node_capacity, mask=some, other=0)
-    stride = gl.load(nodes + 2 * node_capacity, mask=some, other=0)
-    while piece >= 0:
-        entry = pieces + piece * 16
-        node = gl.load(entry)
-        head = gl.load(entry + 1)
-        first = gl.load(entry + 3)
-        last = gl.load(entry + 4)
-        length = gl.load(entry + 5)
-        piece = gl.load(entry + 9)
-        if node >= 0:
-            if node != known:
-                known = node
-                key_address = gl.load(nodes + node)
-                value_address = gl.load(nodes + node_capacity + node)
-                stride = gl.load(nodes + 2 * node_capacity + node)
-            k_address = key_address + head * stride * 2
-            v_address = value_address + head * stride * 2
-            k_row = k_address // (2 * HEAD_DIM) - 1
-            v_row = v_address // (2 * HEAD_DIM) - 1
-            # The descriptor of all memory brings what fills a tile, begins with one of its rows and lies in one plane.
-            whole_rows = (k_address | v_address) % (2 * HEAD_DIM) == 0
-            k_apart = k_row // PLANE != (k_row + length) // PLANE
-            v_apart = v_row // PLANE != (v_row + length) // PLANE
-            inside = (k_address | v_address) >> ADDRESS_BITS == 0
-            if (length >= BLOCK_N) & whole_rows & inside & (not k_apart) & (not v_apart):
-                k_plane = (k_row // PLANE).to(gl.int32)
-                v_plane = (v_row // PLANE).to(gl.int32)
-                k_from = (k_row % PLANE).to(gl.int32)
-                v_from = (v_row % PLANE).to(gl.int32)
-                for tile in range(first, last):
-                    begin = _begin_of(tile, length, BLOCK_N)
-                    _bring(keys, memory, k_plane, k_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    _bring(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    count += 1
-            else:
-                # All such pieces' descriptors lie in the same memory: no copy may still read it. `count` does not tell
-                # which copies do, so that all are waited for.
-                for back in gl.static_range(1, STAGES + 1):
-                    past = count - back
-                    mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
-                    mbarrier.wait(values[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)
-                k_base = key_address.to(gl.pointer_type(element))
-                v_base = value_address.to(gl.pointer_type(element))
-                k_descriptor = tma.make_tensor_descriptor(
-                    k_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
-                )
-                v_descriptor = tma.make_tensor_descriptor(
-                    v_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
-                )
-                for tile in range(first, last):
-                    begin = _begin_of(tile, length, BLOCK_N)
-                    _bring(keys, k_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    _bring(values, v_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    count += 1
 
 
 @gluon.jit
@@ -221,7 +105,7 @@ def _consume(
             in_tile = packed < row_count * each
             if PDL:
                 for line in gl.static_range(0, HEAD_DIM * 2, 128):
-                    _prefetch((query + where).to(gl.int64) + line, in_tile)
+                    prefetch((query + where).to(gl.int64) + line, in_tile)
                 # Dependents may start once every program is here; they read what earlier kernels wrote, so those must
                 # be done. Nodes were written long before, so that the producer need not wait.
                 gdc_wait()
@@ -385,7 +269,7 @@ def hopper_node_partials(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     tensors,
                     nodes,

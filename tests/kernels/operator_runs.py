@@ -1,0 +1,86 @@
+"""The operator run on a forest, and held against the fp64 oracle by the error rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
+from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
+from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
+
+from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
+
+
+def decode(
+    query: Tensor,
+    kv: ForestKV,
+    *,
+    softcap: float | None = None,
+    config: Config | None = None,
+    slots: Tensor | None = None,
+    capacity: Capacity | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+):
+    """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = kv.suffix.keys.shape[1]
+    each = heads // kv_heads * queries
+    before = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device) - queries
+    at = before[:, None] + torch.arange(queries, device=query.device)
+    index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
+    new = [part.gather(2, index) for part in kv.suffix]
+    new[1] = torch.cat([new[1], torch.full_like(new[1], torch.nan)], -1)[..., :head_dim]  # strides of their own
+    suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
+    slots = torch.arange(rows, dtype=torch.int32, device=query.device) if slots is None else slots
+    taking = slots >= 0
+    stored = Segment(*(torch.full_like(part, torch.nan) for part in suffix))
+    for whole, part in zip(stored, suffix, strict=True):
+        whole[slots[taking].long()] = part[taking]
+    widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
+    config = config or choose_config(widest, head_dim, overlap=query.is_cuda, windowed=window is not None)
+    schedule = make_schedule(
+        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
+        rows,
+        kv_heads=kv_heads,
+        queries=each,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors(query.device),
+        device=query.device,
+        capacity=capacity,
+    )
+    out, lse = forest_decode(
+        query,
+        *new,
+        NodeTable(kv.forest, kv.segments, query.device).addresses,
+        SuffixTable(stored).addresses,
+        slots,
+        before,
+        schedule,
+        config,
+        scale=head_dim**-0.5,
+        soft_cap=softcap,
+        window=window,
+        sinks=sinks,
+        return_lse=True,
+    )
+    for whole, part in zip(stored, new, strict=True):
+        written = whole[slots[taking].long()].gather(2, index[taking])
+        assert torch.equal(written, part[taking]), "the new tokens were not appended"
+    return out, lse
+
+
+def check(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None) -> None:
+    out, lse = decode(query, kv, softcap=softcap, config=config)
+    again, lse_again = decode(query, kv, softcap=softcap, config=config)
+    assert torch.equal(out, again), "not the same bits twice"
+    assert torch.equal(lse, lse_again), "not the same bits twice"
+    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)
+    yardstick = pytorch_attention(query, kv, softcap=softcap)
+    assert_error_rule(out, yardstick, oracle, oracle_lse)
+    assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
