@@ -134,6 +134,8 @@ def choose_suffix_config(
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
         config = next(config for most, config in _QUERIES if programs <= most)
+    if kv_heads == 1 and programs <= 64:  # each program of the nodes' kernel leaves a partial of the same queries
+        config = replace(config, merge=32)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
     wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
