@@ -60,9 +60,9 @@ class Costs:
 # The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
 # to 128K tokens.
 _H200 = Costs(
-    kernels=Candidate(launch=1.02e-5, bandwidth=4.41e12, suffix_bandwidth=4.11e12, rate=6.58e14),
-    library=Candidate(launch=1.29e-5, bandwidth=4.44e12, suffix_bandwidth=2.24e12, rate=3.97e14),
-    plain=Candidate(launch=1.21e-5, bandwidth=2.94e12, suffix_bandwidth=2.94e12),
+    kernels=Candidate(launch=9.73e-6, bandwidth=4.39e12, suffix_bandwidth=4.15e12, rate=6.55e14),
+    library=Candidate(launch=1.31e-5, bandwidth=4.46e12, suffix_bandwidth=2.25e12, rate=3.95e14),
+    plain=Candidate(launch=1.23e-5, bandwidth=2.98e12, suffix_bandwidth=2.98e12),
     portable_rate=4.9e14,
     matmul_rate=7.0e14,
 )

@@ -15,14 +15,16 @@ _OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "
 def ops_table(rows: Sequence[Row]) -> str:
     """Microseconds of each way and our share of the floor."""
     ways = [way for way in _OP_WAYS if any(row["way"] == way for row in rows)]
-    lines = head(["rows", "context", "suffix", "heads", "floor", *ways, "ours over floor"])
+    ours = next((way for way in ways if way.startswith("ours")), "ours")
+    left_out = {"ours-prefix": "suffix", "ours-suffix": "context"}.get(ours)
+    columns = [name for name in ("rows", "context", "suffix", "heads") if name != left_out]
+    lines = head([*columns, "floor", *ways, f"{ours} over floor"])
     for case in _by(rows, "case", "dtype"):
         first = next(iter(case.values()))
-        ours = case.get("ours")
-        cells = [first["rows"], _context(first), first["suffix"], f"{first['heads']}/{first['kv_heads']}"]
-        cells.append(f"{float(first['floor_us']):.1f}")
+        shown = {**first, "context": _context(first), "heads": f"{first['heads']}/{first['kv_heads']}"}
+        cells = [*(shown[name] for name in columns), f"{float(first['floor_us']):.1f}"]
         cells += [cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
-        lines.append(line([*cells, cell(ours, lambda row: f"{float(row['over_floor']):.2f}x")]))
+        lines.append(line([*cells, cell(case.get(ours), lambda row: f"{float(row['over_floor']):.2f}x")]))
     return "\n".join(lines) + f"\n\n{_ops_where(rows)}; microseconds, medians, cold L2.\n"
 
 
