@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -18,7 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..generation.chain import read_chain
 from ..generation.sampler import TransformersSampler
+from ..kernels.sampling import limits
 from .ceilings import Ceilings, measure_ceilings
 from .sampling_cases import SETTINGS, SamplingCase
 from .sampling_check import red
@@ -79,7 +80,7 @@ class SamplingBench:
         result: dict[str, Any] = {"status": "ok", "us_p20": None, "us_p50": None, "us_p80": None}
         result |= {"over_floor": None, "tb_per_s": None, "bytes": size, "floor_us": 1e6 * floor}
         result |= {"copy_tb_per_s": self.ceilings.bytes_per_s / 1e12, "error_ratio": None}
-        if way == "fast" and (reason := _refusal(self.device)):
+        if way == "fast" and (reason := limits.refusal(self.device, getattr(torch, case.dtype))):
             return result | {"status": f"not run: {reason}"}
         try:
             found = self._fast(case) if way == "fast" else {"times": self._transformers(case)}
@@ -95,7 +96,6 @@ class SamplingBench:
     def _fast(self, case: SamplingCase) -> dict[str, Any]:
         """The times or a red status, and the error found."""
         from ..kernels.sampling import api  # needs Triton
-        from ..kernels.sampling.chain import read_chain
 
         sets, processors = self._logits(case), processors_of(case)
         chain, reason = read_chain(processors, prompt_length=1)
@@ -156,14 +156,3 @@ def _sets(bytes_of_one: int, device: torch.device) -> int:
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, math.ceil(2 * cache / bytes_of_one))
-
-
-def _refusal(device: torch.device) -> str | None:
-    """Why the kernel cannot run here."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it runs on CUDA devices, got {device.type!r}"
-    return None

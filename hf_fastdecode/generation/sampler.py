@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.sampling.chain import Chain
+from ..kernels.sampling import limits
+from .chain import Chain, read_chain
 
 
 class Drawn(NamedTuple):
@@ -119,7 +118,7 @@ class FastSampler:
     generator_draws = False
 
     def __init__(self, chain: Chain, prompts: Tensor, vocabulary: int, *, do_sample: bool, device: torch.device):
-        from ..kernels.sampling.api import sample, seen_tokens
+        from ..kernels.sampling.api import sample, seen_tokens  # needs Triton
 
         self._sample = sample
         seed = int(torch.randint(2**62, ())) if do_sample else 0
@@ -136,8 +135,7 @@ class FastSampler:
         if self._rows is None or self._rows[0] is not rows:
             self._rows = rows, rows.to(device=logits.device, dtype=torch.int32)
         self._settings.step.fill_(step)
-        with torch.cuda.device_of(logits):
-            tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen)
+        tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen)
         return Drawn(tokens.to(rows.device), logprobs=logprobs.to(rows.device))  # prompts may stay on the CPU
 
 
@@ -181,15 +179,8 @@ def _refusal(
     processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor
 ) -> tuple[str | None, Chain | None]:
     """Why the kernel cannot draw, or what it draws."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if logits.device.type != "cuda" and not interpreted:
-        return f"it runs on CUDA devices, got {logits.device.type!r}", None
-    try:
-        from ..kernels.sampling.chain import read_chain
-    except ImportError:
-        return "triton is not installed", None
-    if logits.dtype == torch.float64:
-        return "it takes logits in float32 and half precision, got float64", None
+    if refused := limits.refusal(logits.device, logits.dtype):
+        return refused, None
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
             return f"{name}=True asks for what it does not compute", None

@@ -1,10 +1,13 @@
 """Who draws the tokens of a call: the choice, its reasons, and what the fast sampler returns beside tokens."""
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
+from hf_fastdecode.kernels.installed import triton_is_installed
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -120,6 +123,22 @@ def test_fast_needs_a_gpu(model, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match="runs on CUDA devices, got 'cpu'"):
         model.generate(**PROMPT, **SAMPLING)
+
+
+@interpreted
+def test_without_triton_transformers_draws(monkeypatch):
+    """Where only the choice of a sampler would ask for it: bfloat16 on a CPU has no other kernels."""
+    model = tiny_model("llama-gqa").bfloat16()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    triton_is_installed.cache_clear()
+    try:
+        with fd.enabled(model):
+            model.generate(**PROMPT, **SAMPLING)
+            assert fd.explain(model).last_call.sampler_reason == "triton is not installed"
+        with fd.enabled(model, sampler="fast"), pytest.raises(ValueError, match="triton is not installed"):
+            model.generate(**PROMPT, **SAMPLING)
+    finally:
+        triton_is_installed.cache_clear()
 
 
 def test_float64_is_left_to_transformers():

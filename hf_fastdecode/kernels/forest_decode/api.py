@@ -198,7 +198,6 @@ def _attend_nodes(
             **options,
             BLOCK_D=block_d,
             WINDOW=window is not None,
-            PREFETCH=config.prefetch,
             num_warps=config.warps,
             **launch,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from ..installed import interpreted
 from .limits import compute_capability
 
 
@@ -40,7 +40,6 @@ class Config:
         warps: Warps of a program of `node_partials`.
         stages: Key tiles in flight in the kernel of nodes.
         per_sm: Programs of the kernel of nodes for each multiprocessor.
-        prefetch: With `overlap`, key tiles that `node_partials` asks for before the kernel before it is done: 0 or 1.
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
@@ -51,7 +50,6 @@ class Config:
     warps: int = 4
     stages: int = 3
     per_sm: int = 1
-    prefetch: int = 1
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
@@ -147,7 +145,7 @@ def choose_suffix_config(
 
 
 def _is_hopper(device: torch.device | None) -> bool:
-    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    if not torch.cuda.is_available() or interpreted():
         return False
     return compute_capability(device or torch.device("cuda", torch.cuda.current_device()))[0] == 9
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from ..installed import interpreted, triton_is_installed
 
 MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
@@ -28,12 +28,11 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
     others = {(part.dtype, part.device) for part in (query, keys, values, *stored)}
     if len(others) > 1:  # it reads raw memory, which it would take for the query's dtype
         return f"query, keys and values need one dtype and device, got {', '.join(sorted(map(str, others)))}"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not _installed():
+    if not triton_is_installed():
         return "triton is not installed"
-    if keys.device.type != "cuda" and not interpreted:
+    if keys.device.type != "cuda" and not interpreted():
         return f"it runs on CUDA devices, got {keys.device.type!r}"
-    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted:
+    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
         return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton multiplies float32 in tf32
     if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
         return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
@@ -45,11 +44,6 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
     return None
-
-
-@lru_cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache

@@ -79,7 +79,6 @@ class Schedule:
         contexts: ``[rows]``: tokens of the row's nodes.
         scratch: Bytes for the programs of one launch at a time: descriptors, which must stay where they are while the
             kernels that follow already run.
-        queries: Packed queries of one row for one KV head: query heads of the group times query length.
         block_m: Packed queries of a tile.
         block_n: Keys of a tile.
         programs: Programs to launch.
@@ -92,7 +91,6 @@ class Schedule:
     row_tiles: Tensor
     contexts: Tensor
     scratch: Tensor
-    queries: int
     block_m: int
     block_n: int
     programs: int
@@ -129,7 +127,7 @@ def make_schedule(
         nodes: In order of depth, then of rows.
         rows: Rows of the batch.
         kv_heads: KV heads of the layer.
-        queries: Packed queries of one row for one KV head.
+        queries: Packed queries of one row for one KV head: query heads of the group times query length.
         block_m: Packed queries of a tile.
         block_n: Keys of a tile.
         programs: Most programs to launch; fewer when the work would leave them under two tiles each.
@@ -196,7 +194,6 @@ def make_schedule(
         row_tiles=table(row_tiles),
         contexts=table(contexts),
         scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
-        queries=queries,
         block_m=block_m,
         block_n=block_n,
         programs=launched,

@@ -96,7 +96,6 @@ def node_partials(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # with PDL, key tiles of a program's first piece that are asked for before the wait
     PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
@@ -123,9 +122,9 @@ def node_partials(
     slot = tl.load(entry + 8)
     following = tl.load(entry + 9)
     position = tl.load(entry + 10)
-    if PREFETCH > 0 and PDL and not WINDOW and node == 0:
-        # Nodes were written long before the kernel that this one overlaps: their tiles need not wait for it.
-        line = tl.arange(0, PREFETCH * BLOCK_N * BLOCK_D // 64) * 128
+    if PDL and not WINDOW and node == 0:
+        # Nodes were written long before the kernel that this one overlaps: their first tile need not wait for it.
+        line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
         skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
         wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
         _prefetch(key_address + skip + line, wanted)

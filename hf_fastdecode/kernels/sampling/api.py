@@ -181,8 +181,17 @@ def sample(
         raise ValueError(f"logits must be fp32, bf16 or fp16, got {logits.dtype}")
     if logits.stride(1) != 1:
         raise ValueError(f"logits must be contiguous along the vocabulary, got strides {logits.stride()}")
-    if row_ids.shape != (rows,) or row_ids.dtype != torch.int32:
-        raise ValueError(f"row_ids must be [{rows}] int32, got {list(row_ids.shape)} {row_ids.dtype}")
+    for name, given, dtype in (
+        ("row_ids", row_ids, torch.int32),
+        ("tokens", tokens, torch.int64),
+        ("logprobs", logprobs, torch.float32),
+    ):
+        if given is None:
+            continue
+        if given.shape != (rows,) or given.dtype != dtype or not given.is_contiguous():
+            wanted = f"[{rows}] {str(dtype).removeprefix('torch.')}, contiguous"
+            found = f"{list(given.shape)} {given.dtype}, stride {given.stride()}"
+            raise ValueError(f"{name} must be {wanted}, got {found}")
     penalty = settings.features["repetition_penalty"]
     words = (vocab + 31) // 32
     if penalty and (seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1):

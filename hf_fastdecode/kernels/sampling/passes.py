@@ -112,7 +112,7 @@ def total_of(source, scale, tile, bounds, WHAT: tl.constexpr, TILED: tl.constexp
 
 
 @triton.jit
-def _absorb(source, turn, state, inverse_temperature, factor, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _absorb(source, turn, state, factor, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Take a group of chunks into the columns' maxima and sums."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
@@ -139,7 +139,7 @@ def _absorb(source, turn, state, inverse_temperature, factor, FORM: tl.constexpr
 
 
 @triton.jit
-def scan(source, inverse_temperature, factor, FORM: tl.constexpr):
+def scan(source, factor, FORM: tl.constexpr):
     """The first pass: columns' largest values and masses relative to them, likewise of raw logits, and best chunks."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
@@ -152,8 +152,8 @@ def scan(source, inverse_temperature, factor, FORM: tl.constexpr):
     whole: tl.constexpr = VOCAB // (GROUP * COLUMNS)
     for turn in range(0, whole):
         state = (top, mass, raw_top, raw_mass, best)
-        top, mass, raw_top, raw_mass, best = _absorb(source, turn, state, inverse_temperature, factor, FORM, False)
+        top, mass, raw_top, raw_mass, best = _absorb(source, turn, state, factor, FORM, False)
     if whole * GROUP * COLUMNS < VOCAB:
         state = (top, mass, raw_top, raw_mass, best)
-        top, mass, raw_top, raw_mass, best = _absorb(source, whole, state, inverse_temperature, factor, FORM, True)
+        top, mass, raw_top, raw_mass, best = _absorb(source, whole, state, factor, FORM, True)
     return top, mass, raw_top, raw_mass, best

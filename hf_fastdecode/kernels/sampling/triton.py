@@ -259,7 +259,7 @@ def sample_rows(
         marks = seen + row_id.to(tl.int64) * seen_stride
         source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, penalty, 1.0 / penalty)
 
-        tops, mass, raw_tops, raw_mass, best = scan(source, inverse_temperature, factor, FORM)
+        tops, mass, raw_tops, raw_mass, best = scan(source, factor, FORM)
         top = tl.max(tops, 0)
         raw_top = tl.max(raw_tops, 0)
         normaliser = raw_top + tl.log2(tl.sum(raw_mass * tl.exp2((raw_tops - raw_top) * LOG2E), 0)) * LN2

@@ -1,4 +1,4 @@
-"""Which lists of transformers' logits processors the operator stands for, and with which numbers."""
+"""Which lists of transformers' logits processors the sampling kernel stands for, and with which numbers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-if TYPE_CHECKING:
-    from .api import Settings
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ..kernels.sampling.api import Settings
 
 # The order in which generate builds them; what suppresses end tokens may stand on either side of the other that does.
 _ORDER = {
@@ -64,16 +64,15 @@ class Chain:
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
 
-    def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0, pad: int = 0) -> Settings:
+    def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0) -> Settings:
         """Settings with this chain's features and numbers.
 
         Args:
             device: Where logits will be.
             greedy: Take the largest processed logit instead of drawing.
             seed: Of the draws.
-            pad: Token that skipped rows get.
         """
-        from .api import Settings  # needs Triton, which reading a chain does not
+        from ..kernels.sampling.api import Settings  # needs Triton, which reading a chain does not
 
         settings = Settings(
             device,
@@ -92,7 +91,6 @@ class Chain:
             repetition_penalty=self.repetition_penalty,
             min_new_tokens=self.min_new_tokens,
             seed=seed,
-            pad_token_id=pad,
         )
         return settings
 

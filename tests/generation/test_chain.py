@@ -14,9 +14,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_fastdecode.kernels.sampling.chain import Chain, read_chain
+from hf_fastdecode.generation.chain import Chain, read_chain
 
-from ...tiny_models import tiny_model
+from ..tiny_models import tiny_model
 
 
 def built_by_generate(**options):
@@ -120,11 +120,10 @@ def test_top_k_keeps_what_its_constructor_made_of_it():
 def test_a_chain_makes_its_settings():
     pytest.importorskip("triton")
     chain = Chain(temperature=0.5, top_k=9, repetition_penalty=1.2, min_new_tokens=4, eos_token_ids=(2, 3))
-    settings = chain.settings("cpu", seed=11, pad=7)
+    settings = chain.settings("cpu", seed=11)
     assert settings.temperature == 0.5
     assert settings.top_k == 9
     assert settings.seed == 11
-    assert settings.pad_token_id == 7
     assert settings.eos_ids.tolist() == [2, 3]
     assert settings.features == {"top_k": True, "typical_p": False, "repetition_penalty": True, "min_new_tokens": True}
     assert not settings.greedy

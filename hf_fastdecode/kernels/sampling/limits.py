@@ -1,0 +1,18 @@
+"""What the sampling kernel can draw from, asked before it is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from ..installed import interpreted, triton_is_installed
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `sample` cannot take logits of this dtype on this device, or None when it can."""
+    if not triton_is_installed():
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"it runs on CUDA devices, got {device.type!r}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes logits in float32 and half precision, got {str(dtype).removeprefix('torch.')}"
+    return None
