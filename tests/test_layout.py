@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
 import os
@@ -88,3 +89,48 @@ def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
     assert "hf_fastdecode" in found
     exposed = {name for name in found if {str(ROOT / name), str(ROOT / name / "__init__.py")} & set(found[name])}
     assert exposed <= {"hf_fastdecode"}
+
+
+# What may import what: a layer those before it. Between the two of one set there is no way.
+LAYERS = ({"kernels"}, {"attention"}, {"cache"}, {"generation"}, {"api", "assets"}, {"bench", "evals"}, {"commands"})
+
+
+def imported_layers(path: Path) -> set[str]:
+    """Folders and files of the package, by their names without a suffix, that a file imports from."""
+    inside = path.relative_to(PACKAGE).parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = inside[: len(inside) - node.level]
+        names = node.module.split(".") if node.module else []
+        targets = [(*base, *names)] if names else [(*base, alias.name) for alias in node.names]
+        found |= {target[0] for target in targets if target}
+    return found
+
+
+@pytest.mark.parametrize("layer", sorted(set.union(*LAYERS)))
+def test_imports_point_one_way(layer):
+    place = next(index for index, names in enumerate(LAYERS) if layer in names)
+    above = set.union(*LAYERS[place:]) - {layer}
+    files = (
+        [PACKAGE / f"{layer}.py"] if (PACKAGE / f"{layer}.py").exists() else sorted((PACKAGE / layer).rglob("*.py"))
+    )
+    assert files
+    for path in files:
+        assert not imported_layers(path) & above, path
+
+
+def test_kernels_know_nothing_of_transformers():
+    for path in (PACKAGE / "kernels").rglob("*.py"):
+        assert "transformers" not in {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+        }, path

@@ -31,7 +31,7 @@ class Costs:
 
     Attributes:
         kernels: This package's kernels.
-        library: PyTorch's fused operators over the forest.
+        library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
         plain: A copy of its context for every row.
         portable_rate: Floating-point operations a second over nodes of the kernels that every device runs.
         matmul_rate: Those of large matrix products.
@@ -58,7 +58,8 @@ class Costs:
 
 
 # The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
-# to 128K tokens.
+# to 128K tokens. The two rates are not: the portable kernel's is the slope of its time against the context, measured
+# before there were rows; that of products is the low end of the ceilings in the rows.
 _H200 = Costs(
     kernels=Candidate(launch=9.73e-6, bandwidth=4.39e12, suffix_bandwidth=4.15e12, rate=6.55e14),
     library=Candidate(launch=1.31e-5, bandwidth=4.46e12, suffix_bandwidth=2.25e12, rate=3.95e14),

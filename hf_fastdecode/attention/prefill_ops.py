@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operators import ForestScores, dense_partial, plain_partial, with_sinks
+from .operators import DenseScores, dense_partial, plain_partial, with_sinks
 from .partial import Partial, merge
 
 _WINDOWED_QUERIES = 512
@@ -67,7 +67,7 @@ def causal_attention(
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype.
     """
-    scores = ForestScores(scale, softcap, backend)
+    scores = DenseScores(scale, softcap, backend)
     if window is not None:
         longest = max(_tokens_before(run, stored) + run.length for run in runs)
         if longest > window:
@@ -112,7 +112,7 @@ def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.devic
     return torch.cat([torch.arange(starts[index], starts[index + 1]) for index in indices]).to(device)
 
 
-def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ForestScores) -> Partial:
+def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
     """As `_causal_partial`, without the log-sum-exp, which nothing is merged by."""
     kv_heads, group, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)).transpose(0, 1) for part in (keys, values))
@@ -123,7 +123,7 @@ def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ForestSco
     return Partial(out, out.new_empty(()).expand(out.shape[:-1]))
 
 
-def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: ForestScores) -> Partial:
+def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
     """Attention of runs of one length, each over itself.
 
     Args:
@@ -178,7 +178,7 @@ def _put_together(parts: Sequence[tuple[Place, Partial]], tokens: int) -> Partia
 
 
 def _with_context(
-    own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], scores: ForestScores
+    own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], scores: DenseScores
 ) -> Partial:
     """Merge the attention of some tokens over what lies before them all into what was seen."""
     keys, values = context
@@ -200,7 +200,7 @@ def _windowed_runs(
     stored: Callable[[Hashable], tuple[Tensor, Tensor]],
     window: int,
     sinks: Tensor | None,
-    scores: ForestScores,
+    scores: DenseScores,
 ) -> Tensor:
     """Runs under a window, which hides something from one of them at least: one after the other."""
     outs, start = [], 0
@@ -213,7 +213,7 @@ def _windowed_runs(
 
 
 def _windowed_causal_attention(
-    query: Tensor, parts: Sequence[tuple[Tensor, Tensor]], window: int, sinks: Tensor | None, scores: ForestScores
+    query: Tensor, parts: Sequence[tuple[Tensor, Tensor]], window: int, sinks: Tensor | None, scores: DenseScores
 ) -> Tensor:
     """Attention of ``[heads, length, head_dim]``, the last tokens of `parts`, each to the last `window` up to itself.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .forest import Node
 from .kv import ForestKV
-from .operators import ForestScores, choose_operator, plain_partial, with_sinks
+from .operators import DenseScores, choose_operator, plain_partial, with_sinks
 from .partial import Partial, merge
 
 
@@ -54,7 +54,7 @@ def forest_attention(
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    scores = ForestScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
+    scores = DenseScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
     shortest, longest = kv.suffix_bounds
     if kv.forest.rows != rows or kv.suffix.keys.shape[0] != rows:
         raise ValueError(
@@ -92,7 +92,7 @@ def _less(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
 
 
 def _level_partial(
-    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: ForestScores, oldest: Tensor | None
+    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: DenseScores, oldest: Tensor | None
 ) -> Partial:
     """Attention of all rows over the nodes of one depth; rows without a node there get the empty partial."""
     outs, lses, row = [], [], 0
@@ -112,7 +112,7 @@ def _level_partial(
 
 
 def _nodes_partial(
-    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: ForestScores, oldest: Tensor | None
+    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: DenseScores, oldest: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
@@ -142,9 +142,7 @@ def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
     )
 
 
-def _suffix_partial(
-    packed: Tensor, queries: int, kv: ForestKV, scores: ForestScores, oldest: Tensor | None
-) -> Partial:
+def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: DenseScores, oldest: Tensor | None) -> Partial:
     """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 _NOTE = (
-    "A row has the device, versions, commit (`$COMMIT` where there is no git), command, and 20th, 50th and 80th "
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th "
     "percentiles. Rows that the file already has from the same commit and command are kept: run a command again, and "
     "it goes on where it broke off."
 )

@@ -1,7 +1,7 @@
 """What others do with a shared context, in PyTorch: the baselines that stand beside ours in every run.
 
 - `attend_to_copies`: no sharing, each row with a copy of its whole context (plain flash decoding).
-- `Bifurcated`: the four einsums of Bifurcated attention, section 4.2, equations 3 and 4, with stored scores.
+- `bifurcated`: the four einsums of Bifurcated attention, section 4.2, equations 3 and 4, with stored scores.
 - `TwoCalls`: a fused call for each level of nodes and one for the suffixes, merged by their log-sum-exp: the method of
   Hydragen, sections 3.1 to 3.3, and with packed query heads or another operator a recipe that anyone can write today.
 

@@ -13,13 +13,13 @@ _OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "
 
 
 def ops_table(rows: Sequence[Row]) -> str:
-    """Microseconds of each way and our share of the floor."""
+    """Microseconds of each way, and our time over the floor."""
     ways = [way for way in _OP_WAYS if any(row["way"] == way for row in rows)]
     ours = next((way for way in ways if way.startswith("ours")), "ours")
     left_out = {"ours-prefix": "suffix", "ours-suffix": "context"}.get(ours)
     columns = [name for name in ("rows", "context", "suffix", "heads") if name != left_out]
     lines = head([*columns, "floor", *ways, f"{ours} over floor"])
-    for case in _by(rows, "case", "dtype"):
+    for case in by(rows, "case", "dtype"):
         first = next(iter(case.values()))
         shown = {**first, "context": _context(first), "heads": f"{first['heads']}/{first['kv_heads']}"}
         cells = [*(shown[name] for name in columns), f"{float(first['floor_us']):.1f}"]
@@ -35,7 +35,7 @@ def ops_digest(rows: Sequence[Row]) -> str:
     ours; behind these the least of them, and how many there were.
     """
     others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
-    cases = [case for case in _by(rows, "case", "dtype") if _ok(case.get("ours")) and _one_node(case["ours"])]
+    cases = [case for case in by(rows, "case", "dtype") if _ok(case.get("ours")) and one_node(case["ours"])]
     floor = f"over the floor ({LEAST_FLOOR_US:g} us or more)"
     lines = head(["heads", "n", floor, *(f"{way} over ours (least)" for way in others)])
     groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
@@ -55,7 +55,8 @@ def ops_digest(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + f"\n\n{_ops_where(rows)}; {note}; (k of n): so many of n cases.\n"
 
 
-def _one_node(row: Row) -> bool:
+def one_node(row: Row) -> bool:
+    """Whether all rows share one context and nothing else."""
     return row["nodes"] == f"1x{row['context']}"
 
 
@@ -63,7 +64,8 @@ def _ok(row: Row | None) -> bool:
     return row is not None and row["status"] == "ok"
 
 
-def _generate_where(rows: Sequence[Row]) -> str:
+def generate_where(rows: Sequence[Row]) -> str:
+    """What rows of `generate` were measured on."""
     first = rows[0]
     return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
 
@@ -103,7 +105,7 @@ def generate_table(rows: Sequence[Row]) -> str:
         if once
         else "medians"
     )
-    return "\n".join(lines) + f"\n\n{_generate_where(rows)}; ms/step, {of}.\n"
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}; ms/step, {of}.\n"
 
 
 def first_calls_table(rows: Sequence[Row]) -> str:
@@ -113,7 +115,7 @@ def first_calls_table(rows: Sequence[Row]) -> str:
         seconds = [f"{float(row[name]):.1f} s" for name in ("first_call_s", "total_s")]
         case = [_model(row), f"{int(row['context']):,}", row["samples"], row["new_tokens"], row["way"]]
         lines.append(line([*case, *seconds]))
-    return "\n".join(lines) + f"\n\n{_generate_where(rows)}.\n"
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}.\n"
 
 
 def finish_table(rows: Sequence[Row]) -> str:
@@ -165,10 +167,10 @@ def _decoding(row: Row) -> float | None:
 
 def cases_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
     """The rows of each case of `generate` by way, in the order of the rows."""
-    return _by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
+    return by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
 
 
-def _by(rows: Sequence[Row], *columns: str) -> list[dict[str, Row]]:
+def by(rows: Sequence[Row], *columns: str) -> list[dict[str, Row]]:
     """The rows of each case by way, in the order of the rows."""
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
@@ -185,7 +187,7 @@ def cell(row: Row | None, shown: Callable[[Row], str]) -> str:
 
 def _context(row: Row) -> str:
     """Tokens on the longest path, or the nodes when there are several."""
-    return f"{int(row['context']):,}" if _one_node(row) else row["nodes"]
+    return f"{int(row['context']):,}" if one_node(row) else row["nodes"]
 
 
 def _model(row: Row) -> str:

@@ -18,7 +18,7 @@ from .op_inputs import OpInputs
 Call = Callable[[], Tensor]
 """Attends to one set of inputs: ``[rows, heads, 1, head_dim]``."""
 
-# Below, cuDNN is never the better prefix operator, and planning takes it up to a second for each shape.
+# Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512
 
 
@@ -28,7 +28,7 @@ class OpWay:
 
     Attributes:
         variants: Makes calls, one for each set of inputs, by the name of the variant; the fastest variant counts.
-        refusal: Why the way is not for a case on a device, or None.
+        refusal: Why the way is not for a case, or None.
         part: The part of the case that the way does.
         yardstick: Whose error bounds its own: ``fused``, or ``eager`` for ways that store scores in the case's dtype.
         copies: Whether it needs a copy of the context for each row.

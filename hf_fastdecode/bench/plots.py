@@ -7,12 +7,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from .markdown import CEILING
+from .markdown import CEILING, one_node
 from .rows import Row
 from .runner import failed
 
-# One colour and name for each way, in every picture.
-_STYLES: dict[str, tuple[str, str]] = {
+STYLES: dict[str, tuple[str, str]] = {
     "ours": ("#1b7f5c", "hf_fastdecode"),
     "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
     "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
@@ -29,6 +28,7 @@ _STYLES: dict[str, tuple[str, str]] = {
     "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
     "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
 }
+"""One colour and name for each way, in every picture."""
 _PLAIN_STYLE = ("#444444", "")
 _COLUMNS = 4
 
@@ -66,7 +66,7 @@ def _op_lines(x: str, other: str) -> Picture:
     """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
 
     def draw(rows: Sequence[Row], path: Path) -> Path | None:
-        rows = [row for row in rows if row["nodes"] == f"1x{row['context']}"]
+        rows = [row for row in rows if one_node(row)]
         shortest = min((int(row["suffix"]) for row in rows), default=0)
         rows = [row for row in rows if int(row["suffix"]) == shortest]
         panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
@@ -91,7 +91,7 @@ def _op_lines(x: str, other: str) -> Picture:
 
 def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
     """A map for each head layout: the floor over our time, by context and n."""
-    rows = [r for r in rows if r["way"] == "ours" and r["status"] == "ok" and r["nodes"] == f"1x{r['context']}"]
+    rows = [row for row in rows if row["way"] == "ours" and row["status"] == "ok" and one_node(row)]
     panels: dict[Any, list[Row]] = {}
     for row in rows:
         panels.setdefault((row["heads"], row["kv_heads"], row["suffix"]), []).append(row)
@@ -171,7 +171,7 @@ def _panels(rows: Sequence[Row], x: str, other: str, line: Callable[[Row], str])
 
 
 def _lines(rows: Sequence[Row], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
-    ways = sorted({row["way"] for row in rows}, key=[*_STYLES, *(row["way"] for row in rows)].index)
+    ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
     lines = []
     for way in ways:
         points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
@@ -182,7 +182,7 @@ def _lines(rows: Sequence[Row], x: str, y: str) -> list[tuple[str, tuple[list[in
 
 def _look(way: str) -> dict[str, Any]:
     base = way.removesuffix(CEILING)
-    colour, name = _STYLES.get(base, _PLAIN_STYLE)
+    colour, name = STYLES.get(base, _PLAIN_STYLE)
     if way.endswith(CEILING):
         return {"color": colour, "linestyle": ":", "linewidth": 1.4, "label": f"{name or base}: ceiling, no attention"}
     return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}

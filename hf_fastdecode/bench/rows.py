@@ -69,7 +69,7 @@ def _program() -> str:
 def _commit() -> str:
     """The commit measured; behind it, when files have changed since, ``+`` and a hash of the package's files.
 
-    ``$COMMIT`` where there is no repository.
+    ``$COMMIT`` when it is set, as where the files were copied from a repository.
     """
     if given := os.environ.get("COMMIT"):
         return given

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .markdown import by, cell, head, line
 from .rows import Row
 
 
 def sampling_table(rows: Sequence[Row]) -> str:
     """Microseconds of the kernel and of transformers' processors, a line for each case."""
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((row["case"], row["dtype"]), {})[row["way"]] = row
-    lines = ["| rows | vocabulary | settings | floor | fast | hf | fast over floor | hf over fast |", "|" + "---|" * 8]
-    for case in cases.values():
+    lines = head(["rows", "vocabulary", "settings", "floor", "fast", "hf", "fast over floor", "hf over fast"])
+    for case in by(rows, "case", "dtype"):
         first, fast, hf = next(iter(case.values())), case.get("fast"), case.get("hf")
         cells = [first["rows"], f"{int(first['vocabulary']):,}", first["settings"].replace("-", ", ")]
-        cells += [f"{float(first['floor_us']):.1f}", _time(fast), _time(hf)]
+        cells += [f"{float(first['floor_us']):.1f}", *(cell(row, _microseconds) for row in (fast, hf))]
         cells.append(f"{float(fast['over_floor']):.2f}x" if fast and fast["status"] == "ok" else "")
         both = fast and hf and fast["status"] == hf["status"] == "ok"
         cells.append(f"{float(hf['us_p50']) / float(fast['us_p50']):.1f}x" if both and fast and hf else "")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(line(cells))
     first = rows[0]
     temperatures = ", ".join(dict.fromkeys(row["temperature"] for row in rows if row["temperature"]))
     where = f"{first['device']}, {first['dtype']} logits, torch {first['torch']}, transformers {first['transformers']}"
@@ -32,8 +30,5 @@ def sampling_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _time(row: Row | None) -> str:
-    """Microseconds, or why there are none."""
-    if row is None:
-        return ""
-    return f"{float(row['us_p50']):.1f}" if row["status"] == "ok" else row["status"].partition(":")[0]
+def _microseconds(row: Row) -> str:
+    return f"{float(row['us_p50']):.1f}"

@@ -1,6 +1,6 @@
 """What the README and the page of results show of the committed rows: tables between markers, and pictures.
 
-``python -m hf_fastdecode.bench.summary`` rewrites them all; a test fails when they do not match the rows.
+``python -m hf_fastdecode.bench.summary`` rewrites them all; a test fails when a table does not match its rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .markdown import (
     finish_table,
     first_calls_table,
     generate_table,
+    generate_where,
     head,
     line,
     ops_digest,
     ops_table,
 )
-from .plots import plot
+from .plots import STYLES, plot
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
@@ -69,10 +70,8 @@ def stock_beside_shared(rows: list[Row]) -> str:
             f"{_stock_kv(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
         lines.append(line(cells))
-    first = rows[0]
-    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
     ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
-    return "\n".join(lines) + f"\n\n{where}, {first['new_tokens']} new tokens; {ours}; medians.\n"
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; medians.\n"
 
 
 def trees_table(rows: list[Row]) -> str:
@@ -130,7 +129,7 @@ def draw(rows: list[Row], path: Path) -> None:
     pairs = paired(rows)
     labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    width, grey, green = 0.38, "#b8bcc2", "#1b7f5c"
+    width, grey, green = 0.38, STYLES["stock"][0], STYLES["shared"][0]
     for index, (stock, shared, _) in enumerate(pairs):
         fits = stock["status"] == "ok"
         before = _stock_kv(stock, shared) / 2**30

@@ -14,7 +14,7 @@ from ..attention.costs import prefill_rate
 from ..attention.dispatch import PLAIN, Choice, Heads, choose
 from ..attention.forest import Forest
 from ..attention.interface import UnsupportedAttentionError
-from ..cache.accounting import local_layers
+from ..cache.accounting import KVShape
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .options import Options
@@ -158,25 +158,28 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
         forest: What the prompts share.
         new_tokens: Most tokens that a row will draw.
     """
-    config = model.config.get_text_config(decoder=True)
     if model.device.type != "cuda" or model.dtype.itemsize != 2:
         return None
-    layers = config.num_hidden_layers
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    local, window = local_layers(config)
+    try:
+        shape = KVShape.from_config(model.config)
+    except ValueError:  # layers of several kinds: no prediction
+        return None
+
+    def times(window: int | None) -> dict[str, float]:
+        heads = Heads(shape.query_heads, shape.kv_heads, shape.head_dim, window=window)
+        return choose(forest, new_tokens / 2, heads, model.device).seconds
+
     alike = [
-        (count, choose(forest, new_tokens / 2, Heads(heads, kv_heads, head_dim, window=seen), model.device).seconds)
-        for count, seen in ((layers - local, None), (local, window))
+        (count, times(window))
+        for count, window in ((shape.layers - shape.local_layers, None), (shape.local_layers, shape.window))
         if count
     ]
-    seconds = {name: sum(count * times[name] for count, times in alike) / layers for name in alike[0][1]}
+    seconds = {name: sum(count * own[name] for count, own in alike) / shape.layers for name in alike[0][1]}
     choice = Choice(min(seconds, key=lambda name: seconds[name]), seconds)
     if choice.name != PLAIN:
         return None
     best = min(time for name, time in seconds.items() if name != PLAIN)
-    lost = (best - seconds[PLAIN]) * layers * new_tokens
+    lost = (best - seconds[PLAIN]) * shape.layers * new_tokens
     parameters = sum(parameter.numel() for parameter in model.parameters())
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None
