@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention.interface import UnsupportedAttentionError
+from .cache.accounting import local_layers
 from .cache.shared import SharedContextCache
 from .generation.eligibility import input_reason, model_reason
 from .generation.options import Options
@@ -153,7 +154,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         raise ValueError(
             "input_ids must be a tensor of shape [prompts, length]; call the tokenizer with return_tensors='pt'"
         )
-    if reason := input_reason(input_ids, mask, None):
+    _, window = local_layers(model.config.get_text_config(decoder=True))
+    if reason := input_reason(input_ids, mask, None, window):
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     cache = SharedContextCache(backend=seams.options.backend)
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -171,6 +172,18 @@ def test_saving_and_loading_an_enabled_model(model, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert "hf_fastdecode" not in (tmp_path / "config.json").read_text()
     assert torch.equal(*(seeded(lambda m=m: m.generate(**PROMPT, **SAMPLING)) for m in (model, loaded)))
+
+
+def test_a_pickled_model_is_loaded_disabled(model):
+    with fd.enabled(model):
+        loaded = pickle.loads(pickle.dumps(model))
+    assert not fd.explain(loaded).enabled
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    assert torch.equal(seeded(lambda: loaded.generate(**PROMPT, **SAMPLING)), expected)
+    with fd.enabled(loaded):
+        assert torch.equal(seeded(lambda: loaded.generate(**PROMPT, **SAMPLING)), expected)
+        assert fd.explain(loaded).last_call.path == "shared"
+    assert "generate" not in vars(loaded)
 
 
 def test_a_call_keeps_no_memory_alive(model):

@@ -264,6 +264,11 @@ def shared_context_mask(
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedAttentionError("the model's mask is not plain causal attention")
     if window is None:
+        if (stored := _window_of_every_layer(kwargs.get("config"))) and lengths.binding(stored):
+            raise UnsupportedAttentionError(
+                f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
+                "the model's mask has none"
+            )
         return None
     if not _slides(mask_function, window):
         raise UnsupportedAttentionError(
@@ -271,6 +276,14 @@ def shared_context_mask(
             "attention, only sliding windows are supported"
         )
     return SlidingWindow(window)
+
+
+def _window_of_every_layer(config: Any) -> int | None:
+    """The window that transformers' cache keeps in every layer, for configs that name no types of layers."""
+    if getattr(config, "layer_types", None) is not None:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) else None
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:

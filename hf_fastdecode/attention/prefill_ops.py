@@ -109,7 +109,8 @@ def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.devic
     """The tokens of some runs, in order: a slice where they lie side by side."""
     if all(after == before + 1 for before, after in pairwise(indices)):
         return slice(starts[indices[0]], starts[indices[-1] + 1])
-    return torch.cat([torch.arange(starts[index], starts[index + 1]) for index in indices]).to(device)
+    places = [torch.arange(starts[index], starts[index + 1], device="cpu") for index in indices]
+    return torch.cat(places).to(device)
 
 
 def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:

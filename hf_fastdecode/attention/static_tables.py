@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -91,19 +91,21 @@ class StaticTables:
             suffix_length: Tokens in every row's suffix.
         """
         self.forest = forest
-        nodes = torch.zeros(self.nodes.shape, dtype=torch.int64)
+        host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+        nodes = torch.zeros(self.nodes.shape, **host)
         for index, layer in enumerate(storage):
-            nodes[index, :, : len(forest.nodes)] = torch.tensor(node_addresses(forest, layer.segments))
+            nodes[index, :, : len(forest.nodes)] = torch.tensor(node_addresses(forest, layer.segments), **host)
         self.nodes.copy_(nodes)
         self.load_suffixes(storage)
-        self.slots.copy_(torch.where(torch.arange(self.rows) < forest.rows, torch.arange(self.rows), -1))
+        rows = torch.arange(self.rows, **host)
+        self.slots.copy_(torch.where(rows < forest.rows, rows, -1))
         self.lengths.fill_(suffix_length)
         for layout, (schedule, config, room) in self._schedules.items():
             schedule.copy_(self._make_schedule(layout, config, room))
 
     def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
         """Point the tables at suffixes that have moved."""
-        self.suffixes.copy_(torch.tensor([suffix_addresses(layer.suffix) for layer in storage]))
+        self.suffixes.copy_(torch.tensor([suffix_addresses(layer.suffix) for layer in storage], device="cpu"))
 
     def attend(
         self,

@@ -73,7 +73,7 @@ class NodeTable:
 
     def __init__(self, forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], device: torch.device):
         self.forest = forest
-        self.addresses = torch.tensor(node_addresses(forest, segments), dtype=torch.int64).to(device)
+        self.addresses = torch.tensor(node_addresses(forest, segments), dtype=torch.int64, device=device)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # Addresses mean nothing in a copy of the cache, whose tensors lie elsewhere: a copy of a table is None.
@@ -84,7 +84,7 @@ class SuffixTable:
     """Device addresses of one layer's suffixes, ``[4]`` int64 in `addresses`, as `forest_decode` takes them."""
 
     def __init__(self, suffix: Segment):
-        self.addresses = torch.tensor(suffix_addresses(suffix), dtype=torch.int64).to(suffix.keys.device)
+        self.addresses = torch.tensor(suffix_addresses(suffix), dtype=torch.int64, device=suffix.keys.device)
 
     __reduce__ = NodeTable.__reduce__
 
@@ -119,8 +119,10 @@ class ForestTables:
         known = self._lengths.get(device)
         if known is not None and known[0] == before and len(known[1]) == rows:
             return known[1]
-        tensor = known[1] if known is not None and len(known[1]) == rows else torch.empty(rows, dtype=torch.int32)
-        tensor = tensor.to(device).fill_(before)
+        if known is not None and len(known[1]) == rows:
+            tensor = known[1].fill_(before)
+        else:
+            tensor = torch.full((rows,), before, dtype=torch.int32, device=device)
         self._lengths[device] = before, tensor
         return tensor
 

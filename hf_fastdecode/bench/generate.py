@@ -88,12 +88,12 @@ class GenerateBench:
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
         call = batch_caller(model, case) if way.batch else caller(model, case, way.arguments)
         most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
+        compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
+        stock = _seeded(lambda: caller(model, case)(most)) if compare else None
         collect()
         before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
-        stock = _seeded(lambda: caller(model, case)(most)) if compare else None
         with using(model, way):
             first: list[Tensor] = []
             first_call = wall_seconds(lambda: first.append(_seeded(lambda: call(most))), self.device)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from .generate_cases import PromptTree
+from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
     cases_of,
     cell,
@@ -109,13 +109,17 @@ def _change(stock: Row, shared: Row, column: str, shown: Callable[[float], str])
 
 
 def _stock_kv(stock: Row, shared: Row) -> float:
-    """Bytes of a stock cache: measured, or where it did not fit, what its tokens would take."""
+    """Bytes of a stock cache at the end: measured, or where it did not fit, what its tokens would take.
+
+    Every row is as long as the longest one, whose last token is drawn and not stored.
+    """
     if stock["status"] == "ok":
         return float(stock["kv_bytes"])
     context, samples, new = (int(stock[name]) for name in ("context", "samples", "new_tokens"))
     tree = PromptTree.of_row(stock["shape"])
-    per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + samples * new)
-    return samples * (context + new) * per_token
+    drawn = sum(GenerateCase(stock["shape"], context, samples, new, finish=stock.get("finish", "")).lengths())
+    per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + drawn)
+    return samples * (context + new - 1) * per_token
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -129,10 +129,7 @@ class SharedContextLayer(CacheLayerMixin):
         segment = self.segments.get(index)
         if segment is None:
             length = self.state.segment_lengths[index]
-            segment = Segment(
-                keys.new_empty(keys.shape[0], length, keys.shape[-1]),
-                values.new_empty(values.shape[0], length, values.shape[-1]),
-            )
+            segment = _storage(keys, values, (keys.shape[0], length))
             self.segments[index] = segment
         return segment
 
@@ -171,10 +168,7 @@ class SharedContextLayer(CacheLayerMixin):
         capacity = max(tokens, 2 * capacity, _FIRST_CAPACITY)
         if self.state.max_suffix is not None:
             capacity = max(tokens, min(capacity, self.state.max_suffix))
-        grown = Segment(
-            keys.new_empty(rows, keys.shape[0], capacity, keys.shape[-1]),
-            values.new_empty(rows, values.shape[0], capacity, values.shape[-1]),
-        )
+        grown = _storage(keys, values, (rows, keys.shape[0], capacity))
         if self.suffix is not None:
             grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
             grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
@@ -204,9 +198,10 @@ class SharedContextLayer(CacheLayerMixin):
     def select_rows(self, rows: Tensor) -> None:
         """Keep, move or repeat the rows' suffixes; ``rows`` holds their indices."""
         if self.suffix is not None:
-            rows = rows.to(self.device)
-            self.suffix = Segment(self.suffix.keys.index_select(0, rows), self.suffix.values.index_select(0, rows))
-            self.own = None
+            rows, before = rows.to(self.device), self.suffix
+            self.suffix, self.own = _storage(*before, (len(rows), *before.keys.shape[1:-1])), None
+            for kept, part in zip(self.suffix, before, strict=True):
+                torch.index_select(part, 0, rows, out=kept)
 
     @property
     def bytes_per_token(self) -> int:
@@ -240,6 +235,15 @@ class SharedContextLayer(CacheLayerMixin):
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
 
     prefetch = offload
+
+
+def _storage(keys: Tensor, values: Tensor, shape: Sequence[int]) -> Segment:
+    """Room for keys and values of so many heads and tokens.
+
+    Ordinary tensors within the caller's inference mode too: there, others could be written only within it.
+    """
+    with torch.inference_mode(False):
+        return Segment(*(part.new_empty(*shape, part.shape[-1]) for part in (keys, values)))
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:

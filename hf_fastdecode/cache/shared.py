@@ -176,6 +176,28 @@ class SharedContextCache(Cache):
                 layer.suffix_length = lengths[index] if index < len(lengths) else 0
             raise
 
+    def check_mask(self, mask: Any, queries: int) -> None:
+        """Refuse a mask that hides tokens: rows see all of their own.
+
+        Args:
+            mask: ``attention_mask`` of a forward pass, ``[rows, tokens]``, nonzero for what is seen; or anything else,
+                which attention itself refuses.
+            queries: Tokens that the pass appends to every row.
+
+        Raises:
+            ValueError: It hides more than the padding in front of a row.
+        """
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
+            return
+        hidden = (mask == 0).cpu()
+        own = torch.tensor(self.forest.context_lengths, device="cpu") + self.suffix_length + queries
+        in_front = hidden.long().cumprod(1).sum(1)
+        if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
+            raise ValueError(
+                "attention_mask hides tokens of the cache, of which every row sees its own; leave the mask out, or "
+                "hide nothing but padding on the left"
+            )
+
     # --- what was stored ---------------------------------------------------------------------------------------
 
     def suffix_tokens(self) -> Tensor:
@@ -185,7 +207,7 @@ class SharedContextCache(Cache):
             ValueError: Tokens were appended by a model that `enable` was not called on, so their ids are unknown.
         """
         parts = [part.cpu() for part in self._suffix_tokens]
-        tokens = torch.cat(parts, dim=1) if parts else torch.empty(self.rows, 0, dtype=torch.long)
+        tokens = torch.cat(parts, dim=1) if parts else torch.empty(self.rows, 0, dtype=torch.long, device="cpu")
         if tokens.shape != (self.rows, self.suffix_length):
             raise ValueError(
                 f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {tokens.shape[1]}; append "
@@ -196,7 +218,7 @@ class SharedContextCache(Cache):
     def path_tokens(self, path: Path) -> Tensor:
         """Ids of the tokens on a path: ``[length]`` int64, on the CPU."""
         parts = [self.segment_tokens[span.segment][span.start : span.stop] for span in path]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
     def nbytes(self) -> CacheBytes:
@@ -260,7 +282,7 @@ class SharedContextCache(Cache):
         if out_of_range:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
         length = self.get_seq_length()
-        index = torch.tensor(list(rows), dtype=torch.long)
+        index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         self.state.forest = self.forest.select_rows(list(rows))
         self._suffix_tokens = [part.index_select(0, index.to(part.device)) for part in self._suffix_tokens]
         for layer in self.layers:

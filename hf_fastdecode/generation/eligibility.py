@@ -11,7 +11,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention.interface import ATTENTION_NAME
 from ..cache.shared import SharedContextCache
 
 # What transformers' loop calls at every step, and ours does not.
@@ -35,6 +38,8 @@ def model_reason(model: PreTrainedModel) -> str | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__}.forward takes no position_ids"
     text = config.get_text_config(decoder=True)
+    if attends := _foreign_attention(text._attn_implementation):
+        return attends
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(model, "_is_stateful", False):
         return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
@@ -89,6 +94,19 @@ def call_reason(
     return None
 
 
+def _foreign_attention(name: str | None) -> str | None:
+    """Whether a config names an attention or mask function that someone registered, which ours would stand in for."""
+    if name is None or name == ATTENTION_NAME or "/" in name:  # kernels from the hub attend as sdpa does
+        return None
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = registry.get(name)
+        if function is not None and not function.__module__.startswith("transformers."):
+            return (
+                f"its attention is {name!r} of {function.__module__}, which passes with shared context would not call"
+            )
+    return None
+
+
 def _changed(model: PreTrainedModel, name: str) -> str | None:
     """Whether a method that our loop stands in for is not transformers' own."""
     if name in vars(model):
@@ -120,13 +138,16 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def input_reason(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> str | None:
+def input_reason(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, window: int | None = None
+) -> str | None:
     """Why these prompts run stock, or None when they can share.
 
     Args:
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
         position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
+        window: Tokens that local layers see, where rows may outgrow it.
     """
     if input_ids.shape[1] == 0:
         return "the prompt is empty"
@@ -139,6 +160,8 @@ def input_reason(input_ids: Tensor, attention_mask: Tensor | None, position_ids:
             return "attention_mask holds values other than 0 and 1"
         if not bool(attention_mask[:, -1].all()):
             return "a prompt ends in padding; set padding_side='left' when calling the tokenizer"
+        if window is not None and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
+            return f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
         expected = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
     if position_ids is not None:
         comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]

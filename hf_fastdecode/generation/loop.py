@@ -149,7 +149,7 @@ class Loop:
             if count == 0:
                 break
             if self._rows_may_leave and steps.worthwhile(count, limit - width - wave.drawn):
-                batch = torch.arange(len(mask)) if alive is None else alive.cpu()
+                batch = torch.arange(len(mask), device=mask.device) if alive is None else alive.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
                 positions = positions[keep.to(positions.device)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ def prefill_nodes(
     cache.add_segment(plan.new_tokens)
     logits: dict[int, Tensor] = {}
     for items in _passes(plan.items, max_tokens):
-        offsets = torch.cat([torch.arange(item.span.start, item.span.stop) for item in items])  # into the new segment
-        positions = torch.cat([torch.arange(item.position, item.position + item.span.length) for item in items])
+        offsets = _ranges((item.span.start, item.span.length) for item in items)  # into the new segment
+        positions = _ranges((item.position, item.span.length) for item in items)
         ends = [index for index, offset in enumerate(offsets.tolist()) if offset in plan.ends]
         keep = torch.tensor(ends or [len(offsets) - 1], device=device)
         # Logits of a whole context would take more room than its keys and values.
@@ -63,6 +63,11 @@ def prefill_nodes(
     cache.plant(plan.forest, length)
     known = [logits[end] for end in plan.ends if end is not None]
     return torch.stack(known) if known and len(known) == len(plan.ends) else None
+
+
+def _ranges(runs: Iterable[tuple[int, int]]) -> Tensor:
+    """Runs of numbers, given by the first and how many, end to end: ``[total]`` int64 on the CPU."""
+    return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in runs])
 
 
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:

@@ -102,7 +102,7 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
             if fresh and run.stop == len(prompts[index]):
                 ends[index] = stored - 1
     row_paths = [tuple(path) for path, group in zip(paths, groups, strict=True) for _ in range(group.count)]
-    tokens = torch.cat(new_tokens) if new_tokens else torch.empty(0, dtype=torch.long)
+    tokens = torch.cat(new_tokens) if new_tokens else torch.empty(0, dtype=torch.long, device="cpu")
     return PromptPlan(
         forest=Forest.from_paths(row_paths),
         items=tuple(items),

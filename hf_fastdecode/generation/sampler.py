@@ -121,7 +121,7 @@ class FastSampler:
         from ..kernels.sampling.api import sample, seen_tokens  # needs Triton
 
         self._sample = sample
-        seed = int(torch.randint(2**62, ())) if do_sample else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if do_sample else 0
         self._settings = chain.settings(device, greedy=not do_sample, seed=seed)
         self._seen: Tensor | None = None
         if chain.repetition_penalty != 1:

@@ -12,6 +12,7 @@ Methods of the instance are wrapped; the class, the modules and transformers sta
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -102,6 +103,14 @@ class Seams:
         self.captures = Captures()
         self._told: set[str] = set()
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # methods of an instance are not pickled: the model is loaded as it was before `enable`
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Seams:
+        twin = memo[id(self)] = object.__new__(Seams)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
     @contextmanager
     def call(self, model: PreTrainedModel) -> Iterator[bool]:
         """A `generate` call: what is undone within is undone at its end. Gives whether the call may share context."""
@@ -132,6 +141,10 @@ class Seams:
         if kind not in self._told:
             self._told.add(kind)
             logger.log(level, message)
+
+
+def _nothing() -> None:
+    """What an enabled model's state is loaded as."""
 
 
 # Guards the beginning and the end of calls against `install` and `uninstall`, in any thread.
@@ -191,8 +204,12 @@ def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) ->
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
 def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    queries = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
+    given = _arguments(model, args, kwargs)
+    input_ids = given.get("input_ids")
+    fed = input_ids if input_ids is not None else given.get("inputs_embeds")
+    queries = fed.shape[1] if isinstance(fed, Tensor) else 0
+    if not cache.state.packed:
+        cache.check_mask(given.get("attention_mask"), queries)
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = seams.methods.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
@@ -200,6 +217,13 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
     if seams.last_call is not None and seams.last_call.cache_id == id(cache):
         seams.last_call.observe(cache)
     return output
+
+
+def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a forward pass is given, by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

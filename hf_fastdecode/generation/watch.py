@@ -45,7 +45,7 @@ class Watch:
         if self._pending is not None:
             known, copied = self._pending
             copied.synchronize()
-        copy = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True)
+        copy = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True, device="cpu")
         copy.copy_(mask, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))  # the current device may be another one

@@ -96,8 +96,14 @@ def _key_of(method: object) -> int | None:
 
 
 def _own_method(instance: object, name: str) -> Callable[..., Any] | None:
-    """What the instance carries for a method, but for ours, which others may put back after they were taken off."""
+    """What the instance carries for a method of its class.
+
+    But for ours, which others may put back after they were taken off, and but for the class's own, bound: ours are
+    unpickled as those.
+    """
     own = vars(instance).get(name)
+    if isinstance(own, types.MethodType) and own.__func__ is getattr(type(instance), name):
+        return None
     while (key := _key_of(own)) is not None:
         own = vars(instance).get(_BURIED_ATTRIBUTE, {}).get((key, name))
     return own

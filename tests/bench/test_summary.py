@@ -32,9 +32,9 @@ def test_a_table_names_what_did_not_fit(tmp_path):
     shared |= {"kv_bytes": 2**30 * 140 / 44, "floor_kv_bytes": 2**30 * 140 / 44}
     write_rows(tmp_path / "rows.csv", [stock, shared])
     text = summary.table(read_rows(tmp_path / "rows.csv"))
-    # Stock would hold 4 * 110 tokens, the shared cache holds 140: as many GiB as tokens / 44.
+    # Stock would hold 4 * 109 tokens, the shared cache holds 140: as many GiB as tokens / 44.
     line = (
-        "| x | 100 | 4 | out of memory → 0.50 s | out of memory → 2.0 ms | out of memory → 0.5 s | 10.00 → 3.18 GiB |"
+        "| x | 100 | 4 | out of memory → 0.50 s | out of memory → 2.0 ms | out of memory → 0.5 s | 9.91 → 3.18 GiB |"
     )
     assert line in text
     compiled = shared | {"way": "compile", "ms_per_step": 1.5}
@@ -46,14 +46,20 @@ def test_a_table_names_what_did_not_fit(tmp_path):
 def test_what_stock_would_hold_of_a_tree():
     stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
     shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}
-    assert summary._stock_kv(stock, shared) == 7 * 6 * 110
+    assert summary._stock_kv(stock, shared) == 7 * 6 * 109
+
+
+def test_what_stock_would_hold_where_rows_end_early():
+    stock = {"shape": "x", "context": 100, "samples": 4, "new_tokens": 10, "finish": "4-10", "status": "out of memory"}
+    shared = {"floor_kv_bytes": 7 * (100 + 4 + 6 + 8 + 10)}
+    assert summary._stock_kv(stock, shared) == 7 * 4 * 109
 
 
 def test_trees_beside_stock():
     tree = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "ok"}
     tree |= {"way": "graph", "ms_per_step": 1.25, "kv_bytes": 2**30 * 200 / 50, "floor_kv_bytes": 2**30 * 200 / 50}
     tree = {name: str(value) for name, value in tree.items()}
-    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.2 GiB |" in summary.trees_table([tree])
+    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.1 GiB |" in summary.trees_table([tree])
 
 
 def test_first_calls_beside_later_ones():

@@ -248,3 +248,37 @@ def test_suffixes_are_freed_when_others_take_their_place(model):
             memory = [weakref.ref(part) for layer in cache.layers for part in layer.suffix]
             change()
             assert not any(part() is not None for part in memory)
+
+
+@pytest.mark.parametrize("select", [False, True])
+def test_a_cache_outlives_inference_mode(model, select):
+    call = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "return_dict_in_generate": True}
+    with fd.enabled(model):
+        with torch.inference_mode():
+            out = model.generate(PROMPTS, **call)
+            if select:
+                out.past_key_values.batch_select_indices(torch.arange(6))
+        with torch.no_grad():
+            logits = model(out.sequences[:, -1:], past_key_values=out.past_key_values).logits[:, -1]
+            expected = model(out.sequences).logits[:, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_mask_must_not_hide_tokens():
+    model, prompts = tiny_model("llama-gqa"), ragged_prompts(60, 45, shared=40)
+    token, position = torch.tensor([[5], [6]]), torch.tensor([[60], [45]])
+    padded = torch.cat([prompts["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    with torch.no_grad(), fd.enabled(model):
+
+        def logits(mask):
+            cache = fd.prefill(model, prompts)
+            return model(token, past_key_values=cache, position_ids=position, attention_mask=mask).logits
+
+        expected = logits(None)
+        assert torch.equal(logits(padded), expected)
+        assert torch.equal(logits(torch.ones_like(padded)), expected)
+        for row, hidden in ((0, slice(20, 30)), (0, slice(0, 1)), (1, slice(0, 16)), (1, slice(-1, None))):
+            mask = padded.clone()
+            mask[row, hidden] = 0
+            with pytest.raises(ValueError, match="attention_mask hides tokens of the cache"):
+                logits(mask)

@@ -174,6 +174,26 @@ def test_text_streamer_prints_the_completion(capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_default_device_that_is_not_the_models(model, device):
+    """What the host keeps stays on the host. On the CPU, another default device is played by one without memory."""
+    call = ragged_prompts(80, 60, shared=40) | SAMPLING | {"eos_token_id": list(range(3, 12)), "max_new_tokens": 24}
+    call = {
+        key: value.to(device) if isinstance(value, torch.Tensor) and device == "cuda" else value
+        for key, value in call.items()
+    }
+    model = model.to(device).bfloat16() if device == "cuda" else model
+    with fd.enabled(model, sampler="hf"):
+        expected = seeded(lambda: model.generate(**call))
+        with torch.device(device):
+            cache = fd.prefill(model, call["input_ids"][1:, 20:])
+            found = seeded(lambda: model.generate(**call))
+            assert fd.explain(model).last_call.path == "shared"
+            assert fd.explain(model).last_call.compactions >= 1
+    assert torch.equal(found, expected)
+    assert cache.rows == 1
+
+
 def test_max_length_and_generation_config(model):
     config = model.generation_config.__class__(max_length=90, do_sample=True, top_k=0, num_return_sequences=3)
     config.pad_token_id = 0

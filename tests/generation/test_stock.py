@@ -4,9 +4,8 @@ import logging
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-)
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.dispatch import Choice
@@ -212,6 +211,30 @@ def test_attention_that_scales_with_the_cache_runs_stock():
     stock, shared, call = both(model, lambda: SAMPLING, ragged_prompts(60, 75, shared=40))
     assert call.path == "stock"
     assert torch.equal(shared, stock)
+
+
+def test_attention_of_the_users_own_runs_stock(model):
+    def halved(module, query, key, value, mask, **kwargs):
+        return sdpa_attention_forward(module, query * 0.5, key, value, mask, **kwargs)
+
+    AttentionInterface.register("halved", halved)
+    try:
+        model.set_attn_implementation("halved")
+        stock, shared, call = both(model, lambda: SAMPLING)
+    finally:
+        model.set_attn_implementation("sdpa")
+        del AttentionInterface._global_mapping["halved"]
+    assert call.path == "stock"
+    assert "its attention is 'halved'" in call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_attention_of_transformers_does_not():
+    model = tiny_model("llama-gqa")
+    model.set_attn_implementation("eager")
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        assert fd.explain(model).last_call.path == "shared"
 
 
 def test_autocast_runs_stock(model):

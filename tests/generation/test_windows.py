@@ -231,3 +231,51 @@ def test_a_forced_fused_backend_refuses_a_window():
         ),
     ):
         model.generate(**PROMPTS, **CALL)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gaps_in_a_mask_run_stock(name):
+    """The second turn of a batch of chats: stock counts the pads behind a row's end among what its window shows."""
+    model = tiny_model(name, sliding_window=40)
+    ids = ragged_prompts(80)["input_ids"].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, 50:58] = 0
+    stock, shared, call = both(model, lambda: CALL, {"input_ids": ids, "attention_mask": mask})
+    assert call.path == "stock"
+    assert "windows of 40 tokens" in call.reason
+    assert torch.equal(shared, stock)
+    with fd.enabled(model), pytest.raises(ValueError, match="windows of 40 tokens count as seen"):
+        fd.prefill(model, {"input_ids": ids, "attention_mask": mask})
+
+
+def test_gaps_in_a_mask_that_no_window_counts():
+    model = tiny_model("mistral-window", sliding_window=200)
+    ids = ragged_prompts(80)["input_ids"].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, 50:58] = 0
+    stock, shared, call = both(model, lambda: CALL, {"input_ids": ids, "attention_mask": mask})
+    assert call.path == "shared", call.reason
+    assert torch.equal(shared, stock)
+
+
+def test_embeddings_count_towards_the_window():
+    model, prompt, more = tiny_model("mistral-window"), ragged_prompts(38)["input_ids"], torch.arange(3, 23)[None]
+    embeds = model.get_input_embeddings()(more).detach()
+    with torch.no_grad(), fd.enabled(model):
+        by_ids = model(more, past_key_values=fd.prefill(model, prompt)).logits
+        by_embeds = model(inputs_embeds=embeds, past_key_values=fd.prefill(model, prompt)).logits
+        by_place = model(None, None, None, fd.prefill(model, prompt), embeds).logits
+    assert torch.equal(by_embeds, by_ids)
+    assert torch.equal(by_place, by_ids)
+
+
+def test_a_window_that_only_the_cache_has_runs_stock():
+    """A config names it, so stock's cache forgets older keys, but the model's mask does not hide them."""
+    model = tiny_model("llama-gqa", sliding_window=40)
+    stock, shared, call = both(model, lambda: CALL, PROMPTS)
+    assert call.path == "stock"
+    assert "the model's mask has none" in call.reason
+    assert torch.equal(shared, stock)
+    stock, shared, call = both(model, lambda: CALL | {"max_new_tokens": 4}, ragged_prompts(36))
+    assert call.path == "shared", call.reason
+    assert torch.equal(shared, stock)
