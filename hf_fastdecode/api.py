@@ -119,7 +119,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
 
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
     only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
-    from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it.
+    from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it. It holds what
+    this model's weights made of the tokens: after they have changed, as in training, prefill again.
 
     Args:
         model: An enabled model.
@@ -143,17 +144,11 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         found = type(mapping["attention_mask"]).__name__
         raise ValueError(f"attention_mask must be a tensor, got {found}; call the tokenizer with return_tensors='pt'")
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"inputs must be a tensor of ids or what a tokenizer returns, got {type(inputs).__name__}")
-    input_ids, mask = mapping.get("input_ids"), mapping.get("attention_mask")
-    if (
-        not isinstance(input_ids, Tensor)
-        or input_ids.dim() != 2
-        or input_ids.numel() == 0
-        or input_ids.dtype not in (torch.int64, torch.int32)
-    ):
         raise ValueError(
-            "input_ids must be a tensor of shape [prompts, length]; call the tokenizer with return_tensors='pt'"
+            f"inputs must be a tensor of ids or what a tokenizer returns, got {type(inputs).__name__}; call the "
+            "tokenizer with return_tensors='pt'"
         )
+    input_ids, mask = _checked_ids(mapping.get("input_ids")), mapping.get("attention_mask")
     _, window = local_layers(model.config.get_text_config(decoder=True))
     if reason := input_reason(input_ids, mask, None, window):
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
@@ -167,8 +162,25 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     return cache
 
 
+def _checked_ids(input_ids: object) -> Tensor:
+    """The ids, if they are prompts."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(
+            f"input_ids must be a tensor, got {type(input_ids).__name__}; call the tokenizer with return_tensors='pt'"
+        )
+    if input_ids.dim() != 2:
+        shape = list(input_ids.shape)
+        remedy = "; for one prompt, input_ids[None]" if input_ids.dim() == 1 else ""
+        raise ValueError(f"input_ids must have shape [prompts, length], got {shape}{remedy}")
+    if input_ids.numel() == 0:
+        raise ValueError(f"the prompts are empty: input_ids has shape {list(input_ids.shape)}; give a token at least")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids must be int64 or int32, got {str(input_ids.dtype).removeprefix('torch.')}")
+    return input_ids
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"expected a transformers PreTrainedModel, got {type(model).__name__}; for PEFT pass get_base_model()"
-        )
+        peft = hasattr(model, "get_base_model")
+        remedy = "pass model.get_base_model()" if peft else "load one with AutoModelForCausalLM.from_pretrained"
+        raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; {remedy}")

@@ -17,7 +17,15 @@ import typer
 from . import __version__
 from .bench.app import app as bench
 from .command_errors import CommandError
-from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, progress_bar, quiet_libraries
+from .commands.console import (
+    ManyValues,
+    OneLineErrors,
+    check_options,
+    cpu_is_busy,
+    forced_options,
+    progress_bar,
+    quiet_libraries,
+)
 from .commands.prompts import read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 
@@ -101,18 +109,20 @@ def demo(
         from .commands.models import EMBEDDED, load_model, machine, pick_device
         from .commands.render import demo_text
 
+        check_options()
         task = pick_task(task_id, shots)
         place = pick_device(device)
         model, tokenizer = load_model(EMBEDDED, "float32", place)
-        found = run_demo(
-            model,
-            tokenizer,
-            task,
-            sampling,
-            shots=shots,
-            bar=progress_bar,
-            check_progress=sys.stderr.isatty(),
-        )
+        with forced_options():
+            found = run_demo(
+                model,
+                tokenizer,
+                task,
+                sampling,
+                shots=shots,
+                bar=progress_bar,
+                check_progress=sys.stderr.isatty(),
+            )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
     Console().print(demo_text(found, machine=machine(place), model=name, best=best))
@@ -175,6 +185,13 @@ def generate(
             "--stock", help="Run without hf_fastdecode; in float32 the same seed draws the same completions."
         ),
     ] = False,
+    mode: Annotated[
+        str, typer.Option(help="How steps run: auto, eager, graph or compile, as `hf_fastdecode.enable` has them.")
+    ] = "auto",
+    backend: Annotated[
+        str,
+        typer.Option(help="What attends in a step: auto, triton, flash, cudnn, efficient, cpu or plain; likewise."),
+    ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:
     """Draw completions of prompts with any decoder-only model.
@@ -186,6 +203,7 @@ def generate(
 
         hf-fastdecode generate --prompt "def add(a, b):" --n 8 --max-new-tokens 32
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
     """
     sampling = sampling_from_options(
@@ -199,6 +217,9 @@ def generate(
     )
     if explain and stock:
         raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
+    options = {"mode": mode, "backend": backend}
+    if stock and (given := next((f"--{name} {value}" for name, value in options.items() if value != "auto"), None)):
+        raise CommandError(f"{given} is for hf_fastdecode, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):
         raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
     texts = read_prompts(prompt or [], prompt_file, sys.stdin)
@@ -207,10 +228,12 @@ def generate(
         from .commands.models import load_model, machine, pick_device
         from .commands.render import completion_heading, summary
 
+        check_options(**options)
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place)
-        with progress_bar("generate", max_new_tokens) as on_step:
-            generated = run(loaded, tokenizer, texts, sampling, stop=stops, stock=stock, on_step=on_step)
+        with progress_bar("generate", max_new_tokens) as on_step, forced_options():
+            how = None if stock else options
+            generated = run(loaded, tokenizer, texts, sampling, stop=stops, options=how, on_step=on_step)
     for completion in generated.completions:
         if as_json:
             print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}))

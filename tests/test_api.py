@@ -279,6 +279,49 @@ def test_explain_reads_as_text(model):
         assert "stock (generation mode 'beam_search' is not accelerated yet)" in str(fd.explain(model))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 0}, "ValueError: "),
+        ({"num_beams": 2, "past_key_values": "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
+        ({**SAMPLING, "streamer": "broken"}, "RuntimeError: no more"),
+    ],
+    ids=["arguments", "cache", "within"],
+)
+def test_a_call_that_raised_is_told_as_that(model, arguments, error):
+    class Broken:
+        def put(self, tokens):
+            raise RuntimeError("no more")
+
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        given = {"cache": fd.prefill(model, PROMPT["input_ids"][:, :70]), "broken": Broken()}
+        with pytest.raises((ValueError, RuntimeError)):
+            model.generate(**PROMPT, **{name: given.get(value, value) for name, value in arguments.items()})
+        assert fd.explain(model).last_call.path == "failed"
+        assert "last generate call: failed (" in str(fd.explain(model))
+        assert error in str(fd.explain(model))
+        model.generate(**PROMPT, **SAMPLING)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+@pytest.mark.parametrize(
+    "forced", [{"sampler": "fast"}, {"backend": "triton"}, {"backend": "plain", "sampler": "fast"}]
+)
+def test_what_was_forced_and_not_used_is_told(model, caplog, forced):
+    with fd.enabled(model, **forced), caplog.at_level("WARNING", logger="hf_fastdecode"):
+        model.generate(PROMPT["input_ids"][:, :5], **SAMPLING)
+        reason = fd.explain(model).last_call.reason
+    assert reason.endswith(f"; {', '.join(f'{name}={value!r}' for name, value in forced.items())} not used")
+    assert reason in caplog.text
+
+
+def test_stocks_own_are_never_unused(model):
+    with fd.enabled(model, sampler="hf", mode="eager"):
+        model.generate(PROMPT["input_ids"][:, :5], **SAMPLING)
+        assert "not used" not in fd.explain(model).last_call.reason
+
+
 def test_threads_share_a_model(model):
     """Shared and stock passes of several threads overlap on one config; each gets stock tokens, and nothing stays."""
     before = snapshot(model)

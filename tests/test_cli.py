@@ -105,6 +105,9 @@ def test_public_names_load_when_used():
         ("generate --prompt x --greedy --n 2", "use --n 1"),
         ("generate --prompt x --prompt-file y", "were both given"),
         ("generate --prompt x --stock --explain", "leave one out"),
+        ("generate --prompt x --stock --mode graph", "--mode graph is for hf_fastdecode"),
+        ("generate --prompt x --mode graphs", "--mode must be one of auto, eager, graph, compile, got 'graphs'"),
+        ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
         ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
         ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
         ("generate --prompt x --device nonsense", "device 'nonsense' is not available"),
@@ -129,6 +132,27 @@ def test_bad_input_is_one_line(arguments, message):
     assert result.stderr.startswith("hf-fastdecode: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo"])
+def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    result = run(*command.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith("hf-fastdecode: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("forced", ["option", "environment"])
+def test_a_backend_that_cannot_run(forced, checkpoint, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if forced == "environment":
+        monkeypatch.setenv("HF_FASTDECODE_BACKEND", "triton")
+    option = ["--backend", "triton"] if forced == "option" else []
+    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
+    assert result.exit_code == 2
+    remedy = "unset $HF_FASTDECODE_BACKEND" if forced == "environment" else "use backend='auto'"
+    assert "backend='triton' cannot run: it runs on CUDA devices, got 'cpu'; " + remedy in result.stderr
 
 
 def test_a_prompt_longer_than_the_model(checkpoint):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 
+from ..generation.options import Options
 from .attention_hook import REPLACEMENTS, NotAvailableError, replaced_attention
 
 
@@ -67,7 +67,7 @@ def find_way(name: str) -> GenerateWay:
     """The way of a name such as ``graph`` or ``graph+sampler=fast``.
 
     Raises:
-        ValueError: There is no such way, or stock was given options.
+        ValueError: There is no such way or option, the option does not take this, or stock was given options.
     """
     base, *options = name.split("+")
     if base not in _WAYS:
@@ -80,6 +80,10 @@ def find_way(name: str) -> GenerateWay:
             f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
         )
     given = {key: _value(text) for key, _, text in (option.partition("=") for option in options)}
+    names = [field.name for field in fields(Options) if field.name != "mode"]  # that is what the way is
+    if unknown := [key for key in given if key not in names]:
+        raise ValueError(f"an option of a way is one of {', '.join(names)}, got {unknown[0]!r} in {name!r}")
+    Options(**way.enable | given)
     return replace(way, enable=way.enable | given)
 
 
@@ -102,7 +106,7 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
 
     Raises:
-        NotAvailableError: This version has no such option, or the attention was not replaced.
+        NotAvailableError: The attention was not replaced.
     """
     # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
     if way.compiles and model.device.type == "cuda":
@@ -110,9 +114,6 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     if way.enable is None:
         yield
         return
-    known = inspect.signature(fd.enable).parameters
-    if unknown := [name for name in way.enable if name not in known]:
-        raise NotAvailableError(f"enable has no option {unknown[0]!r} in this version")
     if way.attention is None:
         with fd.enabled(model, **way.enable):
             yield

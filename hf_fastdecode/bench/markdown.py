@@ -36,16 +36,18 @@ def ops_digest(rows: Sequence[Row]) -> str:
     """
     others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in by(rows, "case", "dtype") if _ok(case.get("ours")) and one_node(case["ours"])]
-    floor = f"over the floor ({LEAST_FLOOR_US:g} us or more)"
-    lines = head(["heads", "n", floor, *(f"{way} over ours (least)" for way in others)])
+    floors = ["over the floor", f"where that is {LEAST_FLOOR_US:g} us or more"]
+    lines = head(["heads", "n", *floors, *(f"{way} over ours (least)" for way in others)])
     groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
     for case in cases:
         key = tuple(int(case["ours"][column]) for column in ("heads", "kv_heads", "rows"))
         groups.setdefault(key, []).append(case)
     found = [(f"{heads}/{kv_heads}", f"{n:,}", groups[heads, kv_heads, n]) for heads, kv_heads, n in sorted(groups)]
     for name, n, group in [*found, ("all", "all", cases)]:
-        over = [float(c["ours"]["over_floor"]) for c in group if float(c["ours"]["floor_us"]) >= LEAST_FLOOR_US]
-        cells = [f"{geometric_mean(over):.2f}x ({len(over)} of {len(group)})" if over else f"(0 of {len(group)})"]
+        over = [float(c["ours"]["over_floor"]) for c in group]
+        long = [float(c["ours"]["over_floor"]) for c in group if float(c["ours"]["floor_us"]) >= LEAST_FLOOR_US]
+        cells = [f"{geometric_mean(over):.2f}x"]
+        cells.append(f"{geometric_mean(long):.2f}x ({len(long)} of {len(group)})" if long else f"(0 of {len(group)})")
         for way in others:
             gains = [float(c[way]["us_p50"]) / float(c["ours"]["us_p50"]) for c in group if _ok(c.get(way))]
             fitting = "" if len(gains) == len(group) else f"; {len(gains)} of {len(group)}"

@@ -115,7 +115,10 @@ def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
         axis.set_xlabel("context, tokens")
         axis.set_ylabel("n, samples")
         axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
-    _title(figure, f"hf_fastdecode: floor over time (100 % is the hardware's limit), {_where(rows)}")
+    _title(
+        figure,
+        f"hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product), {_where(rows)}",
+    )
     return _save(figure, path)
 
 

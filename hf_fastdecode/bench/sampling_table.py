@@ -14,7 +14,8 @@ def sampling_table(rows: Sequence[Row]) -> str:
     for case in by(rows, "case", "dtype"):
         first, fast, hf = next(iter(case.values())), case.get("fast"), case.get("hf")
         cells = [first["rows"], f"{int(first['vocabulary']):,}", first["settings"].replace("-", ", ")]
-        cells += [f"{float(first['floor_us']):.1f}", *(cell(row, _microseconds) for row in (fast, hf))]
+        floor = float(first["floor_us"])
+        cells += [f"{floor:.1f}" if floor >= 1 else f"{floor:.2f}", *(cell(row, _microseconds) for row in (fast, hf))]
         cells.append(f"{float(fast['over_floor']):.2f}x" if fast and fast["status"] == "ok" else "")
         both = fast and hf and fast["status"] == hf["status"] == "ok"
         cells.append(f"{float(hf['us_p50']) / float(fast['us_p50']):.1f}x" if both and fast and hf else "")

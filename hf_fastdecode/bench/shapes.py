@@ -73,3 +73,10 @@ def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> 
     finally:
         torch.set_default_dtype(previous)
     return model.eval()
+
+
+def parameters(shape: str) -> int:
+    """Weights of a named shape; none are made."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def generate(
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
-    stock: bool = False,
+    options: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Generated:
     """Draw completions with shared context, or with stock transformers.
@@ -46,15 +46,15 @@ def generate(
         prompts: Texts; shorter ones are padded on the left.
         sampling: What to draw.
         stop: Strings that end a completion.
-        stock: Run without hf_fastdecode.
+        options: Of `hf_fastdecode.enable`; None runs stock.
         on_step: Called at each step with the number of tokens drawn before it.
     """
     inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
-    options: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
-    if stock:
-        drawn, report = draw(model, inputs, sampling, **options), None
+    how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
+    if options is None:
+        drawn, report = draw(model, inputs, sampling, **how), None
     else:
-        with enabled(model):
-            drawn, report = draw(model, inputs, sampling, **options), explain(model)
+        with enabled(model, **options):
+            drawn, report = draw(model, inputs, sampling, **how), explain(model)
     completions = read_completions(drawn, tokenizer, sampling, end_tokens=end_tokens_of(model), stop=stop)
     return Generated(completions, drawn.total_s, report)

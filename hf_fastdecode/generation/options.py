@@ -35,6 +35,12 @@ class Options:
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
 
+    @property
+    def forced(self) -> list[str]:
+        """Those that were not left to ``auto``, as they were written."""
+        choices = ("backend", "mode", "sampler")
+        return [f"{name}={getattr(self, name)!r}" for name in choices if getattr(self, name) != "auto"]
+
     def __post_init__(self) -> None:
         forced = os.environ.get(BACKEND_VARIABLE)
         if self.backend == "auto" and forced:

@@ -13,8 +13,8 @@ class CallReport:
     """One `generate` call.
 
     Attributes:
-        path: ``shared`` or ``stock``.
-        reason: Why this path.
+        path: ``shared``, ``stock``, or ``failed`` when the call raised.
+        reason: Why this path; what was raised.
         rows: Sequences decoded; 0 when the call ran stock before its prompts were looked at.
         padded_length: Length of the rows' prompts with padding.
         forest: The nodes, in words.
@@ -64,6 +64,10 @@ class CallReport:
             ]
             self.layer_sizes = [(layer.bytes_per_token, layer.window) for layer in cache.layers]
         self.suffix_length = cache.suffix_length
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the call raised."""
+        self.path, self.reason = "failed", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
     @property
     def nbytes(self) -> CacheBytes:

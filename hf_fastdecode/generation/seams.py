@@ -132,6 +132,9 @@ class Seams:
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
+        # transformers' own loop, draws and attention are what these two ask for at most.
+        if unused := [option for option in self.options.forced if option not in ("mode='eager'", "sampler='hf'")]:
+            reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
         call.path, call.reason = "stock", reason
         self.tell_once(f"this generate call runs stock transformers: {reason}", level)
 
@@ -274,9 +277,15 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
     )
     with seams.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
-        token = _under_way.set(_UnderWay(model, ours))
+        token, before = _under_way.set(_UnderWay(model, ours)), seams.last_call
         try:
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+        except BaseException as error:
+            if seams.last_call is before:  # it failed before anything was decided
+                seams.last_call = CallReport()
+            assert seams.last_call is not None
+            seams.last_call.fail(error)
+            raise
         finally:
             _under_way.reset(token)
 

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from hf_fastdecode.bench.commands.generate import _warn_of_size
 from hf_fastdecode.bench.commands.ops import OP_WAY_NAMES
+from hf_fastdecode.bench.generate_cases import GenerateCase
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
 from hf_fastdecode.bench.rows import read_rows
 from hf_fastdecode.cli import app
@@ -137,6 +140,19 @@ def test_papers_tables(tmp_path):
     assert [row["case"] for row in read_rows(tmp_path / "hydragen-fig5.csv")] == ["n64-m1024-L64-h8g1"]
 
 
+def test_nothing_measured_is_no_success(tmp_path):
+    words = ("--device", "cpu", "--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "graph")
+    result = run("generate", *words, "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 1
+    assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
+
+
+def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
+    case = GenerateCase("8b-gqa", 64, 2, 4)
+    _warn_of_size([case, GenerateCase("tiny", 64, 2, 4), replace(case, samples=4)])
+    assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -147,6 +163,10 @@ def test_papers_tables(tmp_path):
         ("ops --device nonsense", "device 'nonsense' is not available"),
         ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
         ("generate --way nosuch+a=b", "--way must be one of stock,"),
+        ("generate --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
+        ("generate --way graph+mode=eager", "got 'mode' in 'graph+mode=eager'"),
+        ("generate --way eager+sampler=zzz", "sampler must be one of auto, hf, fast, got 'zzz'"),
+        ("tables --table bifurcated-1 --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
         ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
         ("generate --finish 99", "rows must finish between 1 and new_tokens = 64, got '99-64'"),
         ("generate --tree 24x8", "a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got '24x8'"),

@@ -317,7 +317,11 @@ def test_ids_of_32_bits_and_masks_of_other_numbers(model):
     ("inputs", "message"),
     [
         ({"input_ids": torch.ones(1, 9, dtype=torch.long), "attention_mask": [[1] * 9]}, "must be a tensor, got list"),
-        (torch.ones(1, 9, dtype=torch.bool), "input_ids must be a tensor of shape"),
+        (torch.ones(1, 9, dtype=torch.bool), "must be int64 or int32, got bool"),
+        (torch.ones(9, dtype=torch.long), r"shape \[prompts, length\], got \[9\]; for one prompt, input_ids\[None\]"),
+        (torch.ones(1, 0, dtype=torch.long), r"the prompts are empty: input_ids has shape \[1, 0\]"),
+        ({"input_ids": [[5, 6]]}, "input_ids must be a tensor, got list"),
+        ([5, 6], "what a tokenizer returns, got list"),
     ],
 )
 def test_what_cannot_be_prefilled(model, inputs, message):

@@ -69,9 +69,16 @@ def generate(
 ) -> None:
     """Whole calls of `generate`: first call, time to the first tokens, time of a step, tokens a second, memory.
 
-    A step is `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. The ceilings run the same
-    loop with attention left out. A way of ours is measured after its tokens were found to be stock's in float32, and
-    its logits as precise as stock's in half precision.
+    A step is `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. A way of ours is measured
+    after its tokens were found to be stock's in float32, and its logits as precise as stock's in half precision.
+
+    Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
+    `generate_batch` its continuous batching. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
+    `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
+    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop.
+
+    Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
+    layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` has 2 layers.
 
     Examples:
 
@@ -90,6 +97,7 @@ def generate(
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ways = way or list(DEFAULT_WAYS)
     known("way", [name.partition("+")[0] for name in ways], WAYS)
+    check_ways(ways)
     check_dtype(dtype)
     known("shape", shape or [], (*SHAPE_NAMES, "embedded"))
     try:
@@ -116,17 +124,39 @@ def run_generate(
 ) -> list[Row]:
     """Measure whole calls into `out`."""
     from ..generate import GenerateBench
-    from ..generate_ways import find_way
     from ..rows import provenance
     from ..runner import run
+
+    if device.type == "cpu":
+        _warn_of_size(cases)
+    bench = GenerateBench(device, repeats=repeats, check=check)
+    return run(cases, ways, bench.measure, provenance=provenance(device), out=out)
+
+
+def check_ways(ways: Sequence[str]) -> None:
+    """Refuse options of ways that there are not."""
+    if not any("+" in way for way in ways):  # looking at options takes the imports' seconds
+        return
+    from ..generate_ways import find_way
 
     try:
         for way in ways:
             find_way(way)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    bench = GenerateBench(device, repeats=repeats, check=check)
-    return run(cases, ways, bench.measure, provenance=provenance(device), out=out)
+
+
+def _warn_of_size(cases: Sequence[GenerateCase]) -> None:
+    """Say what takes so long, where a shape is meant for a GPU."""
+    from ..shapes import SHAPES, parameters
+
+    for shape in dict.fromkeys(case.shape for case in cases if case.shape in SHAPES):
+        if (billions := parameters(shape) / 1e9) > 1:
+            typer.echo(
+                f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes; --shape "
+                "embedded and tiny are meant for one",
+                err=True,
+            )
 
 
 def _tables(rows: list[Row]) -> str:

@@ -55,6 +55,14 @@ def ops(
     needs, at rates measured in the same run. Each way is first checked against an fp64 reference: its error is at most
     twice that of PyTorch's own attention, or its row says `wrong` and the command ends with exit code 1.
 
+    Ways: `ours` is what the package runs, `ours-prefix` and `ours-suffix` its two parts alone. `plain` is flash
+    decoding with a copy of the context for each row. `recipe` is the faster of PyTorch's flash and cuDNN operators
+    over the shared context, flash over what each row added, and a merge. `hydragen` is that paper's two flash calls,
+    `bifurcated` that paper's einsums, `bifurcated-compiled` the same by torch.compile.
+
+    Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
+    they say; `h200` is these four together; `small` is a handful of them, `tiny` is for a CPU.
+
     Examples:
 
         hf-fastdecode bench ops

@@ -31,6 +31,8 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
 
     if red := failed(rows):
         raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    if rows and all(row["status"].startswith("not run: ") for row in rows):
+        raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}", 1)
     typer.echo(table(rows))
     typer.echo(f"rows: {out}")
     if plot:

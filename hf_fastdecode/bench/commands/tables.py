@@ -12,7 +12,7 @@ from ...command_errors import CommandError
 from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
-from .generate import run_generate
+from .generate import check_ways, run_generate
 from .ops import OP_WAY_NAMES, run_ops
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
 from .report import report
@@ -55,6 +55,8 @@ def tables(
         of_operators = isinstance(setting.cases[0], OpCase)
         cases: list[Any] = chosen(list(setting.cases), only)
         known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
+        if not of_operators:
+            check_ways(ways)
         if show:
             show_cases(cases)
             continue
