@@ -268,6 +268,16 @@ def on_a_gpu():
     return tiny_model("llama-gqa", hidden_size=256).bfloat16().cuda()
 
 
+def drawn_alike(left, right, call):
+    """The share of equal tokens among the first twenty behind the prompts; by chance it is one in a hundred.
+
+    The same steps give the same tokens; those of compiled layers round otherwise, which sooner or later sets rows
+    apart.
+    """
+    first = call["input_ids"].shape[1]
+    return (left[:, first : first + 20] == right[:, first : first + 20]).float().mean().item()
+
+
 def gpu_call(*lengths, **extra):
     prompt = {key: value.cuda() for key, value in ragged_prompts(*lengths, shared=min(lengths) // 2).items()}
     return prompt | SAMPLING | {"max_new_tokens": 20} | extra
@@ -289,10 +299,9 @@ def test_captured_steps_serve_other_calls(mode, on_a_gpu):
     with fd.enabled(model, mode=mode):
         captured = [seeded(lambda call=call: model.generate(**call)) for call in calls]
         assert seams_of(model).captures.count == 1
-    if mode == "graph":  # the same kernels on the same numbers, but for the shares of the work
-        same = [(a == b).float().mean() for a, b in zip(eager, captured, strict=True)]
-        assert min(same) > 0.5
     assert [out.shape for out in eager] == [out.shape for out in captured]
+    for call, a, b in zip(calls, eager, captured, strict=True):
+        assert drawn_alike(a, b, call) > (0.9 if mode == "graph" else 0.2), call
 
 
 @pytest.mark.gpu
@@ -376,7 +385,7 @@ def test_threads_take_turns_or_run_eagerly(on_a_gpu):
         expected = model.generate(**call)
         with ThreadPoolExecutor(4) as pool:
             outs = list(pool.map(lambda _: model.generate(**call), range(8)))
-    assert all((out == expected).float().mean() > 0.5 for out in outs)
+    assert all(drawn_alike(out, expected, call) > 0.9 for out in outs)
 
 
 @pytest.mark.gpu
