@@ -120,7 +120,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
     only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
     from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it. It holds what
-    this model's weights made of the tokens: after they have changed, as in training, prefill again.
+    this model's weights made of the tokens: after they have changed, as in training, prefill again; a call raises
+    where it can tell.
 
     Args:
         model: An enabled model.

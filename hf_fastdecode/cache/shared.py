@@ -13,6 +13,7 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from .layer import PrefillItem, SharedContextLayer, SharedState
+from .origin import Origin
 
 
 class CacheBytes(NamedTuple):
@@ -53,6 +54,7 @@ class SharedContextCache(Cache):
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
         self._suffix_tokens: list[Tensor] = []
+        self.origin: Origin | None = None  # of the keys and values, where they are known to be one model's
 
     @property
     def forest(self) -> Forest:
@@ -156,7 +158,7 @@ class SharedContextCache(Cache):
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
-        twin.state.forest = forest
+        twin.state.forest, twin.origin = forest, self.origin
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
             fresh.segments = dict(layer.segments)
@@ -274,7 +276,7 @@ class SharedContextCache(Cache):
         """Forget all tokens and rows."""
         super().reset()
         self.state.forest, self.state.segment_lengths = None, []
-        self.segment_tokens, self._suffix_tokens, self.state.padding = [], [], 0
+        self.segment_tokens, self._suffix_tokens, self.state.padding, self.origin = [], [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied."""

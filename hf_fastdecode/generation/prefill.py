@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention.forest import Path, Span
 from ..cache.layer import PrefillItem
+from ..cache.origin import Origin
 from ..cache.shared import SharedContextCache
 from .passes import forward_pass
 from .prompts import PromptPlan
@@ -38,6 +39,7 @@ def prefill_nodes(
     # Offloaded models call themselves "meta"; their hooks move what they are given.
     device = model.device if model.device.type != "meta" else model.get_input_embeddings().weight.device
     device = torch.device("cpu") if device.type == "meta" else device
+    cache.origin = cache.origin or Origin(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
     logits: dict[int, Tensor] = {}

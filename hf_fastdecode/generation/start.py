@@ -101,7 +101,7 @@ def _start(
     if reason := input_reason(input_ids, mask, model_kwargs.get("position_ids"), binding):
         raise NotSharedError(reason)
     if given is not None:
-        _check_shape(model, given)
+        _check_cache(model, given)
     width = input_ids.shape[1]
     groups = group_prompts(input_ids, mask)
     max_suffix = generation_config.max_length - width
@@ -187,7 +187,12 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
     return choice if lost > saved else None
 
 
-def _check_shape(model: PreTrainedModel, cache: SharedContextCache) -> None:
+def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
+    if cache.origin is not None and cache.origin.outdated(model):
+        raise ValueError(
+            "the weights have changed since the cache was made, so its keys and values are no longer theirs; make it "
+            "again with hf_fastdecode.prefill(model, ...)"
+        )
     """Refuse a cache that another model's layers filled, as far as shapes tell."""
     config = model.config.get_text_config(decoder=True)
     if len(cache.layers) != config.num_hidden_layers:

@@ -1,13 +1,15 @@
 """A cache that the user keeps: prefilled once, or returned by a call, and used by others."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
 
 import hf_fastdecode as fd
 
-from ..tiny_models import ragged_prompts, seeded
+from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING
 
 
@@ -144,3 +146,34 @@ def test_a_loop_of_the_users_own(model):
             token = model(token, past_key_values=cache, position_ids=position).logits[:, -1:].argmax(-1)
             drawn.append(token)
     assert torch.equal(torch.cat(drawn, 1), stock.expand(n, t))
+
+
+@pytest.mark.parametrize("change", ["step", "load"])
+def test_a_cache_of_weights_that_have_changed_is_an_error(change):
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        out = model.generate(**PROMPT, **SAMPLING, past_key_values=cache, return_dict_in_generate=True)
+        if change == "step":
+            model(PROMPT["input_ids"], labels=PROMPT["input_ids"]).loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        else:
+            model.load_state_dict(tiny_model("llama-gqa").state_dict())
+        for old, ids in ((cache, PROMPT["input_ids"]), (out.past_key_values, out.sequences[:1])):
+            with pytest.raises(ValueError, match="the weights have changed since the cache was made"):
+                model.generate(ids, **SAMPLING, past_key_values=old)
+        fresh = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT)))
+    assert torch.equal(fresh, seeded(lambda: model.generate(**PROMPT, **SAMPLING)))
+
+
+def test_a_cache_serves_a_copy_of_the_model(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            next(twin.parameters()).mul_(1)
+        expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+        for given in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            assert torch.equal(
+                seeded(lambda given=given: twin.generate(**PROMPT, **SAMPLING, past_key_values=given)), expected
+            )

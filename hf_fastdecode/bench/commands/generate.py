@@ -94,6 +94,8 @@ def generate(
     points = [_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
     if tree and finish is not None and not point:
         raise CommandError("--finish is for --point: rows of a --tree all run to the end")
+    if finish is not None and not 1 <= finish <= new_tokens:
+        raise CommandError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ways = way or list(DEFAULT_WAYS)
     known("way", [name.partition("+")[0] for name in ways], WAYS)
