@@ -151,7 +151,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         )
     input_ids, mask = _checked_ids(mapping.get("input_ids")), mapping.get("attention_mask")
     _, window = local_layers(model.config.get_text_config(decoder=True))
-    if reason := input_reason(input_ids, mask, None, window):
+    binding = window if window is not None and input_ids.shape[1] > window else None  # a later call looks again
+    if reason := input_reason(input_ids, mask, None, binding):
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     cache = SharedContextCache(backend=seams.options.backend)
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)

@@ -228,10 +228,11 @@ def generate(
         from .commands.models import load_model, machine, pick_device
         from .commands.render import completion_heading, summary
 
-        check_options(**options)
+        if not stock:
+            check_options(**options)
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place)
-        with progress_bar("generate", max_new_tokens) as on_step, forced_options():
+        with progress_bar("generate", max_new_tokens) as on_step, forced_options(backend):
             how = None if stock else options
             generated = run(loaded, tokenizer, texts, sampling, stop=stops, options=how, on_step=on_step)
     for completion in generated.completions:
@@ -282,6 +283,7 @@ def inspect(
         from .commands.models import load_config
         from .commands.render import inspection_text
 
+        check_options()
         found = inspect_model(model, load_config(model), contexts, samples, new_tokens=new_tokens, dtype=dtype)
     if as_json:
         print(json.dumps(found.to_json()))

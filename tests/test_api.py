@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -11,6 +12,7 @@ from dataclasses import fields
 import accelerate
 import pytest
 import torch
+from transformers import DynamicCache, LogitsProcessor
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.options import BACKENDS, MODES, SAMPLERS, Options
@@ -195,6 +197,22 @@ def test_a_call_keeps_no_memory_alive(model):
         assert cache() is None
 
 
+def test_a_call_that_runs_stock_keeps_no_memory_alive(model):
+    def alive():
+        return sum(type(found) is DynamicCache for found in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    before = alive()
+    try:
+        with fd.enabled(model):
+            model.generate(PROMPT["input_ids"][:, :9], max_new_tokens=3)
+            assert fd.explain(model).last_call.path == "stock"
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
 def test_generate_shows_its_own_signature(model):
     stock = inspect.signature(model.forward)
     with fd.enabled(model):
@@ -302,6 +320,49 @@ def test_a_call_that_raised_is_told_as_that(model, arguments, error):
         assert "last generate call: failed (" in str(fd.explain(model))
         assert error in str(fd.explain(model))
         model.generate(**PROMPT, **SAMPLING)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_a_failed_call_is_told_of_itself_only(model):
+    """One inside another, whose error the other survives; and an error that cannot be written."""
+
+    class UnwrittenError(Exception):
+        def __str__(self):
+            return self.missing
+
+    class Inner(LogitsProcessor):
+        def __call__(self, ids, scores):
+            with pytest.raises(ValueError, match="nonsense"):
+                model.generate(**PROMPT, nonsense=1)
+            return scores
+
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise UnwrittenError
+
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING, logits_processor=[Inner()])
+        with pytest.raises(UnwrittenError):
+            model.generate(**PROMPT, **SAMPLING, logits_processor=[Fails()])
+        assert fd.explain(model).last_call.reason == "UnwrittenError"
+        waiting, going = threading.Event(), threading.Event()
+
+        class Late(LogitsProcessor):
+            def __call__(self, ids, scores):
+                waiting.set()
+                going.wait()
+                raise RuntimeError("late")
+
+        def other():
+            with pytest.raises(RuntimeError, match="late"):
+                model.generate(**PROMPT, **SAMPLING, logits_processor=[Late()])
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        waiting.wait()
+        model.generate(**PROMPT, **SAMPLING)
+        going.set()
+        thread.join()
         assert fd.explain(model).last_call.path == "shared"
 
 

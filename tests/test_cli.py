@@ -134,7 +134,7 @@ def test_bad_input_is_one_line(arguments, message):
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["generate --prompt x", "demo"])
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "inspect embedded", "bench generate --way eager"])
 def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
     result = run(*command.split())
@@ -146,13 +146,17 @@ def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
 @pytest.mark.parametrize("forced", ["option", "environment"])
 def test_a_backend_that_cannot_run(forced, checkpoint, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if forced == "environment":
-        monkeypatch.setenv("HF_FASTDECODE_BACKEND", "triton")
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "triton" if forced == "environment" else "plain")
     option = ["--backend", "triton"] if forced == "option" else []
     result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
     assert result.exit_code == 2
     remedy = "unset $HF_FASTDECODE_BACKEND" if forced == "environment" else "use backend='auto'"
     assert "backend='triton' cannot run: it runs on CUDA devices, got 'cpu'; " + remedy in result.stderr
+
+
+def test_stock_needs_no_backend(checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    assert run("generate", "--model", checkpoint, "--prompt", "a b", "--stock", "--max-new-tokens", 2).exit_code == 0
 
 
 def test_a_prompt_longer_than_the_model(checkpoint):

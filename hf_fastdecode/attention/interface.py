@@ -282,8 +282,8 @@ def _window_of_every_layer(config: Any) -> int | None:
     """The window that transformers' cache keeps in every layer, for configs that name no types of layers."""
     if getattr(config, "layer_types", None) is not None:
         return None
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) else None
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:

@@ -185,6 +185,7 @@ class SharedContextLayer(CacheLayerMixin):
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
 
+    @torch.inference_mode(False)  # as `_storage`
     def suffixes_as_segment(self) -> Segment:
         """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
         if self.suffix is None:
@@ -201,7 +202,7 @@ class SharedContextLayer(CacheLayerMixin):
             rows, before = rows.to(self.device), self.suffix
             self.suffix, self.own = _storage(*before, (len(rows), *before.keys.shape[1:-1])), None
             for kept, part in zip(self.suffix, before, strict=True):
-                torch.index_select(part, 0, rows, out=kept)
+                kept.copy_(part.index_select(0, rows))
 
     @property
     def bytes_per_token(self) -> int:

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+_EACH = 4
+"""Numbers remembered of each parameter, spread over it."""
 
 
 class Origin:
-    """A model as it was when it filled a cache.
-
-    Parameters count their changes in place, as optimizers and `load_state_dict` make them; what goes through
-    ``parameter.data`` or replaces a parameter is not counted.
+    """A model as it was when it filled a cache, by a few numbers of each of its parameters.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: nn.Module):
-        self._model = ref(model)
-        self._changes = _changes(model)
+        self._model, self._numbers = ref(model), _numbers_of(model)
 
     def outdated(self, model: nn.Module) -> bool:
-        """Whether this is the same model, and its weights have changed since."""
-        return self._model() is model and _changes(model) != self._changes
+        """Whether this is the same model, and its weights have changed since; one that has moved is not compared."""
+        if self._model() is not model:
+            return False
+        now = _numbers_of(model)
+        comparable = now.keys() == self._numbers.keys() and all(
+            len(now[kind]) == len(numbers) for kind, numbers in self._numbers.items()
+        )
+        return comparable and not all(torch.equal(now[kind], numbers) for kind, numbers in self._numbers.items())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # of a copied or loaded cache nothing is known
 
 
-def _changes(model: nn.Module) -> int:
-    return sum(0 if parameter.is_inference() else parameter._version for parameter in model.parameters())
+@torch.no_grad()
+def _numbers_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """The numbers of plain parameters that have any here, by where and what they are."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
+            flat = parameter.detach().reshape(-1)
+            numbers = flat[:: max(1, len(flat) // _EACH)][:_EACH]
+            found.setdefault((parameter.device, parameter.dtype), []).append(numbers)
+    return {kind: torch.cat(parts) for kind, parts in found.items()}

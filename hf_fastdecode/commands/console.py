@@ -89,8 +89,12 @@ def check_options(*, mode: str = "auto", backend: str = "auto") -> None:
 
 
 @contextmanager
-def forced_options() -> Iterator[None]:
-    """Within, an option that was forced and cannot be is told in one line."""
+def forced_options(backend: str = "auto") -> Iterator[None]:
+    """Within, an option that was forced and cannot be is told in one line.
+
+    Args:
+        backend: What the command line asks for.
+    """
     try:
         yield
     except ValueError as error:
@@ -99,7 +103,7 @@ def forced_options() -> Iterator[None]:
         message = str(error)
         if " cannot run: " not in message:
             raise
-        if message.startswith("backend=") and os.environ.get(BACKEND_VARIABLE):
+        if message.startswith("backend=") and backend == "auto" and os.environ.get(BACKEND_VARIABLE):
             message = message.partition("; use ")[0] + f"; unset ${BACKEND_VARIABLE}, which asks for it"
         raise CommandError(message) from error
 

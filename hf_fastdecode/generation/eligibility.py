@@ -99,11 +99,12 @@ def _foreign_attention(name: str | None) -> str | None:
     if name is None or name == ATTENTION_NAME or "/" in name:  # kernels from the hub attend as sdpa does
         return None
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        function = registry.get(name)
-        if function is not None and not function.__module__.startswith("transformers."):
-            return (
-                f"its attention is {name!r} of {function.__module__}, which passes with shared context would not call"
-            )
+        if (function := registry.get(name)) is None:
+            continue
+        # Where it was written: a wrapper may carry the names of what it wraps.
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if not module.startswith("transformers."):
+            return f"its attention is {name!r} of {module}, which passes with shared context would not call"
     return None
 
 

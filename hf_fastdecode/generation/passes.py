@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 
@@ -13,3 +14,9 @@ def forward_pass(model: PreTrainedModel, **arguments: Any) -> Any:
     dynamo would trace a cache that is no tensor at every layer and step, and compile anew whenever it has grown.
     """
     return model._call_impl(**arguments)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a pass takes its tokens. An offloaded model calls itself "meta"; its hooks move what they are given."""
+    device = model.device if model.device.type != "meta" else model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device

@@ -12,7 +12,7 @@ from ..attention.forest import Path, Span
 from ..cache.layer import PrefillItem
 from ..cache.origin import Origin
 from ..cache.shared import SharedContextCache
-from .passes import forward_pass
+from .passes import forward_pass, input_device
 from .prompts import PromptPlan
 
 
@@ -36,9 +36,7 @@ def prefill_nodes(
         ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
         group's last token was stored before, which leaves its logits unknown.
     """
-    # Offloaded models call themselves "meta"; their hooks move what they are given.
-    device = model.device if model.device.type != "meta" else model.get_input_embeddings().weight.device
-    device = torch.device("cpu") if device.type == "meta" else device
+    device = input_device(model)
     cache.origin = cache.origin or Origin(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -67,7 +68,9 @@ class CallReport:
 
     def fail(self, error: BaseException) -> None:
         """Note that the call raised."""
-        self.path, self.reason = "failed", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.path, self.reason = "failed", type(error).__name__
+        with suppress(Exception):  # what cannot be written must not hide what was raised
+            self.reason += f": {error}" if str(error) else ""
 
     @property
     def nbytes(self) -> CacheBytes:

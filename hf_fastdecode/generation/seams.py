@@ -61,11 +61,13 @@ class _UnderWay:
     Attributes:
         model: Whose.
         loop_is_ours: Whether it was given our decoding loop.
+        report: Of the call, once it was begun.
         configs: The model's config objects, once they were looked for.
     """
 
     model: PreTrainedModel
     loop_is_ours: bool
+    report: CallReport | None = None
     configs: list[PreTrainedConfig] | None = None
 
 
@@ -254,6 +256,8 @@ def _prepare_cache_for_generation(
     if seams.leaving and not loop_is_ours:
         return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
     seams.last_call = call = CallReport()
+    if under_way is not None and under_way.model is model:
+        under_way.report = call
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
     if reason is None and not loop_is_ours:
         reason = (
@@ -277,14 +281,14 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
     )
     with seams.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
-        token, before = _under_way.set(_UnderWay(model, ours)), seams.last_call
+        call = _UnderWay(model, ours)
+        token = _under_way.set(call)
         try:
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
         except BaseException as error:
-            if seams.last_call is before:  # it failed before anything was decided
-                seams.last_call = CallReport()
-            assert seams.last_call is not None
-            seams.last_call.fail(error)
+            if call.report is None:  # it failed before anything was decided
+                seams.last_call = call.report = CallReport()
+            call.report.fail(error)
             raise
         finally:
             _under_way.reset(token)

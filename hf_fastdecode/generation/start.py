@@ -18,7 +18,7 @@ from ..cache.accounting import KVShape, local_layers
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .options import Options
-from .passes import forward_pass
+from .passes import forward_pass, input_device
 from .prefill import prefill_nodes
 from .prompts import PromptGroup, group_prompts, plan_prompts
 from .report import CallReport
@@ -78,12 +78,13 @@ def start_shared(
     try:
         return _start(model, options, call, input_ids, generation_config, model_kwargs, given)
     except UnsupportedAttentionError as error:
-        refusal = NotSharedError(str(error))
+        reason, level = str(error), logging.WARNING
     except NotSharedError as error:
-        refusal = error
+        reason, level = str(error), error.level
+    # Raised anew: an error in a variable would keep this frame alive, and with it what stock stores for the call.
     if given is not None:
-        raise ValueError(f"this call cannot use a SharedContextCache: {refusal}")
-    raise refusal
+        raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
+    raise NotSharedError(reason, level)
 
 
 def _start(
@@ -139,10 +140,11 @@ def _start(
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if feed_last or logits is None:
+        device = input_device(model)
         output = forward_pass(
             model,
-            input_ids=fed.to(model.device),
-            position_ids=positions[:, None].to(model.device),
+            input_ids=fed.to(device),
+            position_ids=positions[:, None].to(device),
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
@@ -188,12 +190,12 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
 
 
 def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
+    """Refuse a cache of weights that are no more, or that another model's layers filled, as far as shapes tell."""
     if cache.origin is not None and cache.origin.outdated(model):
         raise ValueError(
             "the weights have changed since the cache was made, so its keys and values are no longer theirs; make it "
             "again with hf_fastdecode.prefill(model, ...)"
         )
-    """Refuse a cache that another model's layers filled, as far as shapes tell."""
     config = model.config.get_text_config(decoder=True)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(

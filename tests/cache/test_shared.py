@@ -282,3 +282,23 @@ def test_a_mask_must_not_hide_tokens():
             mask[row, hidden] = 0
             with pytest.raises(ValueError, match="attention_mask hides tokens of the cache"):
                 logits(mask)
+
+
+def test_rows_move_where_gradients_are_wanted(model):
+    cache = cache_in_inference_mode(model)
+    cache.batch_repeat_interleave(2)
+    assert cache.rows == 6
+
+
+def test_a_fork_outlives_inference_mode(model):
+    with torch.inference_mode():
+        fork = cache_in_inference_mode(model).fork()
+    with fd.enabled(model):
+        assert model(TOKENS[:, :1], past_key_values=fork).logits.isfinite().all()
+
+
+def cache_in_inference_mode(model):
+    with fd.enabled(model), torch.inference_mode():
+        cache = fd.prefill(model, PROMPTS)
+        model(TOKENS, past_key_values=cache)
+    return cache

@@ -1,5 +1,6 @@
 """Calls that run stock transformers, and what they say about it."""
 
+import functools
 import logging
 
 import pytest
@@ -213,10 +214,15 @@ def test_attention_that_scales_with_the_cache_runs_stock():
     assert torch.equal(shared, stock)
 
 
-def test_attention_of_the_users_own_runs_stock(model):
+@pytest.mark.parametrize("named", ["plainly", "like what it wraps", "not at all"])
+def test_attention_of_the_users_own_runs_stock(model, named):
     def halved(module, query, key, value, mask, **kwargs):
         return sdpa_attention_forward(module, query * 0.5, key, value, mask, **kwargs)
 
+    if named == "like what it wraps":
+        halved = functools.wraps(sdpa_attention_forward)(halved)
+    elif named == "not at all":
+        halved.__module__ = None
     AttentionInterface.register("halved", halved)
     try:
         model.set_attn_implementation("halved")

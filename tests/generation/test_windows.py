@@ -256,6 +256,8 @@ def test_gaps_in_a_mask_that_no_window_counts():
     stock, shared, call = both(model, lambda: CALL, {"input_ids": ids, "attention_mask": mask})
     assert call.path == "shared", call.reason
     assert torch.equal(shared, stock)
+    with fd.enabled(model):
+        assert fd.prefill(model, {"input_ids": ids, "attention_mask": mask}).rows == 2
 
 
 def test_embeddings_count_towards_the_window():
@@ -269,9 +271,10 @@ def test_embeddings_count_towards_the_window():
     assert torch.equal(by_place, by_ids)
 
 
-def test_a_window_that_only_the_cache_has_runs_stock():
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_only_the_cache_has_runs_stock(name):
     """A config names it, so stock's cache forgets older keys, but the model's mask does not hide them."""
-    model = tiny_model("llama-gqa", sliding_window=40)
+    model = tiny_model("llama-gqa", **{name: 40})
     stock, shared, call = both(model, lambda: CALL, PROMPTS)
     assert call.path == "stock"
     assert "the model's mask has none" in call.reason

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError
+from ...commands.console import check_options
 from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
@@ -129,6 +130,7 @@ def run_generate(
     from ..rows import provenance
     from ..runner import run
 
+    check_options()
     if device.type == "cpu":
         _warn_of_size(cases)
     bench = GenerateBench(device, repeats=repeats, check=check)
