@@ -16,16 +16,8 @@ import typer
 
 from . import __version__
 from .bench.app import app as bench
-from .command_errors import CommandError
-from .commands.console import (
-    ManyValues,
-    OneLineErrors,
-    check_options,
-    cpu_is_busy,
-    forced_options,
-    progress_bar,
-    quiet_libraries,
-)
+from .command_errors import CommandError, check_options, forced_options
+from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, progress_bar, quiet_libraries
 from .commands.prompts import read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 

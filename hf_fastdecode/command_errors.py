@@ -1,6 +1,11 @@
-"""The error that ends a command."""
+"""Errors that end a command in one line, and the options of `hf_fastdecode.enable` that make them."""
 
+from __future__ import annotations
+
+import os
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CommandError(ValueError):
@@ -19,3 +24,33 @@ class CommandError(ValueError):
 def one_line(error: BaseException, width: int = 240) -> str:
     """An error of another library in one line of at most so many letters."""
     return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
+
+
+def check_options(*, mode: str = "auto", backend: str = "auto") -> None:
+    """Refuse options of `hf_fastdecode.enable` that there are not, on the command line or in the environment."""
+    from .generation.options import Options
+
+    try:
+        Options(backend, mode)
+    except ValueError as error:
+        raise CommandError(f"{'' if str(error).startswith('$') else '--'}{error}") from error
+
+
+@contextmanager
+def forced_options(backend: str = "auto") -> Iterator[None]:
+    """Within, an option that was forced and cannot be is told in one line.
+
+    Args:
+        backend: What the command line asks for.
+    """
+    try:
+        yield
+    except ValueError as error:
+        from .generation.options import BACKEND_VARIABLE
+
+        message = str(error)
+        if " cannot run: " not in message:
+            raise
+        if message.startswith("backend=") and backend == "auto" and os.environ.get(BACKEND_VARIABLE):
+            message = message.partition("; use ")[0] + f"; unset ${BACKEND_VARIABLE}, which asks for it"
+        raise CommandError(message) from error

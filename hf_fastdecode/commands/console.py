@@ -78,36 +78,6 @@ def _usage_line(error: Any, words: list[str]) -> str:
     return f"{message}{f', got {given[-1]!r}' if given else ''}; see {command} --help"
 
 
-def check_options(*, mode: str = "auto", backend: str = "auto") -> None:
-    """Refuse options of `hf_fastdecode.enable` that there are not, on the command line or in the environment."""
-    from ..generation.options import Options
-
-    try:
-        Options(backend, mode)
-    except ValueError as error:
-        raise CommandError(f"{'' if str(error).startswith('$') else '--'}{error}") from error
-
-
-@contextmanager
-def forced_options(backend: str = "auto") -> Iterator[None]:
-    """Within, an option that was forced and cannot be is told in one line.
-
-    Args:
-        backend: What the command line asks for.
-    """
-    try:
-        yield
-    except ValueError as error:
-        from ..generation.options import BACKEND_VARIABLE
-
-        message = str(error)
-        if " cannot run: " not in message:
-            raise
-        if message.startswith("backend=") and backend == "auto" and os.environ.get(BACKEND_VARIABLE):
-            message = message.partition("; use ")[0] + f"; unset ${BACKEND_VARIABLE}, which asks for it"
-        raise CommandError(message) from error
-
-
 def cpu_is_busy() -> bool:
     """Whether other programs have had work for every core over the last minute, and threads are not limited."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):

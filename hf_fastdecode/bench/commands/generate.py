@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...command_errors import CommandError
-from ...commands.console import check_options
+from ...command_errors import CommandError, check_options
 from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
