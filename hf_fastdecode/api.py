@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .attention.interface import UnsupportedAttentionError
 from .cache.accounting import local_layers
+from .cache.origin import Origin
 from .cache.shared import SharedContextCache
 from .generation.eligibility import input_reason, model_reason
 from .generation.options import Options
@@ -161,6 +162,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
+    cache.origin = Origin(model)
     return cache
 
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from ..attention.forest import Path, Span
 from ..cache.layer import PrefillItem
-from ..cache.origin import Origin
 from ..cache.shared import SharedContextCache
 from .passes import forward_pass, input_device
 from .prompts import PromptPlan
@@ -37,7 +36,6 @@ def prefill_nodes(
         group's last token was stored before, which leaves its logits unknown.
     """
     device = input_device(model)
-    cache.origin = cache.origin or Origin(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
     logits: dict[int, Tensor] = {}

@@ -16,21 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_tiles import begin_of, prefetch, produce
+from .hopper_tiles import begin_of, produce
+from .triton import LOG2E, cap_scores, prefetch
 
-LOG2E = gl.constexpr(1.4426950408889634)
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
-
-
-@gluon.jit
-def _cap_scores(scores, cap):
-    """As `triton.cap_scores`."""
-    x = scores / cap
-    far = 2.0 / (1.0 + gl.exp(-2.0 * x)) - 1.0
-    y = x * x
-    tail = 62.0 / 2835.0 - y * (1382.0 / 155925.0)
-    near = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0 - y * tail))))
-    return cap * gl.where(y < 0.16, near, far)
 
 
 @gluon.jit
@@ -125,7 +114,7 @@ def _consume(
             s = warpgroup_mma_wait(0, [s])
             mbarrier.arrive(k_free.index(stage), count=1)
             if SOFT_CAP:
-                s = _cap_scores(s * scale, soft_cap)
+                s = cap_scores(s * scale, soft_cap)
             if first == whole:
                 s = _only_new(s, columns, whole, length, BLOCK_N)
             top = gl.max(s, 1) * factor
@@ -148,7 +137,7 @@ def _consume(
                 s = warpgroup_mma_wait(1, [s_next])
                 mbarrier.arrive(k_free.index(stage), count=1)
                 if SOFT_CAP:
-                    s = _cap_scores(s * scale, soft_cap)
+                    s = cap_scores(s * scale, soft_cap)
                 if at == whole:
                     s = _only_new(s, columns, whole, length, BLOCK_N)
                 new_top = gl.maximum(top, gl.max(s, 1) * factor)

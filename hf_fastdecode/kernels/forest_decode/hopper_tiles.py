@@ -7,19 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def prefetch(addresses, wanted):
-    """Have the 128 bytes at each address brought to L2, where wanted."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, wanted.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def begin_of(tile, length, BLOCK_N: gl.constexpr):
     """The first token of a tile. The last one ends where its node does, and begins with tokens of the tile before
     unless it is the only one."""

@@ -59,7 +59,7 @@ def see(scores, factor, values, top, total, acc, element: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(addresses, wanted):
+def prefetch(addresses, wanted):
     """Have the 128 bytes at each address brought to L2, where wanted."""
     tl.inline_asm_elementwise(
         "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
@@ -127,8 +127,8 @@ def node_partials(
         line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
         skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
         wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
-        _prefetch(key_address + skip + line, wanted)
-        _prefetch(value_address + skip + line, wanted)
+        prefetch(key_address + skip + line, wanted)
+        prefetch(value_address + skip + line, wanted)
     if PDL and node < 0:  # the grid is wider than the work; who waits for this kernel waits for those before it too
         tl.extra.cuda.gdc_wait()
     while node >= 0:
@@ -152,7 +152,7 @@ def node_partials(
         in_tile = packed < row_count * each
         if PDL:
             for line in tl.static_range(0, HEAD_DIM * 2, 128):
-                _prefetch((query + where).to(tl.int64) + line, in_tile)
+                prefetch((query + where).to(tl.int64) + line, in_tile)
             # Dependents may start once every program is here; they read what earlier kernels wrote, so those must be
             # done.
             tl.extra.cuda.gdc_wait()

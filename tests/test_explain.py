@@ -1,0 +1,113 @@
+"""What `explain` tells of calls: shared, stock, and failed ones."""
+
+import threading
+
+import pytest
+from transformers import LogitsProcessor
+
+import hf_fastdecode as fd
+
+from .short_calls import PROMPT, SAMPLING
+
+
+def test_explain_reads_as_text(model):
+    assert "not enabled" in str(fd.explain(model))
+    with fd.enabled(model):
+        assert "no generate call yet" in str(fd.explain(model))
+        model.generate(**PROMPT, **SAMPLING)
+        report = fd.explain(model)
+        text = str(report)
+        assert "layers 0-1: prefill" in text
+        assert "1 node(s) of 80 tokens at depth 0 by cpu" in text
+        assert "tokens prefilled: 80 (stock: 240)" in text
+        per_token = 2 * 2 * 2 * 16 * 4
+        assert report.last_call.nbytes.stored == (80 + 3 * 5) * per_token
+        assert report.last_call.nbytes.stock == 3 * 85 * per_token
+        model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
+        assert "stock (generation mode 'beam_search' is not accelerated yet)" in str(fd.explain(model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 0}, "ValueError: "),
+        ({"num_beams": 2, "past_key_values": "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
+        ({**SAMPLING, "streamer": "broken"}, "RuntimeError: no more"),
+    ],
+    ids=["arguments", "cache", "within"],
+)
+def test_a_call_that_raised_is_told_as_that(model, arguments, error):
+    class Broken:
+        def put(self, tokens):
+            raise RuntimeError("no more")
+
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        given = {"cache": fd.prefill(model, PROMPT["input_ids"][:, :70]), "broken": Broken()}
+        with pytest.raises((ValueError, RuntimeError)):
+            model.generate(**PROMPT, **{name: given.get(value, value) for name, value in arguments.items()})
+        assert fd.explain(model).last_call.path == "failed"
+        assert "last generate call: failed (" in str(fd.explain(model))
+        assert error in str(fd.explain(model))
+        model.generate(**PROMPT, **SAMPLING)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_a_failed_call_is_told_of_itself_only(model):
+    """One inside another, whose error the other survives; and an error that cannot be written."""
+
+    class UnwrittenError(Exception):
+        def __str__(self):
+            return self.missing
+
+    class Inner(LogitsProcessor):
+        def __call__(self, ids, scores):
+            with pytest.raises(ValueError, match="nonsense"):
+                model.generate(**PROMPT, nonsense=1)
+            return scores
+
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise UnwrittenError
+
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING, logits_processor=[Inner()])
+        with pytest.raises(UnwrittenError):
+            model.generate(**PROMPT, **SAMPLING, logits_processor=[Fails()])
+        assert fd.explain(model).last_call.reason == "UnwrittenError"
+        waiting, going = threading.Event(), threading.Event()
+
+        class Late(LogitsProcessor):
+            def __call__(self, ids, scores):
+                waiting.set()
+                going.wait()
+                raise RuntimeError("late")
+
+        def other():
+            with pytest.raises(RuntimeError, match="late"):
+                model.generate(**PROMPT, **SAMPLING, logits_processor=[Late()])
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        waiting.wait()
+        model.generate(**PROMPT, **SAMPLING)
+        going.set()
+        thread.join()
+        assert fd.explain(model).last_call.path == "shared"
+
+
+@pytest.mark.parametrize(
+    "forced", [{"sampler": "fast"}, {"backend": "triton"}, {"backend": "plain", "sampler": "fast"}]
+)
+def test_what_was_forced_and_not_used_is_told(model, caplog, forced):
+    with fd.enabled(model, **forced), caplog.at_level("WARNING", logger="hf_fastdecode"):
+        model.generate(PROMPT["input_ids"][:, :5], **SAMPLING)
+        reason = fd.explain(model).last_call.reason
+    assert reason.endswith(f"; {', '.join(f'{name}={value!r}' for name, value in forced.items())} not used")
+    assert reason in caplog.text
+
+
+def test_stocks_own_are_never_unused(model):
+    with fd.enabled(model, sampler="hf", mode="eager"):
+        model.generate(PROMPT["input_ids"][:, :5], **SAMPLING)
+        assert "not used" not in fd.explain(model).last_call.reason
