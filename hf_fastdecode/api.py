@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention.interface import UnsupportedAttentionError
-from .cache.accounting import local_layers
 from .cache.origin import Origin
 from .cache.shared import SharedContextCache
 from .generation.eligibility import input_reason, model_reason
@@ -151,9 +150,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             "tokenizer with return_tensors='pt'"
         )
     input_ids, mask = _checked_ids(mapping.get("input_ids")), mapping.get("attention_mask")
-    _, window = local_layers(model.config.get_text_config(decoder=True))
-    binding = window if window is not None and input_ids.shape[1] > window else None  # a later call looks again
-    if reason := input_reason(input_ids, mask, None, binding):
+    if reason := input_reason(model, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     cache = SharedContextCache(backend=seams.options.backend)
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)

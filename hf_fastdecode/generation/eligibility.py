@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.interface import ATTENTION_NAME
+from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
 
 # What transformers' loop calls at every step, and ours does not.
@@ -140,15 +141,21 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 
 
 def input_reason(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, window: int | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    *,
+    longest: int,
 ) -> str | None:
     """Why these prompts run stock, or None when they can share.
 
     Args:
+        model: The model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
         position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
-        window: Tokens that local layers see, where rows may outgrow it.
+        longest: Tokens that a row may come to, padding included: what outgrows a window is looked at.
     """
     if input_ids.shape[1] == 0:
         return "the prompt is empty"
@@ -161,7 +168,8 @@ def input_reason(
             return "attention_mask holds values other than 0 and 1"
         if not bool(attention_mask[:, -1].all()):
             return "a prompt ends in padding; set padding_side='left' when calling the tokenizer"
-        if window is not None and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
+        _, window = local_layers(model.config.get_text_config(decoder=True))
+        if window is not None and longest > window and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
             return f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
         expected = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
     if position_ids is not None:

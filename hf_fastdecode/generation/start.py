@@ -14,7 +14,7 @@ from ..attention.costs import prefill_rate
 from ..attention.dispatch import PLAIN, Choice, Heads, choose
 from ..attention.forest import Forest
 from ..attention.interface import UnsupportedAttentionError
-from ..cache.accounting import KVShape, local_layers
+from ..cache.accounting import KVShape
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .options import Options
@@ -97,9 +97,8 @@ def _start(
     given: SharedContextCache | None,
 ) -> Start:
     mask = model_kwargs.get("attention_mask")
-    _, window = local_layers(model.config.get_text_config(decoder=True))
-    binding = window if window is not None and generation_config.max_length > window else None
-    if reason := input_reason(input_ids, mask, model_kwargs.get("position_ids"), binding):
+    positions = model_kwargs.get("position_ids")
+    if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
         raise NotSharedError(reason)
     if given is not None:
         _check_cache(model, given)
