@@ -33,6 +33,7 @@ class Costs:
         kernels: This package's kernels.
         library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
         plain: A copy of its context for every row.
+        beside_bandwidth: Bytes a second of suffixes that a multiprocessor attends to while others attend to nodes.
         portable_rate: Floating-point operations a second over nodes of the kernels that every device runs.
         matmul_rate: Those of large matrix products.
     """
@@ -40,6 +41,7 @@ class Costs:
     kernels: Candidate
     library: Candidate
     plain: Candidate
+    beside_bandwidth: float
     portable_rate: float
     matmul_rate: float
 
@@ -54,16 +56,20 @@ class Costs:
             )
             for candidate in (self.kernels, self.library, self.plain)
         )
-        return Costs(kernels, library, plain, self.portable_rate * rate, self.matmul_rate * rate)
+        return Costs(
+            kernels, library, plain, self.beside_bandwidth, self.portable_rate * rate, self.matmul_rate * rate
+        )
 
 
 # The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
-# to 128K tokens. The two rates are not: the portable kernel's is the slope of its time against the context, measured
-# before there were rows; that of products is the low end of the ceilings in the rows.
+# to 128K tokens. What follows is not: suffixes' bandwidth beside nodes is the least of 50 to 80 GB/s that schedules of
+# 72 to 128 programs showed (512 rows of 256 tokens); the portable kernel's rate is the slope of its time against the
+# context, measured before there were rows; that of products is the low end of the ceilings in the rows.
 _H200 = Costs(
     kernels=Candidate(launch=9.73e-6, bandwidth=4.39e12, suffix_bandwidth=4.15e12, rate=6.55e14),
     library=Candidate(launch=1.31e-5, bandwidth=4.46e12, suffix_bandwidth=2.25e12, rate=3.95e14),
     plain=Candidate(launch=1.23e-5, bandwidth=2.98e12, suffix_bandwidth=2.98e12),
+    beside_bandwidth=5.0e10,
     portable_rate=4.9e14,
     matmul_rate=7.0e14,
 )

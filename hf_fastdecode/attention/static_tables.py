@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.forest_decode.limits import refusal
-from ..kernels.forest_decode.schedule import Capacity, Schedule, needed_capacity
+from ..kernels.forest_decode.schedule import Capacity, Schedule
 from .forest import Forest
 from .kv import Segment
+from .plan import Layout, Plan
 from .scoring import Scoring
-from .triton_ops import (
-    Layout,
-    decode_config,
-    forest_schedule,
-    node_addresses,
-    node_shapes,
-    run_kernels,
-    suffix_addresses,
-)
+from .triton_ops import node_addresses, run_kernels, suffix_addresses
 
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.forest_decode.api import Config
+_FOLLOWED = 32  # tokens by which suffixes grow until the schedules are looked at again
 
 
 @dataclass(frozen=True)
@@ -47,6 +39,23 @@ class LayerStorage:
 
 class KernelRefusalError(Exception):
     """The kernels cannot compute what a layer asks for; the message says why."""
+
+
+@dataclass
+class _Scheduled:
+    """What one layout's layers are captured with: tables of a size, which hold a plan's schedule."""
+
+    plan: Plan
+    programs: int
+    room: Capacity
+    tables: Schedule
+
+    def turn_to(self, plan: Plan, suffix_length: int) -> None:
+        """Hold another plan's schedule, or the same plan's for longer suffixes."""
+        programs = plan.programs(suffix_length)
+        if plan is not self.plan or programs != self.programs:
+            self.tables.copy_(plan.schedule(programs, self.room))
+            self.plan, self.programs = plan, programs
 
 
 class StaticTables:
@@ -67,19 +76,17 @@ class StaticTables:
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first pass.
-        self._schedules: dict[Layout, tuple[Schedule, Config, Capacity]] = {}
+        self._schedules: dict[Layout, _Scheduled] = {}
+        self._suffix_length = 0
 
     def fits(self, forest: Forest) -> bool:
         """Whether a batch over this forest can use these tables as they were captured."""
         if forest.rows > self.rows or len(forest.levels) > self._depths or len(forest.nodes) > self._nodes:
             return False
-        shapes = node_shapes(forest)
         return all(
-            config == decode_config(forest, layout, self.device)
-            and room.holds(
-                needed_capacity(shapes, kv_heads=layout.kv_heads, queries=layout.each, block_m=config.block_m)
-            )
-            for layout, (_, config, room) in self._schedules.items()
+            known.plan.config == plan.config and known.room.holds(plan.needed)
+            for layout, known in self._schedules.items()
+            for plan in [self._plan(forest, layout)]
         )
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
@@ -100,8 +107,17 @@ class StaticTables:
         rows = torch.arange(self.rows, **host)
         self.slots.copy_(torch.where(rows < forest.rows, rows, -1))
         self.lengths.fill_(suffix_length)
-        for layout, (schedule, config, room) in self._schedules.items():
-            schedule.copy_(self._make_schedule(layout, config, room))
+        self._suffix_length = suffix_length
+        for layout, known in self._schedules.items():
+            known.turn_to(self._plan(forest, layout), suffix_length)
+
+    def grow(self) -> None:
+        """Every row's suffix is longer by the token that a step has appended."""
+        self.lengths.add_(1)
+        self._suffix_length += 1
+        if self._suffix_length % _FOLLOWED == 0:
+            for known in self._schedules.values():
+                known.turn_to(known.plan, self._suffix_length)
 
     def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
         """Point the tables at suffixes that have moved."""
@@ -134,18 +150,16 @@ class StaticTables:
         if layout not in self._schedules:
             if reason := refusal(query, new_keys, new_values, []):
                 raise KernelRefusalError(reason)
-            config = decode_config(self.forest, layout, self.device)
-            needed = needed_capacity(
-                node_shapes(self.forest), kv_heads=layout.kv_heads, queries=layout.each, block_m=config.block_m
-            )
-            room = Capacity(self._depths, self._nodes, _rounded(needed.units))
-            self._schedules[layout] = self._make_schedule(layout, config, room), config, room
-        schedule, config, _ = self._schedules[layout]
-        tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, schedule, config)
+            plan = self._plan(self.forest, layout)
+            room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units))
+            programs = plan.programs(self._suffix_length)
+            self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))
+        known = self._schedules[layout]
+        tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables, known.plan.config)
         return run_kernels(query, new_keys, new_values, *tables, scoring)
 
-    def _make_schedule(self, layout: Layout, config: Config, room: Capacity) -> Schedule:
-        return forest_schedule(self.forest, layout, config, self.device, rows=self.rows, capacity=room)
+    def _plan(self, forest: Forest, layout: Layout) -> Plan:
+        return Plan(forest, layout, self.device, rows=self.rows)
 
 
 def _rounded(count: int) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.forest_decode.limits import compute_capability, multiprocessors, refusal, shared_memory
-from ..kernels.forest_decode.schedule import Capacity, NodeShape, Schedule, make_schedule
+from ..kernels.forest_decode.limits import refusal
+from ..kernels.forest_decode.schedule import Schedule
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
 from .forest import Forest
 from .kv import Segment
+from .plan import Layout, Plan
 from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -20,13 +21,9 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 
 __all__ = [
     "ForestTables",
-    "Layout",
     "NodeTable",
     "SuffixTable",
-    "decode_config",
-    "forest_schedule",
     "node_addresses",
-    "node_shapes",
     "refusal",
     "run_kernels",
     "suffix_addresses",
@@ -34,29 +31,6 @@ __all__ = [
 
 # What a suffix is taken to hold where the choice of operators is made once for all steps.
 _TYPICAL_SUFFIX = 64
-
-
-class Layout(NamedTuple):
-    """What of a layer decides its schedule.
-
-    Attributes:
-        kv_heads: KV heads.
-        each: Packed queries of one row for a KV head.
-        head_dim: Numbers per head.
-        windowed: Whether a sliding window binds.
-    """
-
-    kv_heads: int
-    each: int
-    head_dim: int
-    windowed: bool
-
-    @classmethod
-    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> Layout:
-        """The layout of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
-        _, heads, queries, head_dim = query.shape
-        kv_heads = keys.shape[1]
-        return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
 
 
 class NodeTable:
@@ -109,7 +83,8 @@ class ForestTables:
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
-        self._schedules: dict[tuple[Layout, torch.device], tuple[Schedule, Config]] = {}
+        self._plans: dict[tuple[Layout, torch.device], Plan] = {}
+        self._schedules: dict[tuple[Layout, torch.device, int], Schedule] = {}
         self._choices: dict[tuple[Heads, torch.device], Choice] = {}
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
         self._slots: dict[torch.device, Tensor] = {}
@@ -157,9 +132,13 @@ class ForestTables:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
         """
         rows = len(query)
-        schedule, config = self._schedule(nodes.forest, Layout.of(query, new_keys, scoring), query.device)
+        self._turn_to(nodes.forest)
+        layout = Layout.of(query, new_keys, scoring)
+        plan = self._plan(layout, query.device)
+        programs = plan.programs(before)
+        schedule = self._schedule(plan, programs)
         slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
-        tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, config)
+        tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, plan.config_of(programs))
         return run_kernels(query, new_keys, new_values, *tables, scoring)
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
@@ -174,14 +153,19 @@ class ForestTables:
 
     def _turn_to(self, forest: Forest) -> None:
         if self._forest is not forest:
-            self._forest, self._schedules, self._choices = forest, {}, {}
+            self._forest, self._plans, self._schedules, self._choices = forest, {}, {}, {}
 
-    def _schedule(self, forest: Forest, layout: Layout, device: torch.device) -> tuple[Schedule, Config]:
-        self._turn_to(forest)
-        if (layout, device) not in self._schedules:
-            config = decode_config(forest, layout, device)
-            self._schedules[layout, device] = forest_schedule(forest, layout, config, device), config
-        return self._schedules[layout, device]
+    def _plan(self, layout: Layout, device: torch.device) -> Plan:
+        if (layout, device) not in self._plans:
+            assert self._forest is not None
+            self._plans[layout, device] = Plan(self._forest, layout, device)
+        return self._plans[layout, device]
+
+    def _schedule(self, plan: Plan, programs: int) -> Schedule:
+        key = plan.layout, plan.device, programs
+        if key not in self._schedules:
+            self._schedules[key] = plan.schedule(programs)
+        return self._schedules[key]
 
 
 def run_kernels(
@@ -218,54 +202,3 @@ def run_kernels(
             sinks=scoring.sinks,
         )
     return out
-
-
-def decode_config(forest: Forest, layout: Layout, device: torch.device) -> Config:
-    """Launch parameters for a layer over a forest."""
-    from ..kernels.forest_decode.api import choose_config
-
-    return choose_config(
-        max((node.row_count for node in forest.nodes), default=1) * layout.each,
-        layout.head_dim,
-        windowed=layout.windowed,
-        overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
-        shared_memory=shared_memory(device),
-        device=device,
-    )
-
-
-def node_shapes(forest: Forest) -> list[NodeShape]:
-    """What of the nodes decides the work."""
-    return [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
-
-
-def forest_schedule(
-    forest: Forest,
-    layout: Layout,
-    config: Config,
-    device: torch.device,
-    *,
-    rows: int | None = None,
-    capacity: Capacity | None = None,
-) -> Schedule:
-    """The schedule of a forest's nodes.
-
-    Args:
-        forest: The nodes.
-        layout: Of the layer.
-        config: From `decode_config`.
-        device: Where the tables go.
-        rows: Rows of the step when it has more than the forest.
-        capacity: Sizes of the tables, when they must not depend on the nodes.
-    """
-    return make_schedule(
-        node_shapes(forest),
-        rows or forest.rows,
-        kv_heads=layout.kv_heads,
-        queries=layout.each,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=config.per_sm * multiprocessors(device),
-        device=device,
-        capacity=capacity,
-    )

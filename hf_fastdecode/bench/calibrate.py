@@ -130,7 +130,8 @@ def literal(costs: Costs) -> str:
         shown = [f"{field.name}={_number(value)}" for field, value in values if math.isfinite(value)]
         return f"    {name}=Candidate({', '.join(shown)}),"
 
-    rates = [f"    {name}={_number(getattr(costs, name))},  # not fitted" for name in ("portable_rate", "matmul_rate")]
+    kept = ("beside_bandwidth", "portable_rate", "matmul_rate")
+    rates = [f"    {name}={_number(getattr(costs, name))},  # not fitted" for name in kept]
     return "\n".join(["Costs(", *(candidate(name) for name in _FITTED), *rates, ")"])
 
 

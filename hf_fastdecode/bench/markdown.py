@@ -9,7 +9,10 @@ from .rows import Row
 
 CEILING = "-no-attention"
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
-_OP_WAYS = ("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "ours-prefix", "ours-suffix")
+_OP_WAYS = (
+    *("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "sketch"),
+    *("ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
+)
 
 
 def ops_table(rows: Sequence[Row]) -> str:

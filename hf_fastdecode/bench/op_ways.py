@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +13,27 @@ from torch import Tensor
 from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Heads
 from ..attention.scoring import Scoring
+from ..kernels.installed import triton_is_installed
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .op_cases import OpCase
 from .op_inputs import OpInputs
 
-Call = Callable[[], Tensor]
-"""Attends to one set of inputs: ``[rows, heads, 1, head_dim]``."""
+
+class Unmerged(Protocol):
+    """What a kernel of a part leaves behind."""
+
+    def result(self) -> Tensor:
+        """What it makes of the case: ``[rows, heads, 1, head_dim]``."""
+        ...
+
+
+Call = Callable[[], Tensor | Unmerged]
+"""Attends to one set of inputs: ``[rows, heads, 1, head_dim]``, or what a part of that leaves to be merged."""
+
+
+class NotHereError(Exception):
+    """A way cannot run on this device; the message says why."""
+
 
 # Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512
@@ -43,13 +60,26 @@ class OpWay:
 
 def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     """What the package itself would run."""
-    case, query = sets[0].case, sets[0].query
-    refusal = triton_ops.refusal(query, *sets[0].new, [sets[0].segment.keys, sets[0].suffix.keys])
-    if refusal is None and query.is_cuda:
-        heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
-        if triton_ops.ForestTables().choice(sets[0].forest, heads, query.device).name == KERNELS:
-            return {"kernels": kernel_calls(sets)}
+    if _kernels_are_chosen(sets[0]):
+        return {"kernels": kernel_calls(sets)}
     return {"operators": [_operators(inputs) for inputs in sets]}
+
+
+def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
+    """The first launch of what the package runs; where that is PyTorch's operators, all of it."""
+    if not _kernels_are_chosen(sets[0]):
+        return _ours(sets)
+    from .node_kernel import NodeKernel
+
+    return {"kernel": [NodeKernel(inputs).attend for inputs in sets]}
+
+
+def _kernels_are_chosen(inputs: OpInputs) -> bool:
+    case, query = inputs.case, inputs.query
+    if triton_ops.refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
+        return False
+    heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
+    return triton_ops.ForestTables().choice(inputs.forest, heads, query.device).name == KERNELS
 
 
 def kernel_calls(sets: Sequence[OpInputs]) -> list[Call]:
@@ -107,8 +137,29 @@ def _compiled(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     return {"compiled": _bifurcated(sets, torch.compile(bifurcated, dynamic=False))}
 
 
+def _sketch(sets: Sequence[OpInputs], *, only_context: bool = False) -> dict[str, list[Call]]:
+    device = sets[0].query.device
+    if device.type != "cuda" or not triton_is_installed():
+        raise NotHereError(f"it is a Triton kernel, which needs triton and a CUDA device, got {device.type!r}")
+    from .sketch import Sketch
+
+    def calls(programs: int) -> list[Call]:
+        made = [Sketch(inputs, programs) for inputs in sets]
+        return [sketch.attend_context if only_context else sketch.attend for sketch in made]
+
+    return {f"{programs} programs": calls(programs) for programs in (132, 264)}
+
+
+def _at_most_one_context(case: OpCase) -> str | None:
+    return "defined for one shared context only" if len(case.nodes) > 1 else None
+
+
 def _one_context(case: OpCase) -> str | None:
     return None if len(case.nodes) == 1 else "defined for one shared context only"
+
+
+def _shared_prefix_only(case: OpCase) -> str | None:
+    return _has_nodes(case) or _at_most_one_context(case)
 
 
 def _has_nodes(case: OpCase) -> str | None:
@@ -123,6 +174,11 @@ OP_WAYS: dict[str, OpWay] = {
     "hydragen": OpWay(lambda sets: {"flash": _two_calls(sets, TwoCalls("flash", pack=False))}),
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
-    "ours-prefix": OpWay(_ours, _has_nodes, part=lambda case: case.prefix_only),
+    "sketch": OpWay(_sketch, _at_most_one_context),
+    "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
+    "sketch-prefix": OpWay(
+        partial(_sketch, only_context=True), _shared_prefix_only, part=lambda case: case.prefix_only
+    ),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
+    "sketch-suffix": OpWay(_sketch, part=lambda case: case.suffix_only),
 }

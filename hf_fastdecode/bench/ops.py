@@ -13,7 +13,7 @@ from .accuracy import BOUND, Oracle, make_oracle
 from .ceilings import Ceilings, measure_ceilings
 from .op_cases import OpCase
 from .op_inputs import OpInputs, make_inputs, sets_needed
-from .op_ways import OP_WAYS, OpWay
+from .op_ways import OP_WAYS, NotHereError, OpWay, Unmerged
 from .timing import Times, time_operator
 
 
@@ -55,6 +55,8 @@ class OpBench:
         for _ in range(2):  # what earlier ways left in pools may have been in the way
             try:
                 return result | self._timed(part, way)
+            except NotHereError as reason:
+                return result | {"status": f"not run: {reason}"}
             except torch.OutOfMemoryError:
                 self._collect()
         return result | {"status": "does not fit"}
@@ -109,8 +111,10 @@ class OpBench:
             "error_ratio": error,
         }
 
-    def _error(self, output: Tensor, oracle: Oracle | None, way: OpWay) -> float | None:
-        return None if oracle is None else oracle.error(output, way.yardstick)
+    def _error(self, output: Tensor | Unmerged, oracle: Oracle | None, way: OpWay) -> float | None:
+        if oracle is None:
+            return None
+        return oracle.error(output if isinstance(output, Tensor) else output.result(), way.yardstick)
 
     def _inputs(self, case: OpCase) -> tuple[Sequence[OpInputs], Oracle | None]:
         """Inputs and oracle of a case; kept until another case asks."""

@@ -10,10 +10,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+
+Output = TypeVar("Output")
 
 _LEAST_GRAPH_S = 2e-3  # a replay this long makes the gap before it small
 _MOST_LAUNCHES = 512
@@ -78,8 +79,8 @@ def wall_samples(
 
 
 def time_operator(
-    calls: Sequence[Callable[[], Tensor]], device: torch.device, *, budget_s: float = 0.06
-) -> tuple[Times, Tensor]:
+    calls: Sequence[Callable[[], Output]], device: torch.device, *, budget_s: float = 0.06
+) -> tuple[Times, Output]:
     """Seconds of one call, over calls that are alike but for their inputs.
 
     Args:
@@ -109,7 +110,7 @@ def time_operator(
     return percentiles([sample / (rounds * len(calls)) for sample in samples]), output
 
 
-def _captured(calls: Sequence[Callable[[], Tensor]], rounds: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def _captured(calls: Sequence[Callable[[], Output]], rounds: int) -> tuple[torch.cuda.CUDAGraph, Output]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
@@ -132,7 +133,7 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def _time_on_cpu(calls: Sequence[Callable[[], Tensor]], budget_s: float) -> tuple[Times, Tensor]:
+def _time_on_cpu(calls: Sequence[Callable[[], Output]], budget_s: float) -> tuple[Times, Output]:
     output = calls[0]()
     samples: list[float] = []
     while len(samples) < 3 or (len(samples) < 20 and sum(samples) * len(calls) < budget_s):

@@ -136,7 +136,7 @@ class CapturedStep:
         else:
             with self._ours():
                 self.logits = self._step()
-        self.tables.lengths.add_(1)
+        self.tables.grow()
         return self.logits[:count]
 
 

@@ -16,6 +16,7 @@ KNOWN = Costs(
     kernels=Candidate(launch=6e-6, bandwidth=3.1e12, suffix_bandwidth=4.2e12, rate=3.5e14),
     library=Candidate(launch=15e-6, bandwidth=2.2e12, suffix_bandwidth=3.1e12, rate=6.1e14),
     plain=Candidate(launch=5e-6, bandwidth=4.1e12, suffix_bandwidth=4.1e12),
+    beside_bandwidth=5e10,
     portable_rate=3e14,
     matmul_rate=7e14,
 )

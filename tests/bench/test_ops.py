@@ -8,10 +8,12 @@ import torch
 
 from hf_fastdecode.bench.accuracy import BOUND, make_oracle
 from hf_fastdecode.bench.ceilings import Ceilings
+from hf_fastdecode.bench.node_kernel import NodeKernel
 from hf_fastdecode.bench.op_cases import OP_SETS, NodeSpec, OpCase, shared
 from hf_fastdecode.bench.op_inputs import make_inputs, sets_needed
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay, kernel_calls
 from hf_fastdecode.bench.ops import OpBench
+from hf_fastdecode.bench.sketch import Sketch
 
 CPU = torch.device("cpu")
 TINY = OP_SETS["tiny"]
@@ -42,9 +44,29 @@ def test_every_way_obeys_the_error_rule(bench, case, way):
     if way == "bifurcated" and len(case.nodes) > 1:
         assert row["status"] == "not run: defined for one shared context only"
         return
+    if way.startswith("sketch"):
+        assert row["status"].startswith("not run: ")
+        return
     assert row["status"] == "ok"
     assert 0 <= row["error_ratio"] <= BOUND
     assert 0 < row["us_p20"] <= row["us_p50"] <= row["us_p80"]
+
+
+@pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in CASES], ids=IDS)
+def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
+    inputs = make_inputs(case.prefix_only, CPU, sets=1)[0]
+    assert make_oracle(inputs).error(NodeKernel(inputs).attend().result()) <= BOUND
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize("case", [shared(3, 200, 70, 6, 2, head_dim=32), shared(70, 65, 1, 1, 1, head_dim=16)])
+def test_the_sketch_obeys_the_error_rule(case, programs):
+    case = replace(case, dtype="float16")
+    for part in (case, case.suffix_only):
+        inputs = make_inputs(part, CPU, sets=1)[0]
+        assert make_oracle(inputs).error(Sketch(inputs, programs).attend()) <= BOUND
+    inputs = make_inputs(case.prefix_only, CPU, sets=1)[0]
+    assert make_oracle(inputs).error(Sketch(inputs, programs).attend_context().result()) <= BOUND
 
 
 @pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in TINY], ids=lambda case: case.name)

@@ -25,8 +25,12 @@ def decode(
     capacity: Capacity | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    leave: bool = True,
 ):
-    """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong."""
+    """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong.
+
+    Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `leave`.
+    """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
     each = heads // kv_heads * queries
@@ -42,7 +46,15 @@ def decode(
     for whole, part in zip(stored, suffix, strict=True):
         whole[slots[taking].long()] = part[taking]
     widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
-    config = config or choose_config(widest, head_dim, overlap=query.is_cuda, windowed=window is not None)
+    config = config or choose_config(
+        widest,
+        head_dim,
+        each=each,
+        suffixes=rows * kv_heads,
+        overlap=query.is_cuda,
+        windowed=window is not None,
+    )
+    grid = config.per_sm * multiprocessors(query.device)
     schedule = make_schedule(
         [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
         rows,
@@ -50,9 +62,10 @@ def decode(
         queries=each,
         block_m=config.block_m,
         block_n=config.block_n,
-        programs=config.per_sm * multiprocessors(query.device),
+        programs=grid * 2 // 3 if config.apart and leave else grid,
         device=query.device,
         capacity=capacity,
+        grid=grid,
     )
     out, lse = forest_decode(
         query,
@@ -75,9 +88,11 @@ def decode(
     return out, lse
 
 
-def check(query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None) -> None:
-    out, lse = decode(query, kv, softcap=softcap, config=config)
-    again, lse_again = decode(query, kv, softcap=softcap, config=config)
+def check(
+    query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None, leave: bool = True
+) -> None:
+    out, lse = decode(query, kv, softcap=softcap, config=config, leave=leave)
+    again, lse_again = decode(query, kv, softcap=softcap, config=config, leave=leave)
     assert torch.equal(out, again), "not the same bits twice"
     assert torch.equal(lse, lse_again), "not the same bits twice"
     oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)

@@ -70,7 +70,8 @@ def test_windows_and_sinks(window, sinks, queries):
     options = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "queries": queries, "dtype": torch.half}
     query, kv = make_inputs(forest, lengths, **options, device=device)
     sink = torch.linspace(-3, 6, 8, device=device).half().float() if sinks else None
-    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2)) if INTERPRETED else None
+    suffix = SuffixConfig(merge=2)
+    config = Config(16, block_n=16, overlap=False, suffix=suffix, apart=queries == 3) if INTERPRETED else None
     out, lse = decode(query, kv, config=config, window=window, sinks=sink)
     oracle, oracle_lse = reference.forest_attention(query, kv, window=window, sinks=sink)
     yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, sink)
@@ -135,8 +136,9 @@ def random_case(seed: int, device: str):
 @pytest.mark.parametrize("seed", range(16))
 def test_random_forests_interpreted(seed):
     query, kv, softcap = random_case(seed, "cpu")
-    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2) if seed % 4 else None)
-    check(query, kv, softcap=softcap, config=config)
+    suffix = SuffixConfig(merge=2) if seed % 4 else None
+    config = Config(16, block_n=16, overlap=False, suffix=suffix, apart=seed % 3 == 0)
+    check(query, kv, softcap=softcap, config=config, leave=seed % 2 == 0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="float32 is multiplied in tf32 on a GPU, and refused")
@@ -161,7 +163,7 @@ def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
     query, kv = make_inputs(
         forest, 9, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device, seed=seed, queries=1
     )
-    config = Config(16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2))
+    config = Config(16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), apart=seed % 2 == 1)
     slots = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).int().to(device)
     oracle, oracle_lse = reference.forest_attention(query, kv)
     shapes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
@@ -187,7 +189,7 @@ def test_random_forests_on_a_gpu(block):
     for seed in range(20 * block, 20 * block + 20):
         query, kv, softcap = random_case(seed, "cuda")
         try:
-            check(query, kv, softcap=softcap)
+            check(query, kv, softcap=softcap, leave=seed % 4 > 0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {tuple(query.shape)} {query.dtype} {kv.forest} {error}") from error
 
@@ -198,7 +200,10 @@ def test_random_forests_on_a_gpu(block):
 def test_every_tile_size_on_a_gpu(block_m, overlap):
     forest = random_forest(random.Random(5), 70, 2, longest=900)
     query, kv = make_inputs(forest, 40, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    check(query, kv, config=replace(choose_config(block_m, 128, overlap=overlap), block_m=block_m))
+    config = replace(choose_config(block_m, 128, overlap=overlap), block_m=block_m)
+    check(query, kv, config=config)
+    for leave in (False, True):
+        check(query, kv, config=replace(config, apart=True), leave=leave)
     if block_m == 128:  # where the Hopper kernel is not for a device
         check(query, kv, config=Config(128, warps=8, per_sm=1, overlap=overlap))
 

@@ -36,7 +36,7 @@ def test_storage_that_rows_of_all_memory_do_not_begin_with(off):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "plane"), [(64, 1 << 12), (128, 1 << 11)])
 def test_nodes_that_lie_across_planes(head_dim, plane, monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.api.PLANE", plane)
+    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.nodes.PLANE", plane)
     check(*hopper_inputs(head_dim))
 
 

@@ -4,7 +4,13 @@ import random
 
 import pytest
 
-from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule, needed_capacity
+from hf_fastdecode.kernels.forest_decode.schedule import (
+    Capacity,
+    NodeShape,
+    longest_share,
+    make_schedule,
+    needed_capacity,
+)
 
 from ..attention.forests import random_forest
 
@@ -89,3 +95,16 @@ def test_units_of_one_length_are_cut_alike():
     schedule = make_schedule(node, 3, kv_heads=3, queries=1, block_m=16, block_n=8, programs=13, device="cpu")
     assert schedule.programs == len(schedule.pieces) == 12
     assert [piece[3:5] for piece in schedule.pieces.tolist()] == [[0, 10], [10, 20], [20, 30], [30, 40]] * 3
+
+
+def test_units_that_read_the_same_keys_are_cut_side_by_side():
+    """Two KV heads of eight query tiles and 30 key tiles, for 24 programs: three groups of eight, 20 tiles each."""
+    node = [NodeShape(0, 0, 8, 240)]
+    schedule = make_schedule(node, 8, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24, device="cpu")
+    pieces = schedule.pieces.tolist()
+    firsts = [piece[1:5] for piece in pieces[:24]]
+    assert firsts[:8] == [[0, tile, 0, 20] for tile in range(8)]
+    assert firsts[8:16] == [[0, tile, 20, 30] for tile in range(8)]
+    assert firsts[16:] == [[1, tile, 10, 30] for tile in range(8)]
+    assert [pieces[piece[9]][1:5] for piece in pieces[8:16]] == [[1, tile, 0, 10] for tile in range(8)]
+    assert longest_share(node, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24) == 20 + 2 * 2

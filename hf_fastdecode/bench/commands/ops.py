@@ -24,8 +24,11 @@ OP_WAY_NAMES = (
     "hydragen",
     "bifurcated",
     "bifurcated-compiled",
+    "sketch",
     "ours-prefix",
+    "sketch-prefix",
     "ours-suffix",
+    "sketch-suffix",
 )
 _COMPILES = "bifurcated-compiled"  # ten seconds a case, so only when it is asked for
 
@@ -55,10 +58,11 @@ def ops(
     needs, at rates measured in the same run. Each way is first checked against an fp64 reference: its error is at most
     twice that of PyTorch's own attention, or its row says `wrong` and the command ends with exit code 1.
 
-    Ways: `ours` is what the package runs, `ours-prefix` and `ours-suffix` its two parts alone. `plain` is flash
-    decoding with a copy of the context for each row. `recipe` is the faster of PyTorch's flash and cuDNN operators
-    over the shared context, flash over what each row added, and a merge. `hydragen` is that paper's two flash calls,
-    `bifurcated` that paper's einsums, `bifurcated-compiled` the same by torch.compile.
+    Ways: `ours` is what the package runs, `ours-prefix` its kernel over the shared context alone, and `ours-suffix`
+    what it runs where nothing is shared. `plain` is flash decoding with a copy of the context for each row. `recipe`
+    is the faster of PyTorch's flash and cuDNN operators over the shared context, flash over what each row added, and a
+    merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
+    by torch.compile. `sketch` is a first Triton kernel of two launches; it has the same parts as ours.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
     they say; `h200` is these four together; `small` is a handful of them, `tiny` is for a CPU.

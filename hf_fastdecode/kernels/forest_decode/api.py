@@ -1,20 +1,21 @@
-"""The operator: one decode step of one layer over a forest, in two launches."""
+"""The operator: one decode step of one layer over a forest, in two launches or three."""
 
 from __future__ import annotations
 
-from contextvars import copy_context
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .config import Config, SuffixConfig, choose_config, choose_suffix_config, hopper_kernel
+from .config import Config, SuffixConfig, choose_config, choose_suffix_config
 from .limits import shared_memory
-from .memory import ADDRESS_BITS, PLANE, all_memory
+from .merge import merge_suffixes
+from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
 from .suffix import attend_suffixes
-from .triton import node_partials
+
+_MERGED = 16  # packed queries that a program of `merge_suffixes` merges at once
 
 __all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
 
@@ -71,50 +72,46 @@ def forest_decode(
     Raises:
         ValueError: There is a window, and the configuration is of the Hopper kernel.
     """
-    if window is not None and config.hopper:
-        raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     rows, heads, queries, head_dim = query.shape
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
     each = group * queries
+    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    partials = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
-    partial_out = torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32)
-    partial_lse = torch.empty(schedule.piece_count, schedule.block_m, **fp32)
-    # A kernel may start while the one before it still runs, and wait where it needs that one's results
-    # (programmatic dependent launch).
-    overlap = config.overlap and schedule.piece_count > 0 and query.is_cuda
-    launch: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
-    memory = shared_memory(query.device)
-    own = config.suffix or choose_suffix_config(rows, kv_heads, group, queries, head_dim, shared_memory=memory)
-    shape = {"GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim}
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    if schedule.piece_count:
-        _attend_nodes(
-            query,
-            nodes,
-            schedule,
-            partial_out,
-            partial_lse,
-            config,
-            kv_heads,
-            scale,
-            soft_cap,
-            window,
-            lengths,
-            shape,
-            block_d,
-            launch,
-        )
-    unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
+    apart = config.apart and depths > 0
     # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
-    block_p = 1 if each == 1 else max(16, triton.next_power_of_2(each))
+    block_p = 1 if each == 1 and not apart else max(16, triton.next_power_of_2(each))
     tile = triton.next_power_of_2(each)
-    through_memory = depths > 0 and tile != block_p
-    own_out = torch.empty(rows, heads, queries, head_dim, **fp32) if through_memory else out
-    own_lse = torch.empty(rows, heads, queries, **fp32) if through_memory else out
+    own = out
+    own_lse = out
+    if apart or (depths > 0 and tile != block_p):
+        own = torch.empty(rows, heads, queries, head_dim, **fp32)
+        own_lse = torch.empty(rows, heads, queries, **fp32)
+    memory = shared_memory(query.device)
+    launch = config.suffix or choose_suffix_config(
+        rows, kv_heads, group, queries, head_dim, apart=apart, shared_memory=memory
+    )
+    options: dict[str, Any] = {
+        "GROUP": group,
+        "QUERIES": queries,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "TILE": tile,
+        "BLOCK_M": schedule.block_m,
+        "MERGE": launch.merge,
+        "DEPTHS": depths,
+        "LSE": return_lse,
+        "PDL": overlap,
+    }
+    if overlap:
+        options["launch_pdl"] = True
+    unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
+    results = (out, lse if lse is not None else out)
     attend_suffixes[(rows * kv_heads,)](
         query,
         new_keys,
@@ -123,12 +120,11 @@ def forest_decode(
         slots,
         lengths,
         *unit_tables,
-        partial_out,
-        partial_lse,
-        own_out,
+        *partials,
+        own,
         own_lse,
-        out,
-        lse if lse is not None else out,
+        *results,
+        schedule.apart,
         sinks if sinks is not None else out,
         rows,
         kv_heads,
@@ -138,83 +134,32 @@ def forest_decode(
         *query.stride()[:3],
         *new_keys.stride()[:3],
         *new_values.stride()[:3],
-        **shape,
-        BLOCK_D=block_d,
         BLOCK_P=block_p,
-        TILE=tile,
         BLOCK_Q=1 if block_p == 1 else 16,
-        BLOCK_M=schedule.block_m,
-        BLOCK_N=own.block_n,
-        STAGES=own.stages,
-        MERGE=own.merge,
-        DEPTHS=depths,
+        BLOCK_N=launch.block_n,
+        STAGES=launch.stages,
         SOFT_CAP=soft_cap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None,
-        LSE=return_lse,
-        PDL=overlap,
-        num_warps=own.warps,
-        **launch,
+        APART=apart,
+        num_warps=launch.warps,
+        **options,
     )
-    return out, lse
-
-
-def _attend_nodes(
-    query: Tensor,
-    nodes: Tensor,
-    schedule: Schedule,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    config: Config,
-    kv_heads: int,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    lengths: Tensor,
-    shape: dict[str, int],
-    block_d: int,
-    launch: dict[str, Any],
-) -> None:
-    """Launch the kernel of nodes."""
-    tensors = (query, nodes, schedule.pieces, partial_out, partial_lse)
-    strides = query.stride()[:3]
-    options = shape | {
-        "BLOCK_M": schedule.block_m,
-        "BLOCK_N": schedule.block_n,
-        "SOFT_CAP": soft_cap is not None,
-        "STAGES": config.stages,
-        "PDL": bool(launch),
-    }
-    if not config.hopper:
-        node_partials[(schedule.programs,)](
-            *tensors,
-            schedule.contexts,
-            lengths,
-            nodes.shape[1],
-            scale,
-            soft_cap or 0.0,
-            window or 0,
-            *strides,
+    if apart:
+        together = max(1, _MERGED // tile)  # rows of a program
+        options["MERGE"] = max(1, min(4, 8192 // (together * tile * options["BLOCK_D"])))
+        merge_suffixes[(triton.cdiv(rows, together) * kv_heads,)](
+            slots,
+            *unit_tables,
+            *partials,
+            own,
+            own_lse,
+            *results,
+            schedule.apart,
+            rows,
+            kv_heads,
+            ROWS=together,
+            num_warps=4,
             **options,
-            BLOCK_D=block_d,
-            WINDOW=window is not None,
-            num_warps=config.warps,
-            **launch,
         )
-        return
-
-    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        if size > schedule.scratch.nbytes:
-            raise RuntimeError(
-                f"a launch needs {size} bytes for descriptors, but its schedule has {schedule.scratch.nbytes}"
-            )
-        return schedule.scratch
-
-    def launch_hopper() -> None:
-        triton.set_allocator(scratch)
-        numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
-        memory = all_memory(query.dtype, schedule.block_n, query.shape[-1], PLANE)
-        options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
-        hopper_kernel()[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4, **launch)
-
-    copy_context().run(launch_hopper)  # elsewhere Triton's allocator stays what it is
+    return out, lse

@@ -43,6 +43,8 @@ class Config:
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
+        apart: Where a schedule leaves multiprocessors free, attend to suffixes on them beside the nodes, and merge in
+            a third launch.
     """
 
     block_m: int
@@ -53,6 +55,11 @@ class Config:
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
+    apart: bool = False
+
+
+# From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
+_APART = 512
 
 
 def choose_config(
@@ -60,6 +67,8 @@ def choose_config(
     head_dim: int,
     *,
     overlap: bool,
+    each: int = 1,
+    suffixes: int = 0,
     windowed: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
@@ -70,13 +79,17 @@ def choose_config(
         packed: Packed queries of the widest node for a KV head.
         head_dim: Numbers per head.
         overlap: Whether the device can overlap launches.
+        each: Packed queries of one row for a KV head.
+        suffixes: Rows times KV heads.
         windowed: Whether there is a sliding window, which the Hopper kernel does not know.
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
     """
     wide = packed > 64 and head_dim in (64, 128) and not windowed
     if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
-        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True)
+        # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
+        apart = each > 1 and suffixes >= _APART
+        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, block_n=128 if block_m == 64 else 64, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
@@ -113,7 +126,14 @@ _QUERIES = (
 
 
 def choose_suffix_config(
-    rows: int, kv_heads: int, group: int, queries: int, head_dim: int, *, shared_memory: int = 227 * 1024
+    rows: int,
+    kv_heads: int,
+    group: int,
+    queries: int,
+    head_dim: int,
+    *,
+    apart: bool = False,
+    shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
     """Launch parameters as measured on an H200.
 
@@ -123,10 +143,13 @@ def choose_suffix_config(
         group: Query heads of a KV head.
         queries: Tokens of a row in the step.
         head_dim: Numbers per head.
+        apart: Whether the kernel runs beside the nodes' and merges nothing.
         shared_memory: Bytes that a program may take.
     """
     programs, each = rows * kv_heads, group * queries
-    if each == 1:
+    if apart:
+        config = SuffixConfig(16, warps=1, stages=3, merge=8)
+    elif each == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from .triton import LN2
+
 
 @triton.jit
 def pieces_of(
@@ -57,3 +59,80 @@ def take_pieces(
             acc = acc * fade[:, None] + part * weight[:, None]
             top = new_top
     return top, total, acc
+
+
+@triton.jit
+def merge_suffixes(
+    slots,  # these as those of `attend_suffixes`, which left its partials here
+    row_units,
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    partial_out,
+    partial_lse,
+    own_out,
+    own_lse,
+    out,
+    out_lse,
+    apart,
+    rows,
+    kv_heads,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    LSE: tl.constexpr,
+    PDL: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+):
+    if tl.load(apart) == 0:  # they are merged
+        if PDL:  # who waits for this waits for them too
+            tl.extra.cuda.gdc_wait()
+        return
+    head = tl.program_id(0) % kv_heads
+    each: tl.constexpr = GROUP * QUERIES
+    packed = tl.arange(0, ROWS * TILE)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < HEAD_DIM
+    row = tl.program_id(0) // kv_heads * ROWS + packed // TILE
+    within = packed % TILE
+    real = (row < rows) & (within < each)
+    row = tl.minimum(row, rows - 1)
+    took_part = tl.load(slots + row) >= 0
+    mine = real & took_part
+    # The tables did not need the partials, so that the first two depths' are asked for before those are there.
+    first, count, row_in_tile = pieces_of(
+        row, head, within, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    )
+    if DEPTHS > 1:
+        next_first, next_count, next_row_in_tile = pieces_of(
+            row, head, within, mine, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = (row.to(tl.int64) * kv_heads + head) * each + within
+    place = at[:, None] * HEAD_DIM + dims[None, :]
+    kept = real[:, None] & in_dim[None, :]
+    top = tl.load(own_lse + at, mask=real, other=0.0)
+    total = tl.full([ROWS * TILE], 1.0, tl.float32)
+    acc = tl.load(own_out + place, mask=kept, other=0.0)
+    for depth in tl.static_range(DEPTHS):
+        if depth == 1:
+            first, count, row_in_tile = next_first, next_count, next_row_in_tile
+        if depth > 1:
+            first, count, row_in_tile = pieces_of(
+                row, head, within, mine, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+            )
+        top, total, acc = take_pieces(
+            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+        )
+    result = tl.where(took_part[:, None], acc * (1.0 / total)[:, None], 0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
+    if LSE:
+        lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
+        tl.store(out_lse + at, lse, mask=real)

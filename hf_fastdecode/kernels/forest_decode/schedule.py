@@ -77,6 +77,7 @@ class Schedule:
         row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
         row_tiles: ``[depths, rows]``: query tiles of the row's node.
         contexts: ``[rows]``: tokens of the row's nodes.
+        apart: ``[1]``: 1 when programs were left without work, for suffixes to be attended to beside the nodes.
         scratch: Bytes for the programs of one launch at a time: descriptors, which must stay where they are while the
             kernels that follow already run.
         block_m: Packed queries of a tile.
@@ -90,6 +91,7 @@ class Schedule:
     row_offsets: Tensor
     row_tiles: Tensor
     contexts: Tensor
+    apart: Tensor
     scratch: Tensor
     block_m: int
     block_n: int
@@ -103,9 +105,9 @@ class Schedule:
         """Take over another schedule's tables in place.
 
         Args:
-            other: Made with the same capacity, rows, queries, blocks and programs.
+            other: Made with the same capacity, rows, queries, blocks and grid.
         """
-        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts"):
+        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "apart"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
@@ -120,6 +122,7 @@ def make_schedule(
     programs: int,
     device: torch.device | str,
     capacity: Capacity | None = None,
+    grid: int | None = None,
 ) -> Schedule:
     """Cut the work over these nodes into shares.
 
@@ -130,13 +133,13 @@ def make_schedule(
         queries: Packed queries of one row for one KV head: query heads of the group times query length.
         block_m: Packed queries of a tile.
         block_n: Keys of a tile.
-        programs: Most programs to launch; fewer when the work would leave them under two tiles each.
+        programs: Most programs that get work; fewer when it would leave them under two tiles each.
         device: Where the tables go.
-        capacity: When given, the tables' sizes depend on it and not on the nodes, and all programs are launched.
+        capacity: When given, the tables' sizes depend on it and not on the nodes, and `grid` programs are launched.
+        grid: Programs that the device runs at once; as many as `programs` when None.
     """
     depths = max(depths_of(nodes), capacity.depths if capacity else 0)
-    query_tiles = np.array([-(-node.row_count * queries // block_m) for node in nodes], dtype=np.int64)
-    key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
+    query_tiles = _query_tiles(nodes, queries, block_m)
     units_of_node = kv_heads * query_tiles
     unit_base = np.concatenate([[0], np.cumsum(units_of_node)]).astype(np.int64)
     unit_node = np.repeat(np.arange(len(nodes)), units_of_node)
@@ -147,11 +150,12 @@ def make_schedule(
         position[index] = contexts[shape.row_start]
         contexts[shape.row_start : shape.row_start + shape.row_count] += shape.length
 
-    work = _cut(key_tiles[unit_node], units_of_node, programs)
+    work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
     count, total = len(work.unit), len(unit_node)
     launched, room, unit_room = int(work.program.max(initial=-1)) + 1, count, total + 1
     if capacity is not None:
-        launched, room, unit_room = programs, programs + capacity.units, capacity.units + 1
+        launched = programs if grid is None else grid
+        room, unit_room = launched + capacity.units, capacity.units + 1
         if capacity.units < total:
             raise ValueError(f"{total} units do not fit a capacity of {capacity.units}")
     # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
@@ -193,6 +197,7 @@ def make_schedule(
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
         contexts=table(contexts),
+        apart=table(np.array([grid is not None and programs < grid])),
         scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
         block_m=block_m,
         block_n=block_n,
@@ -216,8 +221,42 @@ class _Work(NamedTuple):
     turn: np.ndarray
 
 
-def _cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int) -> _Work:
-    """Cut units of these lengths, in key tiles, into pieces for programs."""
+def longest_share(
+    nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
+) -> int:
+    """Key tiles of the program that has most to do, with what its pieces cost besides; arguments as for
+    `make_schedule`."""
+    work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
+    shares = np.bincount(work.program, work.end - work.begin + _PIECE_COST)
+    return int(shares.max(initial=0))
+
+
+def _query_tiles(nodes: Sequence[NodeShape], queries: int, block_m: int) -> np.ndarray:
+    return np.array([-(-node.row_count * queries // block_m) for node in nodes], dtype=np.int64)
+
+
+def _divide(
+    nodes: Sequence[NodeShape], kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
+) -> _Work:
+    """The pieces that programs get; arguments as for `make_schedule`."""
+    query_tiles = _query_tiles(nodes, queries, block_m)
+    key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
+    units = kv_heads * query_tiles
+    return _cut(np.repeat(key_tiles, units), units, programs, bundle=_bundle(query_tiles, programs))
+
+
+# Most programs that go through the same keys side by side where their shares begin and end inside units.
+_BUNDLE = 8
+
+
+def _bundle(query_tiles: np.ndarray, programs: int) -> int:
+    """Units that are cut together: as many of a node as divide its query tiles, every other node's, and programs."""
+    common = int(np.gcd.reduce(query_tiles, initial=programs))
+    return next(size for size in range(_BUNDLE, 0, -1) if common % size == 0)
+
+
+def _cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int, *, bundle: int) -> _Work:
+    """Cut units of these lengths, in key tiles, into pieces for programs; `bundle` divides `units_of_node`."""
     unit = np.arange(len(lengths))
     whole = np.zeros(len(lengths), dtype=bool)
     program, turn = np.zeros_like(unit), np.zeros_like(unit)
@@ -232,7 +271,8 @@ def _cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int) -> _Work
     parts = [_Work(unit[whole], np.zeros_like(unit[whole]), lengths[whole], program[whole], turn[whole])]
     rest = unit[~whole]
     if len(rest):
-        parts.append(_cut_alike(rest, lengths[rest], programs, waves) or _stream(rest, lengths[rest], programs, waves))
+        alike = _cut_alike(rest, lengths[rest], programs, waves)
+        parts.append(alike or _stream(rest, lengths[rest], programs, waves, bundle))
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return _Work(*(column[order] for column in columns))
@@ -243,17 +283,20 @@ def _shares(total: int, programs: int) -> int:
     return max(1, min(programs, total // 2))
 
 
-def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> _Work:
-    """Cut all units' tiles, laid end to end, into equal shares."""
-    unit_start = np.concatenate([[0], np.cumsum(lengths)])
+def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bundle: int) -> _Work:
+    """Cut all units' tiles, laid end to end, into equal shares; units of a bundle lie side by side."""
+    unit_start = np.concatenate([[0], np.cumsum(lengths[::bundle])])
     total = int(unit_start[-1])
-    shares = _shares(total, programs)
+    shares = _shares(total, programs // bundle)
     share_start = np.arange(shares + 1) * total // shares
     cuts = np.union1d(unit_start, share_start)
     begin, end = cuts[:-1], cuts[1:]
     of = np.searchsorted(unit_start, begin, side="right") - 1
     share = np.searchsorted(share_start, begin, side="right") - 1
-    return _Work(unit[of], begin - unit_start[of], end - unit_start[of], share, turn + np.arange(len(begin)))
+    columns = (of, begin - unit_start[of], end - unit_start[of], share, np.arange(len(of)))
+    of, begin, end, share, place = (np.repeat(column, bundle) for column in columns)
+    side = np.tile(np.arange(bundle), len(columns[0]))
+    return _Work(unit[of * bundle + side], begin, end, share * bundle + side, turn + place)
 
 
 def _cut_alike(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> _Work | None:

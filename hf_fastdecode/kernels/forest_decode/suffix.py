@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """The kernel of suffixes: each row's attention to its own tokens, to which it appends the new ones.
 
-It then waits for the nodes' partials and merges them with its own.
+It then waits for the nodes' partials and merges them with its own, or leaves its own to be merged by another kernel:
+then suffixes are attended to beside the nodes, by the multiprocessors that those leave free.
 """
 
 import triton
@@ -43,6 +44,7 @@ def attend_suffixes(
     own_lse,  # [rows, heads, queries] fp32, base 2
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
+    apart,  # [1] int32: with APART, whether to leave partials to be merged by the kernel that follows
     sinks,  # [heads] fp32: with SINKS, a score of each head that is of no key
     rows,
     kv_heads,
@@ -75,7 +77,11 @@ def attend_suffixes(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
+    APART: tl.constexpr,  # whether `merge_suffixes` follows
 ):
+    leaves = tl.load(apart) != 0 if APART else False
+    if APART and PDL:  # the kernel that follows waits for all of this
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0) % kv_heads
     row = tl.program_id(0) // kv_heads
     element = query.dtype.element_ty
@@ -114,7 +120,7 @@ def attend_suffixes(
         total += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     MERGES: tl.constexpr = DEPTHS > 0
-    THROUGH_MEMORY: tl.constexpr = MERGES and TILE != BLOCK_P
+    THROUGH_MEMORY: tl.constexpr = APART or (MERGES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     mine = tl.where(took_part, index < each, False)
@@ -165,6 +171,10 @@ def attend_suffixes(
         tl.store(own_lse + own_at, top + tl.log2(total), mask=real)
         result = acc * (1.0 / total)[:, None]
         tl.store(own_out + own_at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
+        if leaves:
+            if PDL and tl.program_id(0) == tl.num_programs(0) - 1:  # who waits for this waits for the nodes too
+                tl.extra.cuda.gdc_wait()
+            return
         tl.debug_barrier()
         top = tl.load(own_lse + at, mask=index < each, other=0.0)
         total = tl.full([WIDTH], 1.0, tl.float32)
@@ -172,7 +182,8 @@ def attend_suffixes(
     if MERGES:
         if PDL:  # the tables did not need the partials; what follows does
             tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+            if not APART:
+                tl.extra.cuda.gdc_launch_dependents()
         for depth in tl.static_range(DEPTHS):
             if depth == 1:
                 first, count, row_in_tile = next_first, next_count, next_row_in_tile

@@ -1,0 +1,163 @@
+"""How the kernels go over a forest: launch parameters, and the schedule of its nodes as suffixes grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from ..kernels.forest_decode.schedule import (
+    Capacity,
+    NodeShape,
+    Schedule,
+    longest_share,
+    make_schedule,
+    needed_capacity,
+)
+from .costs import costs_of
+from .forest import Forest
+from .scoring import Scoring
+
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ..kernels.forest_decode.api import Config
+
+# Where suffixes are attended to beside the nodes, programs of those are a multiple of this: see schedule's bundles.
+_STEP = 8
+
+# Seconds of a launch that overlaps the one before it.
+_LAUNCH = 2e-6
+
+
+class Layout(NamedTuple):
+    """What of a layer decides its schedule.
+
+    Attributes:
+        kv_heads: KV heads.
+        each: Packed queries of one row for a KV head.
+        head_dim: Numbers per head.
+        windowed: Whether a sliding window binds.
+    """
+
+    kv_heads: int
+    each: int
+    head_dim: int
+    windowed: bool
+
+    @classmethod
+    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> Layout:
+        """The layout of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
+        _, heads, queries, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
+
+
+class Plan:
+    """How a layer's kernels go over a forest.
+
+    Args:
+        forest: The nodes.
+        layout: Of the layer.
+        device: Where it runs.
+        rows: Rows of the step when it has more than the forest.
+
+    Attributes:
+        config: Launch parameters for all schedules.
+    """
+
+    def __init__(self, forest: Forest, layout: Layout, device: torch.device, *, rows: int | None = None):
+        self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
+        self.config = decode_config(forest, layout, device, self.rows)
+        self._shapes = [
+            NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
+        ]
+        self._sizes = {
+            "kv_heads": layout.kv_heads,
+            "queries": layout.each,
+            "block_m": self.config.block_m,
+            "block_n": self.config.block_n,
+        }
+        self._grid = self.config.per_sm * multiprocessors(device)
+
+    @cached_property
+    def needed(self) -> Capacity:
+        """What a schedule's tables must hold."""
+        return needed_capacity(
+            self._shapes, kv_heads=self.layout.kv_heads, queries=self.layout.each, block_m=self.config.block_m
+        )
+
+    @cached_property
+    def _seconds(self) -> dict[int, float]:
+        """How long nodes take on their own, by the programs that attend to them: all, or fewer where it may help."""
+        if not self.config.apart:
+            return {self._grid: 0.0}
+        rate = costs_of(self.device).kernels.rate / self._grid
+        tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / rate
+        fewer = range(self._grid * 7 // 8 // _STEP * _STEP, self._grid // 2, -_STEP)
+        return {
+            programs: tile * longest_share(self._shapes, **self._sizes, programs=programs)
+            for programs in (self._grid, *fewer)
+        }
+
+    def programs(self, suffix_tokens: int) -> int:
+        """How many programs should attend to nodes while every row's suffix holds so many tokens.
+
+        The longer suffixes are, the more multiprocessors are left to them: the products of nodes and the bytes of
+        suffixes then take the same time, beside each other.
+        """
+        if len(self._seconds) == 1:
+            return self._grid
+        costs = costs_of(self.device)
+        numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
+        size = 4 * numbers * suffix_tokens  # bytes of keys and values in two bytes each
+
+        def seconds(programs: int) -> float:
+            nodes = self._seconds[programs]
+            beside = nodes * (self._grid - programs) * costs.beside_bandwidth
+            rest = max(0.0, size - beside)
+            if programs == self._grid:
+                return nodes + rest / costs.kernels.suffix_bandwidth
+            # The third launch reads the partials that the second one has written.
+            return nodes + (rest + 8 * numbers * self.layout.each) / costs.kernels.suffix_bandwidth + _LAUNCH
+
+        return min(self._seconds, key=seconds)
+
+    def config_of(self, programs: int) -> Config:
+        """Launch parameters for one schedule: without the launch that it does not need."""
+        return self.config if programs < self._grid else replace(self.config, apart=False)
+
+    def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
+        """The schedule of the nodes.
+
+        Args:
+            programs: From `programs`.
+            capacity: Sizes of the tables, when they must not depend on the nodes.
+        """
+        return make_schedule(
+            self._shapes,
+            self.rows,
+            **self._sizes,
+            programs=programs,
+            device=self.device,
+            capacity=capacity,
+            grid=self._grid,
+        )
+
+
+def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: int) -> Config:
+    """Launch parameters for a layer over a forest, in steps of so many rows."""
+    from ..kernels.forest_decode.api import choose_config
+
+    return choose_config(
+        max((node.row_count for node in forest.nodes), default=1) * layout.each,
+        layout.head_dim,
+        each=layout.each,
+        suffixes=rows * layout.kv_heads,
+        windowed=layout.windowed,
+        overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
+        shared_memory=shared_memory(device),
+        device=device,
+    )

@@ -1,0 +1,112 @@
+"""The first launch of a decode step: every node attended to by all of its rows."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .config import Config, hopper_kernel
+from .memory import ADDRESS_BITS, PLANE, all_memory
+from .schedule import Schedule
+from .triton import node_partials
+
+
+class Partials(NamedTuple):
+    """What the pieces of a schedule left: its `unit_slots` says which are a unit's.
+
+    Attributes:
+        out: ``[pieces, block_m, head_dim]`` fp32.
+        lse: ``[pieces, block_m]`` fp32, in base 2.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
+    """Whether the kernels of a step may start while the one before still runs, and wait where they need its results.
+
+    (Programmatic dependent launch.)
+    """
+    return config.overlap and schedule.piece_count > 0 and query.is_cuda
+
+
+def attend_nodes(
+    query: Tensor,
+    nodes: Tensor,
+    lengths: Tensor,
+    schedule: Schedule,
+    config: Config,
+    kv_heads: int,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+) -> Partials:
+    """Partials of the nodes; arguments as for `forest_decode`.
+
+    Raises:
+        ValueError: There is a window, and the configuration is of the Hopper kernel.
+    """
+    if window is not None and config.hopper:
+        raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
+    heads, queries, head_dim = query.shape[1:]
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    partials = Partials(
+        torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
+        torch.empty(schedule.piece_count, schedule.block_m, **fp32),
+    )
+    if not schedule.piece_count:
+        return partials
+    overlap = overlaps(query, schedule, config)
+    tensors = (query, nodes, schedule.pieces, *partials)
+    strides = query.stride()[:3]
+    options: dict[str, Any] = {
+        "GROUP": heads // kv_heads,
+        "QUERIES": queries,
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": schedule.block_m,
+        "BLOCK_N": schedule.block_n,
+        "SOFT_CAP": soft_cap is not None,
+        "STAGES": config.stages,
+        "PDL": overlap,
+    }
+    if overlap:
+        options["launch_pdl"] = True
+    if not config.hopper:
+        node_partials[(schedule.programs,)](
+            *tensors,
+            schedule.contexts,
+            lengths,
+            nodes.shape[1],
+            scale,
+            soft_cap or 0.0,
+            window or 0,
+            *strides,
+            **options,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            WINDOW=window is not None,
+            num_warps=config.warps,
+        )
+        return partials
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        if size > schedule.scratch.nbytes:
+            raise RuntimeError(
+                f"a launch needs {size} bytes for descriptors, but its schedule has {schedule.scratch.nbytes}"
+            )
+        return schedule.scratch
+
+    def launch() -> None:
+        triton.set_allocator(scratch)
+        numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
+        memory = all_memory(query.dtype, schedule.block_n, head_dim, PLANE)
+        options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
+        hopper_kernel()[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
+
+    copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
+    return partials

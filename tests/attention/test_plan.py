@@ -1,0 +1,123 @@
+"""How many programs attend to nodes while others attend to suffixes, and the schedules of captured steps following."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention import plan as plans
+from hf_fastdecode.attention import static_tables
+from hf_fastdecode.attention.costs import estimated_costs
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.generation import modes
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
+
+CPU = torch.device("cpu")
+GQA = Layout(kv_heads=8, each=4, head_dim=128, windowed=False)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Plans as a GPU of 132 multiprocessors would have them, for the launch parameters that a list holds."""
+    config = [Config(128, block_n=128, stages=2, hopper=True, apart=True)]
+    monkeypatch.setattr(plans, "decode_config", lambda *_: config[0])
+    monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(plans, "costs_of", lambda _: estimated_costs(132, 4.8e12))
+    return config
+
+
+def one_context(rows: int, length: int) -> Forest:
+    return Forest(rows, [Node(Span(0, 0, length), 0, rows)])
+
+
+@pytest.mark.parametrize(("rows", "context"), [(128, 8192), (512, 8192), (1024, 2048), (1024, 16384)])
+def test_longer_suffixes_leave_fewer_programs_to_nodes(on_hopper, rows, context):
+    plan = Plan(one_context(rows, context), GQA, CPU)
+    chosen = [plan.programs(length) for length in (0, 64, 256, 1024, 4096)]
+    assert chosen[0] == 132
+    assert chosen == sorted(chosen, reverse=True)
+    assert 66 <= chosen[-1] < 116
+    for programs in chosen:
+        schedule = plan.schedule(programs)
+        assert schedule.programs <= programs
+        pieces = schedule.pieces[:, 3:5].diff().sum()
+        assert pieces == 8 * rows * 4 // 128 * context // 128
+
+
+def test_kernels_that_take_turns_use_all_programs(on_hopper):
+    on_hopper[0] = replace(on_hopper[0], apart=False)
+    plan = Plan(one_context(512, 8192), GQA, CPU)
+    assert {plan.programs(length) for length in (0, 256, 10**6)} == {132}
+
+
+def test_tables_of_a_size_launch_all_programs(on_hopper):
+    """Those without work end at once, and leave their multiprocessors to suffixes."""
+    plan = Plan(one_context(512, 8192), GQA, CPU, rows=512)
+    schedule = plan.schedule(88, Capacity(1, 1, 200))
+    assert schedule.programs == 132
+    working = schedule.pieces[:132, 0] >= 0
+    assert working.tolist() == [True] * 88 + [False] * 44
+    schedule.copy_(plan.schedule(132, Capacity(1, 1, 200)))
+    assert (schedule.pieces[:132, 0] >= 0).sum() == 128
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
+    """Schedules change twice while rows decode, and the tokens stay stock's."""
+    on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True, suffix=SuffixConfig(merge=2))
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
+    monkeypatch.setattr(static_tables, "_FOLLOWED", 2)
+    asked = []
+
+    def programs(self, suffix_tokens):
+        asked.append(suffix_tokens)
+        return 24 - 8 * min(2, suffix_tokens // 4)
+
+    monkeypatch.setattr(Plan, "programs", programs)
+    made = []
+    schedule = Plan.schedule
+    monkeypatch.setattr(Plan, "schedule", lambda self, *args: made.append(args[0]) or schedule(self, *args))
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(70, 66, shared=60) | {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 12}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.mode == "graph"
+        assert made == [24, 16, 8]
+        assert asked == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
+    on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True)
+    monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
+    seen = []
+    monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens)
+    model = tiny_model("llama-gqa")
+    call = ragged_prompts(41, shared=33) | {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 6}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="eager", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    assert sorted(set(seen)) == list(range(max(seen) + 1))
+
+
+def test_only_wide_groups_are_attended_to_apart(monkeypatch):
+    from hf_fastdecode.kernels.forest_decode import config
+
+    monkeypatch.setattr(config, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(config, "hopper_kernel", SimpleNamespace)
+    choose = config.choose_config
+    assert choose(512, 128, each=4, suffixes=512, overlap=True).apart
+    assert not choose(512, 128, each=4, suffixes=511, overlap=True).apart
+    assert not choose(4096, 128, each=1, suffixes=512, overlap=True).apart
+    assert not choose(512, 128, each=4, suffixes=512, overlap=True, windowed=True).apart
+    assert not choose(512, 80, each=4, suffixes=512, overlap=True).apart
