@@ -28,9 +28,6 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 # Where suffixes are attended to beside the nodes, programs of those are a multiple of this: see schedule's bundles.
 _STEP = 8
 
-# Seconds of a launch that overlaps the one before it.
-_LAUNCH = 2e-6
-
 
 class Layout(NamedTuple):
     """What of a layer decides its schedule.
@@ -96,7 +93,7 @@ class Plan:
             return {self._grid: 0.0}
         rate = costs_of(self.device).kernels.rate / self._grid
         tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / rate
-        fewer = range(self._grid * 7 // 8 // _STEP * _STEP, self._grid // 2, -_STEP)
+        fewer = range(self._grid * 4 // 5 // _STEP * _STEP, self._grid // 2, -_STEP)
         return {
             programs: tile * longest_share(self._shapes, **self._sizes, programs=programs)
             for programs in (self._grid, *fewer)
@@ -120,8 +117,9 @@ class Plan:
             rest = max(0.0, size - beside)
             if programs == self._grid:
                 return nodes + rest / costs.kernels.suffix_bandwidth
-            # The third launch reads the partials that the second one has written.
-            return nodes + (rest + 8 * numbers * self.layout.each) / costs.kernels.suffix_bandwidth + _LAUNCH
+            # The third launch reads the partials that the second one has written. On its own it costs no more than
+            # suffixes do that begin where nodes end.
+            return nodes + (rest + 8 * numbers * self.layout.each) / costs.kernels.suffix_bandwidth
 
         return min(self._seconds, key=seconds)
 
