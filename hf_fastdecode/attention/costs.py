@@ -36,6 +36,8 @@ class Costs:
         beside_bandwidth: Bytes a second of suffixes that a multiprocessor attends to while others attend to nodes.
         portable_rate: Floating-point operations a second over nodes of the kernels that every device runs.
         matmul_rate: Those of large matrix products.
+        multiprocessors: Streaming multiprocessors: query tiles that are computed at once.
+        l2_bytes: What the L2 cache holds of a node until its next query tiles come.
     """
 
     kernels: Candidate
@@ -44,6 +46,8 @@ class Costs:
     beside_bandwidth: float
     portable_rate: float
     matmul_rate: float
+    multiprocessors: int
+    l2_bytes: float
 
     def scaled(self, bandwidth: float, rate: float) -> Costs:
         """The same for a device with so many times the memory bandwidth and arithmetic rate."""
@@ -56,8 +60,13 @@ class Costs:
             )
             for candidate in (self.kernels, self.library, self.plain)
         )
-        return Costs(
-            kernels, library, plain, self.beside_bandwidth, self.portable_rate * rate, self.matmul_rate * rate
+        return replace(
+            self,
+            kernels=kernels,
+            library=library,
+            plain=plain,
+            portable_rate=self.portable_rate * rate,
+            matmul_rate=self.matmul_rate * rate,
         )
 
 
@@ -72,6 +81,8 @@ _H200 = Costs(
     beside_bandwidth=5.0e10,
     portable_rate=4.9e14,
     matmul_rate=7.0e14,
+    multiprocessors=132,
+    l2_bytes=50 * 2**20,
 )
 _MEASURED = {"NVIDIA H200": _H200}
 # What the estimate for other devices is relative to.
@@ -80,11 +91,16 @@ _H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
 @lru_cache
 def costs_of(device: torch.device) -> Costs:
-    """The constants of a CUDA device: measured, or the H200's scaled by memory bandwidth and multiprocessors."""
+    """The constants of a CUDA device: measured, or the H200's scaled by what the device says of itself."""
     properties = torch.cuda.get_device_properties(device)
     if properties.name in _MEASURED:
         return _MEASURED[properties.name]
-    return estimated_costs(properties.multi_processor_count, memory_bandwidth(properties), properties.major)
+    return estimated_costs(
+        properties.multi_processor_count,
+        memory_bandwidth(properties),
+        properties.major,
+        l2_bytes=getattr(properties, "L2_cache_size", None),
+    )
 
 
 def prefill_rate(device: torch.device) -> float:
@@ -92,7 +108,9 @@ def prefill_rate(device: torch.device) -> float:
     return costs_of(device).matmul_rate
 
 
-def estimated_costs(multiprocessors: int, bandwidth: float | None, capability: int = _HOPPER) -> Costs:
+def estimated_costs(
+    multiprocessors: int, bandwidth: float | None, capability: int = _HOPPER, *, l2_bytes: float | None = None
+) -> Costs:
     """Constants for a device that was not measured.
 
     Args:
@@ -100,11 +118,13 @@ def estimated_costs(multiprocessors: int, bandwidth: float | None, capability: i
         bandwidth: Peak bytes a second of its memory; None when it does not tell, which is then taken to follow the
             multiprocessors.
         capability: Major compute capability.
+        l2_bytes: Of its L2 cache; None when it does not tell, which is then taken to be an H200's.
     """
     size = multiprocessors / _H200_MULTIPROCESSORS
     # Matrix units compute half as much a cycle before Hopper, and the kernel for Hopper runs on nothing else.
     rate = size if capability >= _HOPPER else size / 2
     costs = _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, rate)
+    costs = replace(costs, multiprocessors=multiprocessors, l2_bytes=l2_bytes or costs.l2_bytes)
     if capability == _HOPPER:
         return costs
     return replace(costs, kernels=replace(costs.kernels, rate=costs.portable_rate))

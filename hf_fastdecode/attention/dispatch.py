@@ -8,13 +8,16 @@ at its rate, plus what launching costs; the constants are those of `costs.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .costs import Costs, costs_of
-from .forest import Forest
+from .forest import Forest, Node
+
+_QUERY_TILE = 128  # packed queries that read a node's keys at once, of every operator in question
 
 KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
 
@@ -75,7 +78,10 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
     window = float("inf") if heads.window is None else heads.window
     seen = [min(length, max(0.0, window - suffix_tokens)) for length in forest.context_lengths]  # of a row's nodes
     node_tokens = list(_tokens_read(forest, seen))
-    node_bytes = [tokens * per_token for tokens in node_tokens]
+    node_bytes = [
+        tokens * per_token * _passes(tokens, node, heads, costs)
+        for tokens, node in zip(node_tokens, forest.nodes, strict=True)
+    ]
     node_flops = [tokens * node.row_count * pairs for tokens, node in zip(node_tokens, forest.nodes, strict=True)]
     suffix_bytes = forest.rows * min(suffix_tokens, window) * per_token
     plain_bytes = sum(seen) * per_token + suffix_bytes
@@ -92,6 +98,18 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
         LIBRARY: library.launch * (1 + 2 * batches) + sum(by_library) + suffix_bytes / library.suffix_bandwidth,
         PLAIN: plain.launch + plain_bytes / plain.bandwidth,
     }
+
+
+def _passes(tokens: float, node: Node, heads: Heads, costs: Costs) -> int:
+    """How often so many tokens of a node come from memory.
+
+    Query tiles go through a KV head's tokens together, as many as there are multiprocessors; the next ones find them
+    in the L2 cache if it holds them.
+    """
+    if tokens * heads.bytes_per_token / heads.kv_heads <= costs.l2_bytes:
+        return 1
+    packed = node.row_count * heads.heads // heads.kv_heads * heads.queries
+    return math.ceil(packed / _QUERY_TILE / costs.multiprocessors)
 
 
 def _tokens_read(forest: Forest, seen: Sequence[float]) -> Iterator[float]:

@@ -130,12 +130,14 @@ def literal(costs: Costs) -> str:
         shown = [f"{field.name}={_number(value)}" for field, value in values if math.isfinite(value)]
         return f"    {name}=Candidate({', '.join(shown)}),"
 
-    kept = ("beside_bandwidth", "portable_rate", "matmul_rate")
+    kept = [field.name for field in fields(Costs) if field.name not in _FITTED]
     rates = [f"    {name}={_number(getattr(costs, name))},  # not fitted" for name in kept]
     return "\n".join(["Costs(", *(candidate(name) for name in _FITTED), *rates, ")"])
 
 
 def _number(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
     digits, _, exponent = f"{value:.2e}".partition("e")
     return f"{digits}e{int(exponent)}"
 

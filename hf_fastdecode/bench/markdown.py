@@ -37,7 +37,7 @@ def ops_digest(rows: Sequence[Row]) -> str:
     Geometric means of our time over the floor, where that is at least `LEAST_FLOOR_US`, and of other ways' times over
     ours; behind these the least of them, and how many there were.
     """
-    others = [way for way in ("plain", "recipe", "hydragen") if any(row["way"] == way for row in rows)]
+    others = [way for way in ("plain", "recipe", "sketch", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in by(rows, "case", "dtype") if _ok(case.get("ours")) and one_node(case["ours"])]
     floors = ["over the floor", f"where that is {LEAST_FLOOR_US:g} us or more"]
     lines = head(["heads", "n", *floors, *(f"{way} over ours (least)" for way in others)])

@@ -82,6 +82,23 @@ def test_other_devices_are_scaled():
     assert estimated_costs(66, None) == half
 
 
+def test_what_a_small_cache_cannot_hold_is_read_again():
+    """1024 rows of four queries are 32 tiles: for 24 multiprocessors two rounds through each head's 16 MiB."""
+    forest = shared(1024, 32768)
+    narrow = estimated_costs(24, 1e12)
+    once, twice = (predict(forest, 0, GQA, replace(narrow, l2_bytes=size)) for size in (16 * 2**20, 16 * 2**20 - 1))
+    size = 32768 * GQA.bytes_per_token
+    slow = replace(narrow, kernels=replace(narrow.kernels, rate=float("inf")))
+    read = [
+        predict(forest, 0, GQA, replace(slow, l2_bytes=held))[KERNELS] - slow.kernels.launch
+        for held in (16 * 2**20, 16 * 2**20 - 1)
+    ]
+    assert read == pytest.approx([size / slow.kernels.bandwidth, 2 * size / slow.kernels.bandwidth])
+    assert once[PLAIN] == twice[PLAIN]
+    wide = replace(slow, multiprocessors=32, l2_bytes=1)
+    assert predict(forest, 0, GQA, wide)[KERNELS] - slow.kernels.launch == pytest.approx(read[0])
+
+
 def test_matrix_units_before_hopper_and_kernels_without_its_kernel():
     """An A100's 108 multiprocessors stay below the 312 TFLOP/s that it is made for."""
     ampere, blackwell = estimated_costs(108, 2.0e12, 8), estimated_costs(148, 8e12, 10)

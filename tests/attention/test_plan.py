@@ -116,8 +116,21 @@ def test_only_wide_groups_are_attended_to_apart(monkeypatch):
     monkeypatch.setattr(config, "_is_hopper", lambda _: True)
     monkeypatch.setattr(config, "hopper_kernel", SimpleNamespace)
     choose = config.choose_config
-    assert choose(512, 128, each=4, suffixes=512, overlap=True).apart
-    assert not choose(512, 128, each=4, suffixes=511, overlap=True).apart
-    assert not choose(4096, 128, each=1, suffixes=512, overlap=True).apart
-    assert not choose(512, 128, each=4, suffixes=512, overlap=True, windowed=True).apart
-    assert not choose(512, 80, each=4, suffixes=512, overlap=True).apart
+    assert choose(512, 128, each=4, rows=64, kv_heads=8, overlap=True).apart
+    assert not choose(512, 128, each=4, rows=63, kv_heads=8, overlap=True).apart
+    assert not choose(4096, 128, each=1, rows=64, kv_heads=8, overlap=True).apart
+    assert not choose(512, 128, each=4, rows=64, kv_heads=8, overlap=True, windowed=True).apart
+    assert not choose(512, 80, each=4, rows=64, kv_heads=8, overlap=True).apart
+
+
+def test_tiles_shrink_to_what_a_device_holds():
+    from hf_fastdecode.kernels.forest_decode.config import choose_config
+
+    def tiles(packed, **options):
+        config = choose_config(packed, 128, overlap=False, **options)
+        return config.block_m, config.block_n, config.stages
+
+    assert tiles(32, kv_heads=32) == (32, 128, 3)
+    assert tiles(32, kv_heads=8) == (32, 64, 3)
+    assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 3)
+    assert tiles(64, shared_memory=99 * 1024) == (64, 64, 2)

@@ -19,6 +19,8 @@ KNOWN = Costs(
     beside_bandwidth=5e10,
     portable_rate=3e14,
     matmul_rate=7e14,
+    multiprocessors=132,
+    l2_bytes=5e7,
 )
 WAYS = {KERNELS: ("ours", "kernels"), LIBRARY: ("recipe", "cudnn"), PLAIN: ("plain", "flash")}
 CASES = [*OP_SETS["grid"][::3], *OP_SETS["two-level"], *OP_SETS["ragged"]]

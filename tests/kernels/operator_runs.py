@@ -50,7 +50,8 @@ def decode(
         widest,
         head_dim,
         each=each,
-        suffixes=rows * kv_heads,
+        rows=rows,
+        kv_heads=kv_heads,
         overlap=query.is_cuda,
         windowed=window is not None,
     )

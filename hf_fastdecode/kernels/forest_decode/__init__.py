@@ -1,1 +1,1 @@
-"""Decode attention over a forest: every node read once for all its rows, suffixes, and the merge, in two launches."""
+"""Decode attention over a forest: every node read once for all its rows, suffixes, and the merge."""

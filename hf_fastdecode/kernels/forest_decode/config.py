@@ -61,6 +61,9 @@ class Config:
 # From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
 _APART = 512
 
+# From so many KV heads on, a program has tiles enough for larger ones to pay.
+_MANY_HEADS = 24
+
 
 def choose_config(
     packed: int,
@@ -68,7 +71,8 @@ def choose_config(
     *,
     overlap: bool,
     each: int = 1,
-    suffixes: int = 0,
+    rows: int = 1,
+    kv_heads: int = 1,
     windowed: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
@@ -80,7 +84,8 @@ def choose_config(
         head_dim: Numbers per head.
         overlap: Whether the device can overlap launches.
         each: Packed queries of one row for a KV head.
-        suffixes: Rows times KV heads.
+        rows: Rows of the step.
+        kv_heads: KV heads of the layer.
         windowed: Whether there is a sliding window, which the Hopper kernel does not know.
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
@@ -88,16 +93,19 @@ def choose_config(
     wide = packed > 64 and head_dim in (64, 128) and not windowed
     if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
         # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
-        apart = each > 1 and suffixes >= _APART
+        apart = each > 1 and rows * kv_heads >= _APART
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    config = Config(block_m, overlap=overlap, block_n=128 if block_m == 64 else 64, warps=8 if block_m == 128 else 4)
+    block_n = 128 if block_m == 64 or (block_m == 32 and kv_heads >= _MANY_HEADS) else 64
+    config = Config(block_m, overlap=overlap, block_n=block_n, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
 
     def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
         return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
 
+    if needed() > shared_memory and config.block_n == 128:  # two stages of these are slower
+        config = replace(config, block_n=64)
     while needed() > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
     while needed() > shared_memory and config.block_n > 32:
