@@ -65,6 +65,7 @@ class Costs:
             kernels=kernels,
             library=library,
             plain=plain,
+            beside_bandwidth=self.beside_bandwidth * bandwidth,
             portable_rate=self.portable_rate * rate,
             matmul_rate=self.matmul_rate * rate,
         )
@@ -124,7 +125,12 @@ def estimated_costs(
     # Matrix units compute half as much a cycle before Hopper, and the kernel for Hopper runs on nothing else.
     rate = size if capability >= _HOPPER else size / 2
     costs = _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, rate)
-    costs = replace(costs, multiprocessors=multiprocessors, l2_bytes=l2_bytes or costs.l2_bytes)
+    costs = replace(
+        costs,
+        beside_bandwidth=costs.beside_bandwidth / size,
+        multiprocessors=multiprocessors,
+        l2_bytes=l2_bytes or costs.l2_bytes,
+    )
     if capability == _HOPPER:
         return costs
     return replace(costs, kernels=replace(costs.kernels, rate=costs.portable_rate))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.forest_decode.cut import BUNDLE
 from ..kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..kernels.forest_decode.schedule import (
     Capacity,
@@ -24,9 +25,6 @@ from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ..kernels.forest_decode.api import Config
-
-# Where suffixes are attended to beside the nodes, programs of those are a multiple of this: see schedule's bundles.
-_STEP = 8
 
 
 class Layout(NamedTuple):
@@ -63,11 +61,14 @@ class Plan:
 
     Attributes:
         config: Launch parameters for all schedules.
+        grid: Programs that the device runs at once.
     """
 
     def __init__(self, forest: Forest, layout: Layout, device: torch.device, *, rows: int | None = None):
         self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
         self.config = decode_config(forest, layout, device, self.rows)
+        self.grid = self.config.per_sm * multiprocessors(device)
+        self._two_launches = replace(self.config, apart=False)
         self._shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
         ]
@@ -77,7 +78,6 @@ class Plan:
             "block_m": self.config.block_m,
             "block_n": self.config.block_n,
         }
-        self._grid = self.config.per_sm * multiprocessors(device)
 
     @cached_property
     def needed(self) -> Capacity:
@@ -86,46 +86,52 @@ class Plan:
             self._shapes, kv_heads=self.layout.kv_heads, queries=self.layout.each, block_m=self.config.block_m
         )
 
-    @cached_property
-    def _seconds(self) -> dict[int, float]:
-        """How long nodes take on their own, by the programs that attend to them: all, or fewer where it may help."""
-        if not self.config.apart:
-            return {self._grid: 0.0}
-        rate = costs_of(self.device).kernels.rate / self._grid
-        tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / rate
-        fewer = range(self._grid * 4 // 5 // _STEP * _STEP, self._grid // 2, -_STEP)
-        return {
-            programs: tile * longest_share(self._shapes, **self._sizes, programs=programs)
-            for programs in (self._grid, *fewer)
-        }
-
     def programs(self, suffix_tokens: int) -> int:
         """How many programs should attend to nodes while every row's suffix holds so many tokens.
 
-        The longer suffixes are, the more multiprocessors are left to them: the products of nodes and the bytes of
-        suffixes then take the same time, beside each other.
+        All of them, until suffixes are so long that it is faster to leave some multiprocessors to them: then the
+        products of nodes and the bytes of suffixes take their time beside each other.
         """
-        if len(self._seconds) == 1:
-            return self._grid
-        costs = costs_of(self.device)
-        numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
-        size = 4 * numbers * suffix_tokens  # bytes of keys and values in two bytes each
-
-        def seconds(programs: int) -> float:
-            nodes = self._seconds[programs]
-            beside = nodes * (self._grid - programs) * costs.beside_bandwidth
-            rest = max(0.0, size - beside)
-            if programs == self._grid:
-                return nodes + rest / costs.kernels.suffix_bandwidth
-            # The third launch reads the partials that the second one has written. On its own it costs no more than
-            # suffixes do that begin where nodes end.
-            return nodes + (rest + 8 * numbers * self.layout.each) / costs.kernels.suffix_bandwidth
-
-        return min(self._seconds, key=seconds)
+        if not self.config.apart or not suffix_tokens:
+            return self.grid
+        return min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
 
     def config_of(self, programs: int) -> Config:
         """Launch parameters for one schedule: without the launch that it does not need."""
-        return self.config if programs < self._grid else replace(self.config, apart=False)
+        return self.config if programs < self.grid else self._two_launches
+
+    def _seconds(self, programs: int, suffix_tokens: int) -> float:
+        """Predicted seconds of a step's attention when so many programs attend to nodes."""
+        kernels, beside = costs_of(self.device).kernels, costs_of(self.device).beside_bandwidth
+        numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
+        suffixes = 4 * numbers * suffix_tokens  # bytes of keys and values in two bytes each
+        nodes = self._node_seconds[programs]
+        if programs == self.grid:
+            return nodes + suffixes / kernels.suffix_bandwidth
+        read_beside = nodes * min((self.grid - programs) * beside, kernels.suffix_bandwidth)
+        in_turn = nodes + max(0.0, suffixes - read_beside) / kernels.suffix_bandwidth
+        # The third launch reads the partials that the second one has written. On its own it costs no more than
+        # suffixes do that begin where nodes end.
+        merge = 8 * numbers * self.layout.each / kernels.suffix_bandwidth
+        return max(in_turn, (self._node_bytes + suffixes) / kernels.bandwidth) + merge
+
+    @cached_property
+    def _node_seconds(self) -> dict[int, float]:
+        """How long nodes take on their own, by the programs that attend to them: all, or fewer where it may help."""
+        kernels = costs_of(self.device).kernels
+        tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / (kernels.rate / self.grid)
+        fewer = range(self.grid * 4 // 5 // BUNDLE * BUNDLE, self.grid // 2, -BUNDLE)
+        return {
+            programs: max(
+                tile * longest_share(self._shapes, **self._sizes, programs=programs),
+                self._node_bytes / kernels.bandwidth,
+            )
+            for programs in (self.grid, *fewer)
+        }
+
+    @property
+    def _node_bytes(self) -> int:
+        return 4 * self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
 
     def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
         """The schedule of the nodes.
@@ -141,7 +147,7 @@ class Plan:
             programs=programs,
             device=self.device,
             capacity=capacity,
-            grid=self._grid,
+            grid=self.grid,
         )
 
 

@@ -21,7 +21,8 @@ from .plan import Layout, Plan
 from .scoring import Scoring
 from .triton_ops import node_addresses, run_kernels, suffix_addresses
 
-_FOLLOWED = 32  # tokens by which suffixes grow until the schedules are looked at again
+_TOKENS_BETWEEN_LOOKS = 32
+"""By so many suffixes grow until the schedules are looked at again."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class _Scheduled:
     programs: int
     room: Capacity
     tables: Schedule
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether the tables can hold the schedules of another plan."""
+        return plan.config == self.plan.config and self.room.holds(plan.needed)
 
     def turn_to(self, plan: Plan, suffix_length: int) -> None:
         """Hold another plan's schedule, or the same plan's for longer suffixes."""
@@ -83,11 +88,7 @@ class StaticTables:
         """Whether a batch over this forest can use these tables as they were captured."""
         if forest.rows > self.rows or len(forest.levels) > self._depths or len(forest.nodes) > self._nodes:
             return False
-        return all(
-            known.plan.config == plan.config and known.room.holds(plan.needed)
-            for layout, known in self._schedules.items()
-            for plan in [self._plan(forest, layout)]
-        )
+        return all(known.takes(self._plan(forest, layout)) for layout, known in self._schedules.items())
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
         """Point the tables at a batch, for which `fits` holds.
@@ -115,7 +116,7 @@ class StaticTables:
         """Every row's suffix is longer by the token that a step has appended."""
         self.lengths.add_(1)
         self._suffix_length += 1
-        if self._suffix_length % _FOLLOWED == 0:
+        if self._suffix_length % _TOKENS_BETWEEN_LOOKS == 0:
             for known in self._schedules.values():
                 known.turn_to(known.plan, self._suffix_length)
 

@@ -15,20 +15,30 @@ _OP_WAYS = (
 )
 
 
+def is_part(way: str) -> bool:
+    """Whether a way does a part of a case, whose bytes and operations its floor is of."""
+    return way.endswith(("-prefix", "-suffix"))
+
+
 def ops_table(rows: Sequence[Row]) -> str:
-    """Microseconds of each way, and our time over the floor."""
+    """Microseconds of each way, and our time over the floor; floors are of the first way that is ours, if one is."""
     ways = [way for way in _OP_WAYS if any(row["way"] == way for row in rows)]
-    ours = next((way for way in ways if way.startswith("ours")), "ours")
-    left_out = {"ours-prefix": "suffix", "ours-suffix": "context"}.get(ours)
-    columns = [name for name in ("rows", "context", "suffix", "heads") if name != left_out]
-    lines = head([*columns, "floor", *ways, f"{ours} over floor"])
+    ours = next((way for way in ways if way.startswith("ours")), None)
+    left_out = {"prefix": "suffix", "suffix": "context"}
+    parts = {way.rpartition("-")[2] if is_part(way) else "" for way in ways}
+    hidden = left_out.get(next(iter(parts))) if len(parts) == 1 else None
+    columns = [name for name in ("rows", "context", "suffix", "heads") if name != hidden]
+    lines = head([*columns, "floor", *ways, *([f"{ours} over floor"] if ours else [])])
     for case in by(rows, "case", "dtype"):
-        first = next(iter(case.values()))
+        first = case.get(ours or "") or next(iter(case.values()))
         shown = {**first, "context": _context(first), "heads": f"{first['heads']}/{first['kv_heads']}"}
         cells = [*(shown[name] for name in columns), f"{float(first['floor_us']):.1f}"]
         cells += [cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
-        lines.append(line([*cells, cell(case.get(ours), lambda row: f"{float(row['over_floor']):.2f}x")]))
-    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; microseconds, medians, cold L2.\n"
+        if ours:
+            cells.append(cell(case.get(ours), lambda row: f"{float(row['over_floor']):.2f}x"))
+        lines.append(line(cells))
+    unchecked = "" if all(row["error_ratio"] for row in rows if _ok(row)) else "; not all checked"
+    return "\n".join(lines) + f"\n\n{_ops_where(rows)}; microseconds, medians, cold L2{unchecked}.\n"
 
 
 def ops_digest(rows: Sequence[Row]) -> str:

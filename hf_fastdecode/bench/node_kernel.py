@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from ..kernels.forest_decode.schedule import Schedule
 from .op_inputs import OpInputs
 
 
+def plan_of(inputs: OpInputs) -> Plan:
+    """How the kernels go over a case's forest."""
+    layout = Layout.of(inputs.query, inputs.new.keys, Scoring(inputs.scale))
+    return Plan(inputs.forest, layout, inputs.query.device)
+
+
 class NodeKernel:
     """The kernel over the nodes of one set of inputs.
 
@@ -27,8 +33,9 @@ class NodeKernel:
     def __init__(self, inputs: OpInputs):
         self.inputs = inputs
         query, device = inputs.query, inputs.query.device
-        plan = Plan(inputs.forest, Layout.of(query, inputs.new.keys, Scoring(inputs.scale)), device)
-        self.config, self.kv_heads = plan.config, plan.layout.kv_heads
+        plan = plan_of(inputs)
+        # Launches that overlap would hide a part of each in the one before.
+        self.config, self.kv_heads = replace(plan.config, overlap=False), plan.layout.kv_heads
         self.schedule = plan.schedule(plan.programs(0))
         self.addresses = NodeTable(inputs.forest, [inputs.segment], device).addresses
         self.lengths = torch.zeros(len(query), dtype=torch.int32, device=device)

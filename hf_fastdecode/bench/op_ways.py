@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +16,9 @@ from ..kernels.installed import triton_is_installed
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .op_cases import OpCase
 from .op_inputs import OpInputs
+
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from .sketch import Sketch
 
 
 class Unmerged(Protocol):
@@ -61,7 +63,7 @@ class OpWay:
 def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     """What the package itself would run."""
     if _kernels_are_chosen(sets[0]):
-        return {"kernels": kernel_calls(sets)}
+        return {"kernels" if _in_turn(sets[0]) else "kernels, suffixes beside nodes": kernel_calls(sets)}
     return {"operators": [_operators(inputs) for inputs in sets]}
 
 
@@ -137,29 +139,48 @@ def _compiled(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     return {"compiled": _bifurcated(sets, torch.compile(bifurcated, dynamic=False))}
 
 
-def _sketch(sets: Sequence[OpInputs], *, only_context: bool = False) -> dict[str, list[Call]]:
-    device = sets[0].query.device
-    if device.type != "cuda" or not triton_is_installed():
-        raise NotHereError(f"it is a Triton kernel, which needs triton and a CUDA device, got {device.type!r}")
+def _in_turn(inputs: OpInputs) -> bool:
+    """Whether suffixes are attended to after the nodes, as the cost model has it."""
+    from .node_kernel import plan_of
+
+    plan = plan_of(inputs)
+    return plan.programs(inputs.case.suffix - 1) == plan.grid
+
+
+def _sketch(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
+    return _sketches(sets, lambda sketch: sketch.attend)
+
+
+def _sketch_of_context(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
+    return _sketches(sets, lambda sketch: sketch.attend_context)
+
+
+def _sketches(sets: Sequence[OpInputs], call: Callable[[Sketch], Call]) -> dict[str, list[Call]]:
+    if not triton_is_installed():
+        raise NotHereError("it is a Triton kernel; pip install triton")
+    if (kind := sets[0].query.device.type) != "cuda":
+        raise NotHereError(f"its Triton kernels run on CUDA devices, got {kind!r}")
     from .sketch import Sketch
 
-    def calls(programs: int) -> list[Call]:
-        made = [Sketch(inputs, programs) for inputs in sets]
-        return [sketch.attend_context if only_context else sketch.attend for sketch in made]
+    found: dict[int, tuple[str, list[Call]]] = {}
+    for programs in (132, 264):
+        sketches = [Sketch(inputs, programs) for inputs in sets]
+        found.setdefault(sketches[0].splits, (f"{programs} programs", [call(sketch) for sketch in sketches]))
+    return dict(found.values())
 
-    return {f"{programs} programs": calls(programs) for programs in (132, 264)}
+
+def _sketched(case: OpCase) -> str | None:
+    if case.dtype == "float32":
+        return "it takes float16 and bfloat16, got float32"  # Triton multiplies that in tf32
+    return _one_context(case) if case.nodes else None
 
 
-def _at_most_one_context(case: OpCase) -> str | None:
-    return "defined for one shared context only" if len(case.nodes) > 1 else None
+def _sketched_context(case: OpCase) -> str | None:
+    return _sketched(case) or _one_context(case)
 
 
 def _one_context(case: OpCase) -> str | None:
     return None if len(case.nodes) == 1 else "defined for one shared context only"
-
-
-def _shared_prefix_only(case: OpCase) -> str | None:
-    return _has_nodes(case) or _at_most_one_context(case)
 
 
 def _has_nodes(case: OpCase) -> str | None:
@@ -174,11 +195,9 @@ OP_WAYS: dict[str, OpWay] = {
     "hydragen": OpWay(lambda sets: {"flash": _two_calls(sets, TwoCalls("flash", pack=False))}),
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
-    "sketch": OpWay(_sketch, _at_most_one_context),
+    "sketch": OpWay(_sketch, _sketched),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
-    "sketch-prefix": OpWay(
-        partial(_sketch, only_context=True), _shared_prefix_only, part=lambda case: case.prefix_only
-    ),
+    "sketch-prefix": OpWay(_sketch_of_context, _sketched_context, part=lambda case: case.prefix_only),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
-    "sketch-suffix": OpWay(_sketch, part=lambda case: case.suffix_only),
+    "sketch-suffix": OpWay(_sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from .markdown import CEILING, one_node
+from .markdown import CEILING, is_part, one_node
 from .rows import Row
 from .runner import failed
 
@@ -17,6 +17,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
     "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
     "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
+    "sketch": ("#c46a8d", "sketch: two Triton launches"),
     "plain": ("#9aa0a6", "plain flash decode, a copy a row"),
     "stock": ("#9aa0a6", "transformers"),
     "stock-static": ("#5f6368", "transformers, static cache, compiled"),
@@ -76,11 +77,9 @@ def _op_lines(x: str, other: str) -> Picture:
         for axis, (title, own) in zip(axes, panels.items()):
             axis.set_title(title, fontsize=9)
             for way, points in _lines(own, x, "us_p50"):
-                if not way.startswith("ours-"):
+                if not is_part(way):
                     axis.plot(*points, **_look(way))
-            floor = sorted(
-                {(int(row[x]), float(row["floor_us"])) for row in own if not row["way"].startswith("ours-")}
-            )
+            floor = sorted({(int(row[x]), float(row["floor_us"])) for row in own if not is_part(row["way"])})
             axis.plot(*zip(*floor), "k--", linewidth=1, label="floor: bytes or arithmetic")
         head = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
         _finish(figure, axes, x, "microseconds a layer", head)

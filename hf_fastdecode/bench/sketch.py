@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..attention.partial import Partial, merge
+from ..kernels.forest_decode.limits import shared_memory
 from ..kernels.forest_decode.triton import LOG2E, LOWEST, scores_of, see
 from .node_kernel import new_token
 from .op_inputs import OpInputs
@@ -37,6 +38,7 @@ def _context_partials(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     head = tl.program_id(1) % kv_heads
     split = tl.program_id(1) // kv_heads
@@ -50,7 +52,7 @@ def _context_partials(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     first = split * tiles_of_split * BLOCK_N
     last = tl.minimum(length, first + tiles_of_split * BLOCK_N)
-    for start in tl.range(first, last, BLOCK_N, num_stages=3):
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         place = head.to(tl.int64) * head_stride + token[:, None] * HEAD_DIM + dims[None, :]
         k = tl.load(keys + place, mask=(token < length)[:, None], other=0.0)
@@ -138,7 +140,7 @@ class Sketch:
 
     def __init__(self, inputs: OpInputs, programs: int):
         self.inputs = inputs
-        rows, heads = inputs.query.shape[:2]
+        rows, heads, _, head_dim = inputs.query.shape
         kv_heads, length = inputs.segment.keys.shape[:2]
         self.group = heads // kv_heads
         packed = rows * self.group
@@ -148,6 +150,8 @@ class Sketch:
         splits = max(1, min(tiles, programs // (self.query_tiles * kv_heads)))
         self.tiles_of_split = triton.cdiv(tiles, splits)
         self.splits = triton.cdiv(tiles, max(1, self.tiles_of_split))
+        held = 2 * head_dim * (self.block_m + 6 * _BLOCK_N)  # queries, and keys and values of three tiles
+        self.stages = 3 if held <= shared_memory(inputs.query.device) else 2
 
     def attend_context(self) -> Splits:
         """The first launch."""
@@ -170,6 +174,7 @@ class Sketch:
                 HEAD_DIM=head_dim,
                 BLOCK_M=self.block_m,
                 BLOCK_N=_BLOCK_N,
+                STAGES=self.stages,
                 num_warps=8 if self.block_m == 128 else 4,
             )
         return Splits(self.inputs, out, lse)

@@ -9,9 +9,12 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.attention import plan as plans
 from hf_fastdecode.attention import static_tables
-from hf_fastdecode.attention.costs import estimated_costs
+from hf_fastdecode.attention.costs import _H200, estimated_costs
 from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.attention.static_tables import LayerStorage, StaticTables
 from hf_fastdecode.generation import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
@@ -69,13 +72,93 @@ def test_tables_of_a_size_launch_all_programs(on_hopper):
     assert (schedule.pieces[:132, 0] >= 0).sum() == 128
 
 
+def test_without_suffixes_nodes_have_all_programs(on_hopper):
+    """Also where fewer would happen to divide the work better."""
+    leaves = [Node(Span(0, 128 + 1024 * index, 1024), 4 * index, 4, 1) for index in range(256)]
+    plan = Plan(Forest(1024, [Node(Span(0, 0, 128), 0, 1024), *leaves]), GQA, CPU)
+    assert plan.programs(0) == 132
+
+
+def test_nothing_is_left_to_suffixes_where_bytes_are_the_limit(on_hopper):
+    """A thousand nodes of four rows each: their bytes and those of suffixes are read at one rate, in any order."""
+    leaves = [Node(Span(0, 1000 + 300 * index, 300), 4 * index, 4, 1) for index in range(1000)]
+    plan = Plan(Forest(4000, [Node(Span(0, 0, 1000), 0, 4000), *leaves]), GQA, CPU)
+    alone = plan._seconds(132, 128)
+    assert all(
+        plan._seconds(programs, 128) >= (plan._node_bytes + 4000 * 128 * 8 * 128 * 4) / _H200.kernels.bandwidth
+        for programs in plan._node_seconds
+    )
+    assert plan._seconds(plan.programs(128), 128) <= alone
+
+
+def test_fewer_bytes_a_second_leave_less_to_multiprocessors():
+    """An H100's memory is slower than an H200's, with as many multiprocessors."""
+    slower = estimated_costs(132, 3.35e12)
+    assert slower.beside_bandwidth == pytest.approx(_H200.beside_bandwidth * 3.35 / 4.8)
+    assert estimated_costs(66, 2.4e12).beside_bandwidth == pytest.approx(_H200.beside_bandwidth)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
+    """Two layers in one graph, replayed while schedules leave more and fewer programs to suffixes, and over another
+    forest: the bits are those of the same kernels launched one by one."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel for Hopper leaves programs to suffixes")
+    monkeypatch.setattr(static_tables, "_TOKENS_BETWEEN_LOOKS", 1)
+    chosen = [132]
+    monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: chosen[0])
+    device, rows, room = torch.device("cuda"), 128, 40
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    query, new_keys, new_values = normal(2, rows, 32, 1, 128), normal(2, rows, 8, 1, 128), normal(2, rows, 8, 1, 128)
+    forests = [one_context(rows, 1000), Forest(100, [Node(Span(0, 0, 700), 0, 60), Node(Span(0, 700, 300), 60, 40)])]
+    stored = [Segment(normal(8, 1000, 128), normal(8, 1000, 128)) for _ in range(2)]
+    suffixes = [Segment(normal(rows, 8, room, 128), normal(rows, 8, room, 128)) for _ in range(2)]
+    scoring = Scoring(128**-0.5)
+    tables = StaticTables(rows, 2, forests[1], device)
+    storage = [LayerStorage([stored[layer]], suffixes[layer]) for layer in range(2)]
+
+    def step():
+        return [tables.attend(layer, query[layer], new_keys[layer], new_values[layer], scoring) for layer in range(2)]
+
+    tables.load(forests[0], storage, 20)
+    step()
+    known = next(iter(tables._schedules.values()))
+    assert known.plan.config.apart
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for forest, length, programs in [
+        *((forests[0], 20, programs) for programs in (132, 104, 72, 132)),
+        *((forests[1], 25, programs) for programs in (80, 132, 96)),
+    ]:
+        chosen[0] = programs
+        tables.load(forest, storage, length)
+        for _ in range(3):
+            expected = [out.clone() for out in step()]
+            for out in captured:
+                out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            for out, other in zip(captured, expected, strict=True):
+                assert torch.equal(out, other)
+                assert torch.isfinite(out).all()
+            tables.grow()
+        assert known.programs == programs
+        assert bool(known.tables.apart.item()) == (programs < 132)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
     """Schedules change twice while rows decode, and the tokens stay stock's."""
     on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True, suffix=SuffixConfig(merge=2))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
-    monkeypatch.setattr(static_tables, "_FOLLOWED", 2)
+    monkeypatch.setattr(static_tables, "_TOKENS_BETWEEN_LOOKS", 2)
     asked = []
 
     def programs(self, suffix_tokens):

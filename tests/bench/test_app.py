@@ -73,6 +73,23 @@ def test_as_a_module(tmp_path):
     assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "--out must be a CSV file, "),
+        ("notes.md", "exists and holds no rows of the bench"),
+        ("notes.md/ops.csv", "cannot be written: "),
+    ],
+)
+def test_where_rows_cannot_go_is_told_before_measuring(tmp_path, name, message):
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    for command in (["ops", "--set", "tiny"], ["sampling", "--set", "tiny"], ["generate", "--shape", "tiny"]):
+        result = run(*command, "--device", "cpu", "--out", tmp_path / name)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert (tmp_path / "notes.md").read_text() == "# Notes\n"
+
+
 def test_operators(tmp_path):
     out = tmp_path / "ops.csv"
     result = run("ops", "--set", "tiny", "--device", "cpu", "--out", out)

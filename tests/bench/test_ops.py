@@ -8,12 +8,10 @@ import torch
 
 from hf_fastdecode.bench.accuracy import BOUND, make_oracle
 from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.node_kernel import NodeKernel
 from hf_fastdecode.bench.op_cases import OP_SETS, NodeSpec, OpCase, shared
 from hf_fastdecode.bench.op_inputs import make_inputs, sets_needed
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay, kernel_calls
 from hf_fastdecode.bench.ops import OpBench
-from hf_fastdecode.bench.sketch import Sketch
 
 CPU = torch.device("cpu")
 TINY = OP_SETS["tiny"]
@@ -54,6 +52,9 @@ def test_every_way_obeys_the_error_rule(bench, case, way):
 
 @pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in CASES], ids=IDS)
 def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
+    pytest.importorskip("triton")
+    from hf_fastdecode.bench.node_kernel import NodeKernel
+
     inputs = make_inputs(case.prefix_only, CPU, sets=1)[0]
     assert make_oracle(inputs).error(NodeKernel(inputs).attend().result()) <= BOUND
 
@@ -61,6 +62,9 @@ def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
 @pytest.mark.parametrize("programs", [1, 7, 132])
 @pytest.mark.parametrize("case", [shared(3, 200, 70, 6, 2, head_dim=32), shared(70, 65, 1, 1, 1, head_dim=16)])
 def test_the_sketch_obeys_the_error_rule(case, programs):
+    pytest.importorskip("triton")
+    from hf_fastdecode.bench.sketch import Sketch
+
     case = replace(case, dtype="float16")
     for part in (case, case.suffix_only):
         inputs = make_inputs(part, CPU, sets=1)[0]
@@ -71,6 +75,7 @@ def test_the_sketch_obeys_the_error_rule(case, programs):
 
 @pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in TINY], ids=lambda case: case.name)
 def test_the_kernels_obey_the_error_rule_on_every_set(case):
+    pytest.importorskip("triton")
     inputs = make_inputs(case, CPU, sets=2)
     written = [part[:, :, -1:].clone() for part in inputs[1].suffix]
     for part in inputs[1].suffix:

@@ -14,10 +14,18 @@ SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16"
 
 def op_rows(set_name="grid"):
     for case, (way, times) in product(
-        OP_SETS[set_name], (("ours", 2.0), ("recipe", 4.0), ("plain", 40.0), ("ours-suffix", 3.0))
+        OP_SETS[set_name],
+        (
+            ("sketch-suffix", 3.5),
+            ("ours", 2.0),
+            ("recipe", 4.0),
+            ("plain", 40.0),
+            ("sketch", 5.0),
+            ("ours-suffix", 3.0),
+        ),
     ):
-        floor = (case.suffix_only if way == "ours-suffix" else case).bytes(2) / 4e6
-        measured = {"us_p50": times * floor, "floor_us": floor, "over_floor": times}
+        floor = (case.suffix_only if way.endswith("-suffix") else case).bytes(2) / 4e6
+        measured = {"us_p50": times * floor, "floor_us": floor, "over_floor": times, "error_ratio": 0.5}
         ceilings = {"copy_tb_per_s": 4.0, "matmul_tflop_per_s": 800.0}
         row = SOME | case.columns() | measured | ceilings | {"way": way}
         yield {name: str(value) for name, value in row.items()}
@@ -39,6 +47,17 @@ def test_pictures_of_operators(tmp_path):
     for path in pictures:
         assert path.read_bytes()[:4] == b"\x89PNG"
         assert path.stat().st_size > 30_000
+
+
+def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    plot(list(op_rows()), tmp_path / "ops")
+    for axis in drawn[0].axes:
+        names = [line.get_label() for line in axis.lines]
+        assert len(names) == len(set(names)) == 5
+        floor = axis.lines[-1].get_xdata()
+        assert len(floor) == len(set(floor))
 
 
 def test_pictures_of_generate(tmp_path):
@@ -78,7 +97,7 @@ def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
     floors = {n: case.bytes(2) / 4e6 for n, case in cases.items()}
     assert lines.pop("floor: bytes or arithmetic") == pytest.approx(floors)
     assert lines["hf_fastdecode"] == pytest.approx({n: 2 * value for n, value in floors.items()})
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert {text.get_text() for axis in floor.axes for text in axis.texts} == {"50%"}
 
 
@@ -101,11 +120,37 @@ def test_table_of_operators():
     lines = markdown.ops_table(list(op_rows("two-level"))).splitlines()
     assert (
         lines[0]
-        == "| rows | context | suffix | heads | floor | ours | recipe | plain | ours-suffix | ours over floor |"
+        == "| rows | context | suffix | heads | floor | ours | recipe | plain | sketch | ours-suffix | sketch-suffix "
+        "| ours over floor |"
     )
     assert lines[2].startswith("| 1024 | 1x2400+8x512 | 64 | 32/8 | ")
     assert lines[2].endswith(" | 2.00x |")
     assert "4.00 TB/s and 800 TFLOP/s" in lines[-1]
+    assert lines[-1].endswith("cold L2.")
+    case = OP_SETS["two-level"][0]
+    assert f" | {case.bytes(2) / 4e6:.1f} | {2 * case.bytes(2) / 4e6:.1f} | " in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("ways", "columns"),
+    [
+        (
+            ["ours-suffix", "sketch-suffix"],
+            "rows | suffix | heads | floor | ours-suffix | sketch-suffix | ours-suffix",
+        ),
+        (
+            ["ours-suffix", "recipe"],
+            "rows | context | suffix | heads | floor | recipe | ours-suffix | ours-suffix over",
+        ),
+        (["sketch-suffix"], "rows | suffix | heads | floor | sketch-suffix |"),
+    ],
+)
+def test_a_column_is_left_out_where_only_that_part_is_shown(ways, columns):
+    rows = [row for row in op_rows("small") if row["way"] in ways]
+    text = markdown.ops_table(rows)
+    assert text.startswith(f"| {columns}")
+    unchecked = [row | {"error_ratio": ""} for row in rows]
+    assert markdown.ops_table(unchecked).endswith("; not all checked.\n")
 
 
 def test_digest_of_operators():

@@ -63,7 +63,7 @@ def decode(
         queries=each,
         block_m=config.block_m,
         block_n=config.block_n,
-        programs=grid * 2 // 3 if config.apart and leave else grid,
+        programs=max(1, grid * 2 // 3) if config.apart and leave else grid,
         device=query.device,
         capacity=capacity,
         grid=grid,

@@ -27,6 +27,7 @@ from ..attention.forests import (
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode import api
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, needed_capacity
 
@@ -180,6 +181,36 @@ def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
     assert torch.equal(fewer_lse[taking], lse[taking])
     assert not fewer[~taking].any()
     assert (fewer_lse[~taking] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_results_are_written_once(leave, monkeypatch):
+    """By the kernel of suffixes, or by the one that merges where programs are left to suffixes."""
+    device = "cpu" if INTERPRETED else "cuda"
+    forest = random_forest(random.Random(3), 9, 2, longest=70)
+    query, kv = make_inputs(forest, 13, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device)
+    launched = []
+
+    class Recorded:
+        def __init__(self, kernel, out):
+            self.kernel, self.out = kernel, out
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                out = args[self.out]
+                assert out.dtype == torch.half
+                out_before = out.clone() if launched else out.fill_(torch.nan).clone()
+                self.kernel[grid](*args, **options)
+                launched.append(not torch.equal(out.nan_to_num(99), out_before.nan_to_num(99)))
+
+            return launch
+
+    for name, kernel in (("attend_suffixes", api.attend_suffixes), ("merge_suffixes", api.merge_suffixes)):
+        monkeypatch.setattr(api, name, Recorded(kernel, kernel.arg_names.index("out")))
+    config = Config(16, block_n=16, overlap=False, apart=True, suffix=SuffixConfig(merge=2))
+    out, _ = decode(query, kv, config=config, leave=leave)
+    assert launched == [not leave, leave]
+    assert torch.isfinite(out).all()
 
 
 @pytest.mark.gpu

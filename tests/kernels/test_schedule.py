@@ -3,7 +3,9 @@
 import random
 
 import pytest
+import torch
 
+from hf_fastdecode.kernels.forest_decode.cut import PIECE_COST
 from hf_fastdecode.kernels.forest_decode.schedule import (
     Capacity,
     NodeShape,
@@ -33,9 +35,9 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
         assert len(slots) == room.units + 1
         assert len(schedule.row_units) == room.depths
 
-    done, tiles_of_program, seen = set(), [], []
+    done, costs, seen = set(), [], []
     for program in range(schedule.programs if pieces else 0):
-        tiles, row = 0, program if pieces[program][0] >= 0 else -1
+        cost, row = 0, program if pieces[program][0] >= 0 else -1
         if fixed and row < 0:
             continue
         while row >= 0:
@@ -45,10 +47,10 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
             assert work
             assert not work & done
             done |= work
-            tiles += len(work)
+            cost += len(work) + PIECE_COST
             seen.append(slot)
             row = row_next
-        tiles_of_program.append(tiles)
+        costs.append(cost)
     assert done == {
         (index, head, query_tile, tile)
         for index, node in enumerate(nodes)
@@ -57,8 +59,10 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
         for tile in range(-(-node.length // sizes["block_n"]))
     }
     assert sorted(seen) == list(range(sum(piece[0] >= 0 for piece in pieces)))
-    share = len(done) / min(programs, max(1, len(done) // 2))
-    assert max(tiles_of_program, default=0) <= 1.06 * share + 2
+    shares = min(programs, max(1, len(done) // 2))
+    units = kv_heads * sum(-(-node.row_count * queries // 16) for node in nodes)
+    assert max(costs, default=0) <= 1.06 * (len(done) + PIECE_COST * units) / shares + 2 * (1 + PIECE_COST)
+    assert max(costs, default=0) == longest_share(nodes, **sizes, programs=programs)
 
     # Every row finds, for every node and query, the slots of exactly that work.
     of_slot = {piece[8]: tuple(piece[:3]) for piece in pieces}
@@ -98,13 +102,47 @@ def test_units_of_one_length_are_cut_alike():
 
 
 def test_units_that_read_the_same_keys_are_cut_side_by_side():
-    """Two KV heads of eight query tiles and 30 key tiles, for 24 programs: three groups of eight, 20 tiles each."""
+    """Two KV heads of eight query tiles and 30 key tiles, for 24 programs: three groups of eight, of equal cost."""
     node = [NodeShape(0, 0, 8, 240)]
     schedule = make_schedule(node, 8, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24, device="cpu")
     pieces = schedule.pieces.tolist()
     firsts = [piece[1:5] for piece in pieces[:24]]
-    assert firsts[:8] == [[0, tile, 0, 20] for tile in range(8)]
-    assert firsts[8:16] == [[0, tile, 20, 30] for tile in range(8)]
-    assert firsts[16:] == [[1, tile, 10, 30] for tile in range(8)]
-    assert [pieces[piece[9]][1:5] for piece in pieces[8:16]] == [[1, tile, 0, 10] for tile in range(8)]
-    assert longest_share(node, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24) == 20 + 2 * 2
+    assert firsts[:8] == [[0, tile, 0, 19] for tile in range(8)]
+    assert firsts[8:16] == [[0, tile, 19, 30] for tile in range(8)]
+    assert firsts[16:] == [[1, tile, 8, 30] for tile in range(8)]
+    assert [pieces[piece[9]][1:5] for piece in pieces[8:16]] == [[1, tile, 0, 8] for tile in range(8)]
+    assert longest_share(node, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24) == 22 + PIECE_COST
+
+
+def test_who_gets_many_short_units_gets_fewer_tiles():
+    """A piece costs two tiles: of 64 short units and a long one, no program gets twice what another does."""
+    nodes = [NodeShape(0, 0, 64, 8 * 200), *(NodeShape(1, row, 1, 8) for row in range(64))]
+    schedule = make_schedule(nodes, 64, kv_heads=1, queries=1, block_m=64, block_n=8, programs=10, device="cpu")
+    pieces = schedule.pieces.tolist()
+    costs = []
+    for row in range(10):
+        cost = 0
+        while row >= 0:
+            cost, row = cost + pieces[row][4] - pieces[row][3] + PIECE_COST, pieces[row][9]
+        costs.append(cost)
+    assert max(costs) <= (200 + 64 + PIECE_COST * 65) / 10 + 2 * PIECE_COST
+
+
+@pytest.mark.parametrize("programs", [0, -1])
+def test_no_programs_are_refused(programs):
+    node = [NodeShape(0, 0, 3, 320)]
+    with pytest.raises(ValueError, match=f"programs must be at least 1, got {programs}"):
+        make_schedule(node, 3, kv_heads=1, queries=1, block_m=16, block_n=8, programs=programs, device="cpu")
+
+
+def test_a_schedule_says_whether_programs_are_left_to_suffixes():
+    node = [NodeShape(0, 0, 3, 320)]
+    sizes = {"kv_heads": 3, "queries": 1, "block_m": 16, "block_n": 8, "device": "cpu"}
+    room = Capacity(1, 1, 5)
+    whole = make_schedule(node, 3, **sizes, programs=13, grid=13, capacity=room)
+    fewer = make_schedule(node, 3, **sizes, programs=8, grid=13, capacity=room)
+    assert not whole.apart.item()
+    assert fewer.apart.item()
+    whole.copy_(fewer)
+    assert whole.apart.item()
+    assert torch.equal(whole.pieces, fewer.pieces)

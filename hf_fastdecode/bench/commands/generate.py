@@ -10,7 +10,7 @@ import typer
 
 from ...command_errors import CommandError, check_options
 from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def run_generate(
     from ..runner import run
 
     check_options()
+    check_out(out)
     if device.type == "cpu":
         _warn_of_size(cases)
     bench = GenerateBench(device, repeats=repeats, check=check)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..op_cases import OP_SETS, OpCase, with_dtype
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def ops(
 
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
     """Measure operators into `out`."""
+    check_out(out)
     from ..ops import OpBench
     from ..rows import provenance
     from ..runner import run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -18,7 +19,9 @@ C = TypeVar("C", bound="Case")
 
 ONLY = typer.Option(help="Keep cases whose line in --list contains this text; repeat it for more.")
 LIST = typer.Option("--list", help="Show the cases and leave.")
-CHECK = typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
+CHECK = typer.Option(
+    help="Measure only what the correctness check, of some rows and heads, finds right; --no-check is for debugging."
+)
 PLOT = typer.Option("--plot", help="Also draw pictures beside the rows.")
 DEVICE = typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")
 
@@ -48,7 +51,22 @@ def known(what: str, names: Sequence[str], allowed: Iterable[str]) -> list[str]:
     for name in names:
         if name not in allowed:
             raise CommandError(f"--{what} must be one of {', '.join(allowed)}, got {name!r}")
-    return list(names)
+    return list(dict.fromkeys(names))
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that rows cannot be written to, or that holds something else, before anything is measured."""
+    if out.is_dir():
+        raise CommandError(f"--out must be a CSV file, {str(out)!r} is a directory")
+    if out.exists() and out.stat().st_size:
+        with out.open(errors="replace") as file:
+            columns = file.readline().strip().split(",")
+        if "way" not in columns:
+            raise CommandError(f"--out {str(out)!r} exists and holds no rows of the bench; name another file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
 
 
 def check_dtype(name: str | None) -> None:
@@ -68,4 +86,6 @@ def find_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise CommandError(f"device {name!r} is not available: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CommandError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
-from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, check_out, chosen, find_device, known, show_cases
 from .report import report
 
 
@@ -51,6 +51,7 @@ def sampling(
     cases = chosen([case for name in names for case in SAMPLING_SETS[name]], only)
     if show:
         return show_cases(cases)
+    check_out(out)
     from ..rows import provenance
     from ..runner import run
     from ..sampling import SamplingBench

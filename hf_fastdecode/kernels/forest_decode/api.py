@@ -8,14 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from .config import Config, SuffixConfig, choose_config, choose_suffix_config
+from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import shared_memory
 from .merge import merge_suffixes
 from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
 from .suffix import attend_suffixes
-
-_MERGED = 16  # packed queries that a program of `merge_suffixes` merges at once
 
 __all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
 
@@ -87,13 +85,12 @@ def forest_decode(
     # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
     block_p = 1 if each == 1 and not apart else max(16, triton.next_power_of_2(each))
     tile = triton.next_power_of_2(each)
-    own = out
-    own_lse = out
+    own_out = own_lse = out
     if apart or (depths > 0 and tile != block_p):
-        own = torch.empty(rows, heads, queries, head_dim, **fp32)
+        own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
-    launch = config.suffix or choose_suffix_config(
+    own_config = config.suffix or choose_suffix_config(
         rows, kv_heads, group, queries, head_dim, apart=apart, shared_memory=memory
     )
     options: dict[str, Any] = {
@@ -103,7 +100,6 @@ def forest_decode(
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "TILE": tile,
         "BLOCK_M": schedule.block_m,
-        "MERGE": launch.merge,
         "DEPTHS": depths,
         "LSE": return_lse,
         "PDL": overlap,
@@ -121,7 +117,7 @@ def forest_decode(
         lengths,
         *unit_tables,
         *partials,
-        own,
+        own_out,
         own_lse,
         *results,
         schedule.apart,
@@ -136,30 +132,31 @@ def forest_decode(
         *new_values.stride()[:3],
         BLOCK_P=block_p,
         BLOCK_Q=1 if block_p == 1 else 16,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.stages,
+        BLOCK_N=own_config.block_n,
+        STAGES=own_config.stages,
+        MERGE=own_config.merge,
         SOFT_CAP=soft_cap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None,
         APART=apart,
-        num_warps=launch.warps,
+        num_warps=own_config.warps,
         **options,
     )
     if apart:
-        together = max(1, _MERGED // tile)  # rows of a program
-        options["MERGE"] = max(1, min(4, 8192 // (together * tile * options["BLOCK_D"])))
-        merge_suffixes[(triton.cdiv(rows, together) * kv_heads,)](
+        merging = choose_merge_config(each, head_dim)
+        merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
             slots,
             *unit_tables,
             *partials,
-            own,
+            own_out,
             own_lse,
             *results,
             schedule.apart,
             rows,
             kv_heads,
-            ROWS=together,
-            num_warps=4,
+            ROWS=merging.rows,
+            MERGE=merging.merge,
+            num_warps=merging.warps,
             **options,
         )
     return out, lse

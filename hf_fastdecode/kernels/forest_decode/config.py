@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -151,13 +151,13 @@ def choose_suffix_config(
         group: Query heads of a KV head.
         queries: Tokens of a row in the step.
         head_dim: Numbers per head.
-        apart: Whether the kernel runs beside the nodes' and merges nothing.
+        apart: Whether it may run beside the nodes, where few multiprocessors are to be filled.
         shared_memory: Bytes that a program may take.
     """
     programs, each = rows * kv_heads, group * queries
     if apart:
-        config = SuffixConfig(16, warps=1, stages=3, merge=8)
-    elif each == 1:
+        programs = max(programs, 1024)
+    if each == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
@@ -173,6 +173,33 @@ def choose_suffix_config(
     while config.block_n > 16 and row * config.block_n * config.stages + _SCRATCH > shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
+
+
+class MergeConfig(NamedTuple):
+    """Launch parameters of `merge_suffixes`.
+
+    Attributes:
+        rows: Rows of a program.
+        warps: Its warps.
+        merge: Partials of one query that are loaded at once.
+    """
+
+    rows: int
+    warps: int
+    merge: int
+
+
+def choose_merge_config(each: int, head_dim: int) -> MergeConfig:
+    """Launch parameters for so many packed queries of a row.
+
+    A program takes 16 packed queries, or one row's if those are more. A thread holds at most 64 numbers of the sum,
+    and 64 of partials that are loaded at once.
+    """
+    tile, width = triton.next_power_of_2(each), triton.next_power_of_2(head_dim)
+    rows = max(1, 16 // tile)
+    numbers = rows * tile * width
+    warps = min(8, max(4, numbers // 2048))
+    return MergeConfig(rows, warps, merge=max(1, min(4, 2048 * warps // numbers)))
 
 
 def _is_hopper(device: torch.device | None) -> bool:

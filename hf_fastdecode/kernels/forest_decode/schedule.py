@@ -1,14 +1,10 @@
 """The work of a decode step over a forest, cut into equal shares (LeanAttention, section 4.2).
 
-A *unit* is a query tile of a node for one KV head: the packed queries that read the same keys. All units' key tiles,
-laid end to end, are cut into as many equal shares as the grid has programs, whatever the nodes' lengths. A share that
-ends inside a unit leaves a *piece* of it; a unit's pieces are merged in their order.
+A *unit* is a query tile of a node for one KV head: the packed queries that read the same keys. Their key tiles are cut
+into equal shares for the programs, whatever the nodes' lengths (`cut`). A share that ends inside a unit leaves a
+*piece* of it; a unit's pieces are merged in their order.
 
-Two cases are cut otherwise. Of a node with more units than programs, programs take whole units side by side while each
-still gets one: neighbours then read the same keys at the same time, from L2. And units of one length are cut into the
-same number of pieces each when this costs no more than their beginning and ending everywhere in a share.
-
-Nodes do not change while their rows decode, so the schedule is made once and serves all steps and all layers.
+Nodes do not change while their rows decode, so a schedule serves all steps and all layers.
 """
 
 from __future__ import annotations
@@ -20,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from .cut import PIECE_COST, Work, common_bundle, cut
 
 
 class NodeShape(NamedTuple):
@@ -77,7 +75,7 @@ class Schedule:
         row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
         row_tiles: ``[depths, rows]``: query tiles of the row's node.
         contexts: ``[rows]``: tokens of the row's nodes.
-        apart: ``[1]``: 1 when programs were left without work, for suffixes to be attended to beside the nodes.
+        apart: ``[1]``: 1 when fewer programs than the grid were asked for: the others are left to suffixes.
         scratch: Bytes for the programs of one launch at a time: descriptors, which must stay where they are while the
             kernels that follow already run.
         block_m: Packed queries of a tile.
@@ -137,7 +135,12 @@ def make_schedule(
         device: Where the tables go.
         capacity: When given, the tables' sizes depend on it and not on the nodes, and `grid` programs are launched.
         grid: Programs that the device runs at once; as many as `programs` when None.
+
+    Raises:
+        ValueError: There are no programs, or the units do not fit the capacity.
     """
+    if programs < 1:
+        raise ValueError(f"programs must be at least 1, got {programs}")
     depths = max(depths_of(nodes), capacity.depths if capacity else 0)
     query_tiles = _query_tiles(nodes, queries, block_m)
     units_of_node = kv_heads * query_tiles
@@ -207,19 +210,6 @@ def make_schedule(
 
 _DESCRIPTORS = 512  # bytes of a program: two descriptors of 128, wherever Triton aligns them
 
-# What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
-_PIECE_COST = 2
-
-
-class _Work(NamedTuple):
-    """Pieces in the order of units, then of keys; `turn` is a piece's place among those of its program."""
-
-    unit: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    program: np.ndarray
-    turn: np.ndarray
-
 
 def longest_share(
     nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
@@ -227,7 +217,7 @@ def longest_share(
     """Key tiles of the program that has most to do, with what its pieces cost besides; arguments as for
     `make_schedule`."""
     work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
-    shares = np.bincount(work.program, work.end - work.begin + _PIECE_COST)
+    shares = np.bincount(work.program, work.end - work.begin + PIECE_COST)
     return int(shares.max(initial=0))
 
 
@@ -237,82 +227,12 @@ def _query_tiles(nodes: Sequence[NodeShape], queries: int, block_m: int) -> np.n
 
 def _divide(
     nodes: Sequence[NodeShape], kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
-) -> _Work:
+) -> Work:
     """The pieces that programs get; arguments as for `make_schedule`."""
     query_tiles = _query_tiles(nodes, queries, block_m)
     key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
     units = kv_heads * query_tiles
-    return _cut(np.repeat(key_tiles, units), units, programs, bundle=_bundle(query_tiles, programs))
-
-
-# Most programs that go through the same keys side by side where their shares begin and end inside units.
-_BUNDLE = 8
-
-
-def _bundle(query_tiles: np.ndarray, programs: int) -> int:
-    """Units that are cut together: as many of a node as divide its query tiles, every other node's, and programs."""
-    common = int(np.gcd.reduce(query_tiles, initial=programs))
-    return next(size for size in range(_BUNDLE, 0, -1) if common % size == 0)
-
-
-def _cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int, *, bundle: int) -> _Work:
-    """Cut units of these lengths, in key tiles, into pieces for programs; `bundle` divides `units_of_node`."""
-    unit = np.arange(len(lengths))
-    whole = np.zeros(len(lengths), dtype=bool)
-    program, turn = np.zeros_like(unit), np.zeros_like(unit)
-    waves = 0
-    for first, count in zip(np.cumsum(units_of_node) - units_of_node, units_of_node, strict=True):
-        full = count // programs
-        taken = slice(first, first + full * programs)
-        whole[taken] = True
-        program[taken] = np.arange(full * programs) % programs
-        turn[taken] = waves + np.arange(full * programs) // programs
-        waves += full
-    parts = [_Work(unit[whole], np.zeros_like(unit[whole]), lengths[whole], program[whole], turn[whole])]
-    rest = unit[~whole]
-    if len(rest):
-        alike = _cut_alike(rest, lengths[rest], programs, waves)
-        parts.append(alike or _stream(rest, lengths[rest], programs, waves, bundle))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    order = np.lexsort((columns[1], columns[0]))
-    return _Work(*(column[order] for column in columns))
-
-
-def _shares(total: int, programs: int) -> int:
-    """Programs that get work: fewer when it would leave them under two tiles each."""
-    return max(1, min(programs, total // 2))
-
-
-def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bundle: int) -> _Work:
-    """Cut all units' tiles, laid end to end, into equal shares; units of a bundle lie side by side."""
-    unit_start = np.concatenate([[0], np.cumsum(lengths[::bundle])])
-    total = int(unit_start[-1])
-    shares = _shares(total, programs // bundle)
-    share_start = np.arange(shares + 1) * total // shares
-    cuts = np.union1d(unit_start, share_start)
-    begin, end = cuts[:-1], cuts[1:]
-    of = np.searchsorted(unit_start, begin, side="right") - 1
-    share = np.searchsorted(share_start, begin, side="right") - 1
-    columns = (of, begin - unit_start[of], end - unit_start[of], share, np.arange(len(of)))
-    of, begin, end, share, place = (np.repeat(column, bundle) for column in columns)
-    side = np.tile(np.arange(bundle), len(columns[0]))
-    return _Work(unit[of * bundle + side], begin, end, share * bundle + side, turn + place)
-
-
-def _cut_alike(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> _Work | None:
-    """Cut units of one length into the same number of pieces, one for each program; None where that is slower."""
-    length, count = int(lengths[0]), len(unit)
-    if length == 0 or (lengths != length).any() or count > programs:
-        return None
-    shares = _shares(length * count, programs)
-    longest = -(-length // max(1, shares // count))
-    if longest > 1.06 * (length * count / shares) + _PIECE_COST:
-        return None
-    pieces = -(-length // longest)
-    cuts = np.arange(pieces + 1) * length // pieces
-    place = np.arange(count * pieces)
-    of, piece = np.divmod(place, pieces)
-    return _Work(unit[of], cuts[piece], cuts[piece + 1], place, np.full_like(place, turn))
+    return cut(np.repeat(key_tiles, units), units, programs, bundle=common_bundle(query_tiles, programs))
 
 
 def depths_of(nodes: Sequence[NodeShape]) -> int:
