@@ -69,6 +69,7 @@ class Plan:
         self.config = decode_config(forest, layout, device, self.rows)
         self.grid = self.config.per_sm * multiprocessors(device)
         self._two_launches = replace(self.config, apart=False)
+        self._last_asked = 0, self.grid
         self._shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
         ]
@@ -94,7 +95,10 @@ class Plan:
         """
         if not self.config.apart or not suffix_tokens:
             return self.grid
-        return min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
+        if suffix_tokens != self._last_asked[0]:  # by every layer of a step
+            chosen = min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
+            self._last_asked = suffix_tokens, chosen
+        return self._last_asked[1]
 
     def config_of(self, programs: int) -> Config:
         """Launch parameters for one schedule: without the launch that it does not need."""
@@ -129,7 +133,7 @@ class Plan:
             for programs in (self.grid, *fewer)
         }
 
-    @property
+    @cached_property
     def _node_bytes(self) -> int:
         return 4 * self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
 

@@ -96,7 +96,7 @@ def choose_config(
         apart = each > 1 and rows * kv_heads >= _APART
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    block_n = 128 if block_m == 64 or (block_m == 32 and kv_heads >= _MANY_HEADS) else 64
+    block_n = 128 if block_m == 64 or (1 < packed <= 32 and kv_heads >= _MANY_HEADS) else 64
     config = Config(block_m, overlap=overlap, block_n=block_n, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
