@@ -98,8 +98,9 @@ def demo(
         from rich.console import Console
 
         from .commands.demo import pick_task, run_demo
-        from .commands.models import EMBEDDED, load_model, machine, pick_device
+        from .commands.models import EMBEDDED, load_model, machine
         from .commands.render import demo_text
+        from .devices import pick_device
 
         check_options()
         task = pick_task(task_id, shots)
@@ -217,8 +218,9 @@ def generate(
     texts = read_prompts(prompt or [], prompt_file, sys.stdin)
     with quiet_libraries(warnings=True):
         from .commands.generate import generate as run
-        from .commands.models import load_model, machine, pick_device
+        from .commands.models import load_model, machine
         from .commands.render import completion_heading, summary
+        from .devices import pick_device
 
         if not stock:
             check_options(**options)

@@ -3,7 +3,8 @@
 The candidates are this package's kernels, PyTorch's fused operators over the same forest (the *library*), and plain
 decoding, in which every row reads its own copy of its whole context (what stock transformers does). The model's form
 is the roofline: a part takes the longer of its bytes at the bandwidth that the candidate reaches and its operations
-at its rate, plus what launching costs; the constants are those of `costs.py`.
+at its rate, plus what launching costs; the constants are those of `costs.py`. Nodes and suffixes count one after the
+other; where the kernels attend to suffixes beside nodes (`plan`) they are faster than that.
 """
 
 from __future__ import annotations

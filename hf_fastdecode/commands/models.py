@@ -88,24 +88,6 @@ def max_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of this name; ``auto`` is the first GPU, or the CPU where there is none.
-
-    Raises:
-        CommandError: torch has no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CommandError(f"device {name!r} is not available: {one_line(error)}; try auto or cpu") from error
-    if device.type == "meta":
-        raise CommandError(f"device {name!r} holds no numbers; try auto or cpu")
-    return device
-
-
 def machine(device: torch.device) -> str:
     """The processor in words, with the number of threads where torch computes on the CPU."""
     if device.type == "cuda":

@@ -10,7 +10,8 @@ from huggingface_hub import errors
 
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands import models
-from hf_fastdecode.commands.models import load_config, load_model, pick_device
+from hf_fastdecode.commands.models import load_config, load_model
+from hf_fastdecode.devices import pick_device
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
 

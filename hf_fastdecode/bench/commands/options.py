@@ -76,16 +76,10 @@ def check_dtype(name: str | None) -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name, if it can be used."""
-    import torch
+    """The device of this name, if it can be measured."""
+    from ...devices import pick_device  # torch, which takes seconds
 
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"device {name!r} is not available: {str(error).splitlines()[0]}") from error
+    device = pick_device(name)
     if device.type not in ("cpu", "cuda"):
         raise CommandError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device

@@ -1,0 +1,257 @@
+"""The methods of a model instance while it is enabled.
+
+Each is called with the state (`seams.Seams`), the model and the method's arguments:
+
+- ``generate`` hands transformers our decoding loop as its ``custom_generate``, the official place for one: it is
+  called with everything prepared, as transformers' own loops are.
+- ``_extract_generation_mode_kwargs`` and ``_get_deprecated_gen_repo``: with a ``custom_generate``, transformers 5.17
+  to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two do not see ours.
+- ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share.
+- ``forward``: while a pass carries a shared-context cache, the functions of `attention.interface` are active.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from ..attention.interface import RowLengths, active
+from ..cache.shared import SharedContextCache
+from .capture import Captures
+from .eligibility import call_reason
+from .modes import choose_mode, configs_of
+from .options import Options
+from .report import CallReport
+from .shared import decode_shared, step_arguments
+from .start import NotSharedError, start_shared
+from .wrapping import STATE_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from .seams import Seams
+
+# transformers itself hangs a call's private facts on the call's own copy of the generation config.
+_CALL_ATTRIBUTE = "_hf_fastdecode_call"
+
+
+@dataclass
+class _UnderWay:
+    """A `generate` call that has not ended.
+
+    Attributes:
+        model: Whose.
+        loop_is_ours: Whether it was given our decoding loop.
+        report: Of the call, once it was begun.
+        configs: The model's config objects, once they were looked for.
+    """
+
+    model: PreTrainedModel
+    loop_is_ours: bool
+    report: CallReport | None = None
+    configs: list[PreTrainedConfig] | None = None
+
+
+@dataclass
+class _AsItBegan:
+    """The state that a call decodes with: another thread's `enable` gives later calls other options."""
+
+    options: Options
+    captures: Captures
+    tell_once: Callable[..., None]
+
+
+# The innermost one of this thread.
+_under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
+
+
+def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
+    if not isinstance(cache, SharedContextCache):
+        return seams.methods.original(model, "forward")(*args, **kwargs)
+    return _forward_shared(seams, model, cache, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
+def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(model, args, kwargs)
+    input_ids = given.get("input_ids")
+    fed = input_ids if input_ids is not None else given.get("inputs_embeds")
+    queries = fed.shape[1] if isinstance(fed, Tensor) else 0
+    if not cache.state.packed:
+        cache.check_mask(given.get("attention_mask"), queries)
+    with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+        output = seams.methods.original(model, "forward")(*args, **kwargs)
+    if not cache.state.packed and isinstance(input_ids, Tensor):
+        cache.record_tokens(input_ids)
+    if seams.last_call is not None and seams.last_call.cache_id == id(cache):
+        seams.last_call.observe(cache)
+    return output
+
+
+def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a forward pass is given, by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """`configs_of` the model, found once a call: a walk over all modules takes as long as some layers' steps."""
+    call = _under_way.get()
+    if call is None or call.model is not model:
+        return configs_of(model)
+    if call.configs is None:
+        call.configs = configs_of(model)
+    return call.configs
+
+
+def _prepare_cache_for_generation(
+    seams: Seams,
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    original = seams.methods.original(model, "_prepare_cache_for_generation")
+    under_way = _under_way.get()
+    loop_is_ours = under_way is not None and under_way.loop_is_ours
+    if seams.leaving and not loop_is_ours:
+        return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    seams.last_call = call = CallReport()
+    if under_way is not None and under_way.model is model:
+        under_way.report = call
+    reason = call_reason(model, generation_mode, generation_config, model_kwargs)
+    if reason is None and not loop_is_ours:
+        reason = (
+            "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
+        )
+    if reason is None:
+        setattr(generation_config, _CALL_ATTRIBUTE, call)
+    elif isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
+        raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
+    else:
+        seams.tell(call, reason)
+    return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+
+def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    original = seams.methods.original(model, "generate")
+    signature = inspect.signature(original)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
+        "custom_generate"
+    )
+    with seams.call(model) as may_share:
+        ours = may_share and takes and given.get("custom_generate") is None
+        call = _UnderWay(model, ours)
+        token = _under_way.set(call)
+        try:
+            return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+        except BaseException as error:
+            if call.report is None:  # it failed before anything was decided
+                seams.last_call = call.report = CallReport()
+            call.report.fail(error)
+            raise
+        finally:
+            _under_way.reset(token)
+
+
+def _extract_generation_mode_kwargs(
+    seams: Seams, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    original = seams.methods.original(model, "_extract_generation_mode_kwargs")
+    return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
+
+
+def _get_deprecated_gen_repo(
+    seams: Seams, model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+) -> Any:
+    original = seams.methods.original(model, "_get_deprecated_gen_repo")
+    return original(mode, trust_remote_code, None if custom_generate is _decode else custom_generate)
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The decoding loop that `generate` calls: ours where the call shares context, else transformers' own."""
+    call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
+    if call is not None:
+        seams: Seams = vars(model)[STATE_ATTRIBUTE]
+        state = _AsItBegan(seams.options, seams.captures, seams.tell_once)
+        new_tokens = generation_config.max_length - input_ids.shape[1]
+        call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
+        try:
+            if synced_gpus:
+                raise NotSharedError("synced_gpus=True: all processes must run the same number of forward passes")
+            start = start_shared(model, state.options, call, input_ids, generation_config, model_kwargs)
+        except NotSharedError as refusal:
+            seams.tell(call, str(refusal), refusal.level)
+        else:
+            if model._compiled_call_impl is not None:
+                seams.tell_once(
+                    "model.compile() does not reach passes with shared context, which run uncompiled; "
+                    "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+                )
+            return decode_shared(
+                model,
+                state,
+                call,
+                start,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                model_kwargs,
+            )
+    mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
+    stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+    if "inputs_tensor" in inspect.signature(stock).parameters:  # transformers gives it to loops that name it
+        model_kwargs["inputs_tensor"] = inputs_tensor
+    return stock(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
+    )
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "generate": _generate,
+    "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
+    "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
+    "_prepare_cache_for_generation": _prepare_cache_for_generation,
+}
+"""By name."""
