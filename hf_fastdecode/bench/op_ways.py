@@ -33,10 +33,6 @@ Call = Callable[[], Tensor | Unmerged]
 """Attends to one set of inputs: ``[rows, heads, 1, head_dim]``, or what a part of that leaves to be merged."""
 
 
-class NotHereError(Exception):
-    """A way cannot run on this device; the message says why."""
-
-
 # Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512
 
@@ -47,6 +43,7 @@ class OpWay:
 
     Attributes:
         variants: Makes calls, one for each set of inputs, by the name of the variant; the fastest variant counts.
+        needs_triton: Whether it is a Triton kernel, which runs on CUDA only.
         refusal: Why the way is not for a case, or None.
         part: The part of the case that the way does.
         yardstick: Whose error bounds its own: ``fused``, or ``eager`` for ways that store scores in the case's dtype.
@@ -58,6 +55,15 @@ class OpWay:
     part: Callable[[OpCase], OpCase] = lambda case: case
     yardstick: str = "fused"
     copies: bool = False
+    needs_triton: bool = False
+
+    def not_run(self, case: OpCase, device: torch.device) -> str | None:
+        """Why the way cannot do a case on a device, or None."""
+        if self.needs_triton and device.type != "cuda":
+            return f"it is a Triton kernel for CUDA devices, got {device.type!r}; choose other ways here"
+        if self.needs_triton and not triton_is_installed():
+            return "it is a Triton kernel; pip install triton"
+        return self.refusal(case)
 
 
 def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
@@ -156,10 +162,6 @@ def _sketch_of_context(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 
 def _sketches(sets: Sequence[OpInputs], call: Callable[[Sketch], Call]) -> dict[str, list[Call]]:
-    if not triton_is_installed():
-        raise NotHereError("it is a Triton kernel; pip install triton")
-    if (kind := sets[0].query.device.type) != "cuda":
-        raise NotHereError(f"its Triton kernels run on CUDA devices, got {kind!r}")
     from .sketch import Sketch
 
     found: dict[int, tuple[str, list[Call]]] = {}
@@ -195,9 +197,13 @@ OP_WAYS: dict[str, OpWay] = {
     "hydragen": OpWay(lambda sets: {"flash": _two_calls(sets, TwoCalls("flash", pack=False))}),
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
-    "sketch": OpWay(_sketch, _sketched),
+    "sketch": OpWay(_sketch, _sketched, needs_triton=True),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
-    "sketch-prefix": OpWay(_sketch_of_context, _sketched_context, part=lambda case: case.prefix_only),
+    "sketch-prefix": OpWay(
+        _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, needs_triton=True
+    ),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
-    "sketch-suffix": OpWay(_sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only),
+    "sketch-suffix": OpWay(
+        _sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only, needs_triton=True
+    ),
 }

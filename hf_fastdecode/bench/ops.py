@@ -13,7 +13,7 @@ from .accuracy import BOUND, Oracle, make_oracle
 from .ceilings import Ceilings, measure_ceilings
 from .op_cases import OpCase
 from .op_inputs import OpInputs, make_inputs, sets_needed
-from .op_ways import OP_WAYS, NotHereError, OpWay, Unmerged
+from .op_ways import OP_WAYS, OpWay, Unmerged
 from .timing import Times, time_operator
 
 
@@ -50,13 +50,11 @@ class OpBench:
         part = way.part(case)
         result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
         result |= self._accounting(part)
-        if reason := way.refusal(case):
+        if reason := way.not_run(case, self.device):
             return result | {"status": f"not run: {reason}"}
         for _ in range(2):  # what earlier ways left in pools may have been in the way
             try:
                 return result | self._timed(part, way)
-            except NotHereError as reason:
-                return result | {"status": f"not run: {reason}"}
             except torch.OutOfMemoryError:
                 self._collect()
         return result | {"status": "does not fit"}

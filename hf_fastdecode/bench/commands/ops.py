@@ -62,7 +62,9 @@ def ops(
     what it runs where nothing is shared. `plain` is flash decoding with a copy of the context for each row. `recipe`
     is the faster of PyTorch's flash and cuDNN operators over the shared context, flash over what each row added, and a
     merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
-    by torch.compile. `sketch` is a first Triton kernel of two launches; it has the same parts as ours.
+    by torch.compile. `sketch` is a first Triton kernel of two launches with a fixed split, the better of two, which
+    does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix` what it does where nothing is
+    shared.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
     they say; `h200` is these four together; `small` is a handful of them, `tiny` is for a CPU.

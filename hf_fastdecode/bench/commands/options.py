@@ -57,7 +57,7 @@ def known(what: str, names: Sequence[str], allowed: Iterable[str]) -> list[str]:
 def check_out(out: Path) -> None:
     """Refuse a file that rows cannot be written to, or that holds something else, before anything is measured."""
     if out.is_dir():
-        raise CommandError(f"--out must be a CSV file, {str(out)!r} is a directory")
+        raise CommandError(f"--out must be a CSV file, {str(out)!r} is a directory; name a file in it")
     if out.exists() and out.stat().st_size:
         with out.open(errors="replace") as file:
             columns = file.readline().strip().split(",")

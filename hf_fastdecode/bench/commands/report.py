@@ -37,4 +37,7 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
     typer.echo(f"rows: {out}")
     if plot:
         pictures = draw(rows, out.with_suffix(""))
-        typer.echo("\n".join(f"picture: {path}" for path in pictures) or "no picture: no two rows make a line")
+        typer.echo(
+            "\n".join(f"picture: {path}" for path in pictures)
+            or "no picture: they need cases that differ in n, or in the context, alone"
+        )
