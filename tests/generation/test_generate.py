@@ -12,7 +12,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation import seams
+from hf_fastdecode.generation import methods
 from hf_fastdecode.generation.modes import configs_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -262,7 +262,7 @@ def test_mask_made_by_transformers(model):
 
 def test_configs_are_looked_for_once_a_call(model, monkeypatch):
     looked = []
-    monkeypatch.setattr(seams, "configs_of", lambda *found: looked.append(1) or configs_of(*found))
+    monkeypatch.setattr(methods, "configs_of", lambda *found: looked.append(1) or configs_of(*found))
     with fd.enabled(model, mode="eager"):
         for calls in (1, 2):
             model.generate(**PROMPT, **SAMPLING)
