@@ -119,6 +119,17 @@ def test_a_wrong_way_gets_no_times(bench, monkeypatch, spoil, later):
     assert bench.measure(TINY[0], "broken")["status"] == "ok"
 
 
+@pytest.mark.parametrize("tile", range(8))
+def test_one_wrong_query_tile_is_noticed(tile):
+    """Of 256 rows, a query tile's 32 are zero."""
+    inputs = make_inputs(shared(256, 40, 3, 4, 1, head_dim=16, dtype="float32"), CPU, sets=1)[0]
+    oracle = make_oracle(inputs)
+    right = OP_WAYS["hydragen"].variants([inputs])["flash"][0]()
+    assert oracle.error(right) <= BOUND
+    right[32 * tile : 32 * tile + 32] = 0
+    assert oracle.error(right) > BOUND
+
+
 def test_what_does_not_fit_is_a_result(bench, monkeypatch):
     def variants(sets):
         raise torch.OutOfMemoryError("on purpose")
