@@ -17,6 +17,9 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError as error:  # which lists every device type there is
+        raise CommandError(f"there is no device {name!r}; try auto or cpu, or cuda:0 for the first GPU") from error
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CommandError(f"device {name!r} is not available: {one_line(error)}; try auto or cpu") from error

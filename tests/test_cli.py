@@ -110,7 +110,7 @@ def test_public_names_load_when_used():
         ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
         ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
         ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
-        ("generate --prompt x --device nonsense", "device 'nonsense' is not available"),
+        ("generate --prompt x --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
         ("generate", "prompt 0 (from stdin) is empty"),
         ("demo --task-id 1000000", "there is no task 1000000; the embedded tasks have ids from"),
         ("demo --shots -1", "--shots must be between 0 and"),

@@ -181,7 +181,7 @@ def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
         ("ops --way nosuch", "--way must be one of ours, plain,"),
         ("ops --only nosuch", "no case contains 'nosuch'"),
         ("ops --dtype float8", "--dtype must be bfloat16, float16 or float32, got 'float8'"),
-        ("ops --device nonsense", "device 'nonsense' is not available"),
+        ("ops --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
         ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
         ("generate --way nosuch+a=b", "--way must be one of stock,"),
         ("generate --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
