@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..attention.partial import Partial, merge
 from ..kernels.forest_decode.limits import shared_memory
+from ..kernels.forest_decode.merge import take_part
 from ..kernels.forest_decode.triton import LOG2E, LOWEST, scores_of, see
 from .node_kernel import new_token
 from .op_inputs import OpInputs
@@ -104,12 +105,7 @@ def _suffixes_and_merge(
         part_at = split * (rows * kv_heads * GROUP) + at
         lse = tl.load(partial_lse + part_at, mask=real, other=-float("inf"))
         part = tl.load(partial_out + part_at[:, None] * HEAD_DIM + dims[None, :], mask=real[:, None], other=0.0)
-        new_top = tl.maximum(top, lse)
-        fade = tl.exp2(top - new_top)
-        weight = tl.exp2(lse - new_top)
-        total = total * fade + weight
-        acc = acc * fade[:, None] + part * weight[:, None]
-        top = new_top
+        top, total, acc = take_part(lse, part, top, total, acc)
     result = acc / total[:, None]
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=real[:, None])
 

@@ -48,7 +48,10 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
 
 
 def show(text: str) -> None:
-    """Print Markdown as it is, or in a terminal with tables whose headings wrap, where their cells fit."""
+    """Print Markdown as it is, or in a terminal with tables whose headings wrap, where their cells fit.
+
+    (rich's own Markdown cuts numbers off where a column is narrow.)
+    """
     if not sys.stdout.isatty():
         return typer.echo(text)
     from rich.console import Console

@@ -155,8 +155,8 @@ def choose_suffix_config(
         shared_memory: Bytes that a program may take.
     """
     programs, each = rows * kv_heads, group * queries
-    if apart:
-        programs = max(programs, 1024)
+    if apart:  # as many as there are on few multiprocessors would be
+        programs = max(programs, _QUERIES[-2][0] + 1)
     if each == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers

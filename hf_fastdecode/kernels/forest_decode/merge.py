@@ -27,6 +27,41 @@ def pieces_of(
 
 
 @triton.jit
+def near_pieces(
+    row,
+    head,
+    within,
+    real,
+    rows,
+    row_units,
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    BLOCK_M: tl.constexpr,
+    DEPTHS: tl.constexpr,
+):
+    """`pieces_of` the first two depths, for `take_depths`: asked for before the partials are there."""
+    first, count, row_in_tile = pieces_of(
+        row, head, within, real, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    )
+    if DEPTHS == 1:
+        return first, count, row_in_tile, first, count, row_in_tile
+    next_first, next_count, next_row_in_tile = pieces_of(
+        row, head, within, real, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    )
+    return first, count, row_in_tile, next_first, next_count, next_row_in_tile
+
+
+@triton.jit
+def take_part(lse, part, top, total, acc):
+    """Take a partial (base 2) of queries into their running maximum, sum and mean: ``[P]``, ``[P]``, ``[P, D]``."""
+    new_top = tl.maximum(top, lse)
+    fade = tl.exp2(top - new_top)
+    weight = tl.exp2(lse - new_top)
+    return new_top, total * fade + weight, acc * fade[:, None] + part * weight[:, None]
+
+
+@triton.jit
 def take_pieces(
     first,
     count,
@@ -41,7 +76,7 @@ def take_pieces(
     BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Take queries' partials into their running maximum (base 2), sum and mean: ``[P]``, ``[P]``, ``[P, D]``."""
+    """`take_part` of one depth's pieces, in their order."""
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     for start in range(0, tl.max(count, 0), MERGE):
@@ -52,12 +87,49 @@ def take_pieces(
             part = tl.load(
                 partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
             )
-            new_top = tl.maximum(top, lse)
-            fade = tl.exp2(top - new_top)
-            weight = tl.exp2(lse - new_top)
-            total = total * fade + weight
-            acc = acc * fade[:, None] + part * weight[:, None]
-            top = new_top
+            top, total, acc = take_part(lse, part, top, total, acc)
+    return top, total, acc
+
+
+@triton.jit
+def take_depths(
+    first,  # these six of `near_pieces`
+    count,
+    row_in_tile,
+    next_first,
+    next_count,
+    next_row_in_tile,
+    row,  # these and the tables as there
+    head,
+    within,
+    real,
+    rows,
+    row_units,
+    row_offsets,
+    row_tiles,
+    unit_slots,
+    partial_out,
+    partial_lse,
+    top,
+    total,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE: tl.constexpr,
+    DEPTHS: tl.constexpr,
+):
+    """`take_pieces` of all depths, in their order."""
+    for depth in tl.static_range(DEPTHS):
+        if depth == 1:
+            first, count, row_in_tile = next_first, next_count, next_row_in_tile
+        if depth > 1:
+            first, count, row_in_tile = pieces_of(
+                row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+            )
+        top, total, acc = take_pieces(
+            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+        )
     return top, total, acc
 
 
@@ -104,14 +176,9 @@ def merge_suffixes(
     row = tl.minimum(row, rows - 1)
     took_part = tl.load(slots + row) >= 0
     mine = real & took_part
-    # The tables did not need the partials, so that the first two depths' are asked for before those are there.
-    first, count, row_in_tile = pieces_of(
-        row, head, within, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    first, count, row_in_tile, next_first, next_count, next_row_in_tile = near_pieces(
+        row, head, within, mine, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
     )
-    if DEPTHS > 1:
-        next_first, next_count, next_row_in_tile = pieces_of(
-            row, head, within, mine, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-        )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,16 +188,33 @@ def merge_suffixes(
     top = tl.load(own_lse + at, mask=real, other=0.0)
     total = tl.full([ROWS * TILE], 1.0, tl.float32)
     acc = tl.load(own_out + place, mask=kept, other=0.0)
-    for depth in tl.static_range(DEPTHS):
-        if depth == 1:
-            first, count, row_in_tile = next_first, next_count, next_row_in_tile
-        if depth > 1:
-            first, count, row_in_tile = pieces_of(
-                row, head, within, mine, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-            )
-        top, total, acc = take_pieces(
-            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
-        )
+    top, total, acc = take_depths(
+        first,
+        count,
+        row_in_tile,
+        next_first,
+        next_count,
+        next_row_in_tile,
+        row,
+        head,
+        within,
+        mine,
+        rows,
+        row_units,
+        row_offsets,
+        row_tiles,
+        unit_slots,
+        partial_out,
+        partial_lse,
+        top,
+        total,
+        acc,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        MERGE,
+        DEPTHS,
+    )
     result = tl.where(took_part[:, None], acc * (1.0 / total)[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:

@@ -8,7 +8,7 @@ then suffixes are attended to beside the nodes, by the multiprocessors that thos
 import triton
 import triton.language as tl
 
-from .merge import pieces_of, take_pieces
+from .merge import near_pieces, take_depths
 from .triton import LN2, LOG2E, LOWEST, aligned, cap_scores, factor_of, scores_of, see
 
 
@@ -124,14 +124,10 @@ def attend_suffixes(
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     mine = tl.where(took_part, index < each, False)
-    if MERGES:  # asked for early, the first two depths' tables need not be waited for
-        first, count, row_in_tile = pieces_of(
-            row, head, index, mine, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    if MERGES:
+        first, count, row_in_tile, next_first, next_count, next_row_in_tile = near_pieces(
+            row, head, index, mine, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
         )
-        if DEPTHS > 1:
-            next_first, next_count, next_row_in_tile = pieces_of(
-                row, head, index, mine, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-            )
     # Of the suffix, query j sees tokens from `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -184,16 +180,33 @@ def attend_suffixes(
             tl.extra.cuda.gdc_wait()
             if not APART:
                 tl.extra.cuda.gdc_launch_dependents()
-        for depth in tl.static_range(DEPTHS):
-            if depth == 1:
-                first, count, row_in_tile = next_first, next_count, next_row_in_tile
-            if depth > 1:
-                first, count, row_in_tile = pieces_of(
-                    row, head, index, mine, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-                )
-            top, total, acc = take_pieces(
-                first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
-            )
+        top, total, acc = take_depths(
+            first,
+            count,
+            row_in_tile,
+            next_first,
+            next_count,
+            next_row_in_tile,
+            row,
+            head,
+            index,
+            mine,
+            rows,
+            row_units,
+            row_offsets,
+            row_tiles,
+            unit_slots,
+            partial_out,
+            partial_lse,
+            top,
+            total,
+            acc,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            MERGE,
+            DEPTHS,
+        )
     result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
     if LSE:
