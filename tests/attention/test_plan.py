@@ -215,7 +215,7 @@ def test_tiles_shrink_to_what_a_device_holds():
 
     assert tiles(32, kv_heads=32) == (32, 128, 3)
     assert tiles(32, kv_heads=8) == (32, 64, 3)
-    assert tiles(8, kv_heads=32) == (16, 128, 3)
+    assert tiles(8, kv_heads=32) == (16, 64, 4)
     assert tiles(1, kv_heads=32) == (16, 64, 3)
     assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 3)
     assert tiles(64, shared_memory=99 * 1024) == (64, 64, 2)

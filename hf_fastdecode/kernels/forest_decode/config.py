@@ -61,7 +61,7 @@ class Config:
 # From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
 _APART = 512
 
-# From so many KV heads on, a program has tiles enough for larger ones to pay.
+# From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay.
 _MANY_HEADS = 24
 
 
@@ -96,10 +96,13 @@ def choose_config(
         apart = each > 1 and rows * kv_heads >= _APART
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    block_n = 128 if block_m == 64 or (1 < packed <= 32 and kv_heads >= _MANY_HEADS) else 64
+    many_heads = kv_heads >= _MANY_HEADS
+    block_n = 128 if block_m == 64 or (block_m == 32 and many_heads) else 64
     config = Config(block_m, overlap=overlap, block_n=block_n, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
+    elif block_m == 16 and many_heads:  # larger tiles would leave no room for suffixes to begin beside the nodes
+        config = replace(config, stages=4)
 
     def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
         return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
@@ -127,7 +130,7 @@ _ONE_QUERY = (
 _QUERIES = (
     (64, SuffixConfig(128, warps=4, stages=3, merge=8)),
     (128, SuffixConfig(64, warps=4, stages=3, merge=8)),
-    (256, SuffixConfig(32, warps=1, stages=3, merge=8)),
+    (256, SuffixConfig(32, warps=2, stages=3, merge=8)),
     (512, SuffixConfig(32, warps=2, stages=2, merge=8)),
     (2**31, SuffixConfig(16, warps=1, stages=3, merge=8)),
 )
