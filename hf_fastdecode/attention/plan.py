@@ -58,15 +58,27 @@ class Plan:
         layout: Of the layer.
         device: Where it runs.
         rows: Rows of the step when it has more than the forest.
+        like: Launch parameters to keep, such as those of a captured step, where others would only cut the keys
+            differently.
 
     Attributes:
         config: Launch parameters for all schedules.
         grid: Programs that the device runs at once.
     """
 
-    def __init__(self, forest: Forest, layout: Layout, device: torch.device, *, rows: int | None = None):
+    def __init__(
+        self,
+        forest: Forest,
+        layout: Layout,
+        device: torch.device,
+        *,
+        rows: int | None = None,
+        like: Config | None = None,
+    ):
         self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
         self.config = decode_config(forest, layout, device, self.rows)
+        if like is not None and like == replace(self.config, block_n=like.block_n, stages=like.stages):
+            self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
         self._two_launches = replace(self.config, apart=False)
         self._last_asked = 0, self.grid
@@ -165,6 +177,7 @@ def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: in
         each=layout.each,
         rows=rows,
         kv_heads=layout.kv_heads,
+        keys=layout.kv_heads * sum(node.span.length for node in forest.nodes) // multiprocessors(device),
         windowed=layout.windowed,
         overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
         shared_memory=shared_memory(device),

@@ -88,7 +88,7 @@ class StaticTables:
         """Whether a batch over this forest can use these tables as they were captured."""
         if forest.rows > self.rows or len(forest.levels) > self._depths or len(forest.nodes) > self._nodes:
             return False
-        return all(known.takes(self._plan(forest, layout)) for layout, known in self._schedules.items())
+        return all(known.takes(self._plan(forest, layout, known)) for layout, known in self._schedules.items())
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
         """Point the tables at a batch, for which `fits` holds.
@@ -110,7 +110,7 @@ class StaticTables:
         self.lengths.fill_(suffix_length)
         self._suffix_length = suffix_length
         for layout, known in self._schedules.items():
-            known.turn_to(self._plan(forest, layout), suffix_length)
+            known.turn_to(self._plan(forest, layout, known), suffix_length)
 
     def grow(self) -> None:
         """Every row's suffix is longer by the token that a step has appended."""
@@ -159,8 +159,9 @@ class StaticTables:
         tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables, known.plan.config)
         return run_kernels(query, new_keys, new_values, *tables, scoring)
 
-    def _plan(self, forest: Forest, layout: Layout) -> Plan:
-        return Plan(forest, layout, self.device, rows=self.rows)
+    def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
+        like = known.plan.config if known is not None else None
+        return Plan(forest, layout, self.device, rows=self.rows, like=like)
 
 
 def _rounded(count: int) -> int:

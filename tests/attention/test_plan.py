@@ -180,6 +180,35 @@ def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_captured_steps_keep_their_tiles(on_hopper):
+    """A context so long that other tiles would be chosen for it needs no other capture, and is attended to rightly."""
+    rows, room = 4, 8
+    captured = on_hopper[0] = Config(16, block_n=16, stages=4, overlap=False)
+    query, new_keys, new_values = torch.randn(rows, 4, 1, 16), torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16)
+    stored = Segment(torch.randn(2, 100, 16), torch.randn(2, 100, 16))
+    suffixes = Segment(torch.randn(rows, 2, room, 16), torch.randn(rows, 2, room, 16))
+    tables = StaticTables(rows, 1, one_context(rows, 20), CPU)
+
+    def attend(length):
+        tables.load(one_context(rows, length), [LayerStorage([stored], suffixes)], 3)
+        return tables.attend(0, query, new_keys, new_values, Scoring(0.25))
+
+    attend(20)
+    (known,) = tables._schedules.values()
+    on_hopper[0] = replace(captured, block_n=32, stages=3)
+    assert tables.fits(one_context(rows, 100))
+    out = attend(100)
+    assert known.plan.config == captured
+    shared = [part[:, :100].expand(rows, -1, -1, -1) for part in stored]
+    keys, values = (torch.cat([shared[i], suffixes[i][:, :, :4]], 2).repeat_interleave(2, 1) for i in range(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.25)
+    torch.testing.assert_close(out, expected)
+    for other in (replace(captured, block_m=32), replace(captured, warps=8), replace(captured, per_sm=2)):
+        on_hopper[0] = other
+        assert not tables.fits(one_context(rows, 20))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
     on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
@@ -215,7 +244,8 @@ def test_tiles_shrink_to_what_a_device_holds():
 
     assert tiles(32, kv_heads=32) == (32, 128, 3)
     assert tiles(32, kv_heads=8) == (32, 64, 3)
-    assert tiles(8, kv_heads=32) == (16, 64, 4)
+    assert tiles(8, kv_heads=32, keys=1023) == (16, 64, 4)
+    assert tiles(8, kv_heads=32, keys=1024) == (16, 128, 3)
     assert tiles(1, kv_heads=32) == (16, 64, 3)
     assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 3)
     assert tiles(64, shared_memory=99 * 1024) == (64, 64, 2)

@@ -64,6 +64,9 @@ _APART = 512
 # From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay.
 _MANY_HEADS = 24
 
+# From so many keys of a program on, nodes gain more by larger tiles than suffixes lose that must wait for them.
+_MANY_KEYS = 1024
+
 
 def choose_config(
     packed: int,
@@ -73,6 +76,7 @@ def choose_config(
     each: int = 1,
     rows: int = 1,
     kv_heads: int = 1,
+    keys: int = 0,
     windowed: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
@@ -86,6 +90,7 @@ def choose_config(
         each: Packed queries of one row for a KV head.
         rows: Rows of the step.
         kv_heads: KV heads of the layer.
+        keys: Keys of all nodes and KV heads for each multiprocessor.
         windowed: Whether there is a sliding window, which the Hopper kernel does not know.
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
@@ -96,13 +101,15 @@ def choose_config(
         apart = each > 1 and rows * kv_heads >= _APART
         return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    many_heads = kv_heads >= _MANY_HEADS
-    block_n = 128 if block_m == 64 or (block_m == 32 and many_heads) else 64
-    config = Config(block_m, overlap=overlap, block_n=block_n, warps=8 if block_m == 128 else 4)
+    config = Config(block_m, overlap=overlap, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
-    elif block_m == 16 and many_heads:  # larger tiles would leave no room for suffixes to begin beside the nodes
-        config = replace(config, stages=4)
+    elif block_m == 64:
+        config = replace(config, block_n=128)
+    elif block_m < 64 and kv_heads >= _MANY_HEADS:
+        # The larger tiles leave no room for suffixes that could begin beside the nodes.
+        larger = block_m == 32 or keys >= _MANY_KEYS
+        config = replace(config, block_n=128) if larger else replace(config, stages=4)
 
     def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
         return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
