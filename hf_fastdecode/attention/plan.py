@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
     from ..kernels.forest_decode.api import Config
 
 
+# Launch parameters that depend on how long contexts are.
+_BY_LENGTH = ("block_n", "stages", "long")
+
+
 class Layout(NamedTuple):
     """What of a layer decides its schedule.
 
@@ -58,8 +62,9 @@ class Plan:
         layout: Of the layer.
         device: Where it runs.
         rows: Rows of the step when it has more than the forest.
-        like: Launch parameters to keep, such as those of a captured step, where others would only cut the keys
-            differently.
+        like: Launch parameters to keep, such as those of a captured step, where others would differ only in what
+            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results then
+            differ from those of a plan without in rounding.
 
     Attributes:
         config: Launch parameters for all schedules.
@@ -77,7 +82,7 @@ class Plan:
     ):
         self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
         self.config = decode_config(forest, layout, device, self.rows)
-        if like is not None and like == replace(self.config, block_n=like.block_n, stages=like.stages):
+        if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
             self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
         self._two_launches = replace(self.config, apart=False)
@@ -171,13 +176,15 @@ def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: in
     """Launch parameters for a layer over a forest, in steps of so many rows."""
     from ..kernels.forest_decode.api import choose_config
 
+    # What a window leaves of nodes is not known here, and mostly short.
+    keys = 0 if layout.windowed else layout.kv_heads * sum(node.span.length for node in forest.nodes)
     return choose_config(
         max((node.row_count for node in forest.nodes), default=1) * layout.each,
         layout.head_dim,
         each=layout.each,
         rows=rows,
         kv_heads=layout.kv_heads,
-        keys=layout.kv_heads * sum(node.span.length for node in forest.nodes) // multiprocessors(device),
+        keys=keys // multiprocessors(device),
         windowed=layout.windowed,
         overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
         shared_memory=shared_memory(device),

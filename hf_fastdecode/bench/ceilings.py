@@ -12,8 +12,8 @@ import torch
 from .op_cases import OpCase
 from .timing import time_operator
 
-# Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower.
-# Operators meet all of them, each timed as shortly and after a pause.
+# Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower. One
+# alone would move the floors of all operators, which are timed at many moments.
 _BURSTS = 9
 _PAUSE_S = 0.05
 
@@ -36,7 +36,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both rates: medians of short measurements with pauses between them.
+    """Measure both rates: on a GPU, medians of short measurements with pauses between them.
 
     The streaming kernel is an addition: a plain copy in a CUDA graph becomes a copy node, which is a third slower.
     """

@@ -195,7 +195,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
 
     attend(20)
     (known,) = tables._schedules.values()
-    on_hopper[0] = replace(captured, block_n=32, stages=3)
+    on_hopper[0] = replace(captured, block_n=32, stages=3, long=True)
     assert tables.fits(one_context(rows, 100))
     out = attend(100)
     assert known.plan.config == captured
@@ -244,8 +244,64 @@ def test_tiles_shrink_to_what_a_device_holds():
 
     assert tiles(32, kv_heads=32) == (32, 128, 3)
     assert tiles(32, kv_heads=8) == (32, 64, 3)
-    assert tiles(8, kv_heads=32, keys=1023) == (16, 64, 4)
-    assert tiles(8, kv_heads=32, keys=1024) == (16, 128, 3)
-    assert tiles(1, kv_heads=32) == (16, 64, 3)
-    assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 3)
+    assert tiles(8, kv_heads=32) == (16, 64, 4)
+    assert tiles(8, kv_heads=32, keys=4000) == (16, 128, 3)
+    assert tiles(1, kv_heads=32, keys=4000) == (16, 64, 3)
+    assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 4)
+    assert tiles(8, kv_heads=32, keys=4000, shared_memory=163 * 1024) == (16, 64, 4)
+    assert tiles(8, kv_heads=32, keys=4000, shared_memory=99 * 1024) == (16, 64, 2)
     assert tiles(64, shared_memory=99 * 1024) == (64, 64, 2)
+
+
+def parameters_on_an_h200(monkeypatch, lengths, layout, rows):
+    """Of steps over nodes of these lengths, which all rows share."""
+    from hf_fastdecode.kernels.forest_decode import config
+
+    monkeypatch.setattr(config, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(config, "hopper_kernel", SimpleNamespace)
+    monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(plans, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(plans, "shared_memory", lambda _: 227 * 1024)
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    spans = [Span(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+    forest = Forest(rows, [Node(span, 0, rows, depth) for depth, span in enumerate(spans)])
+    return plans.decode_config(forest, layout, torch.device("cuda"), rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tiles"), [((2048,), (64, 4)), ((8192,), (128, 3)), ((2048, 6000), (128, 3)), ((1000, 1000), (64, 4))]
+)
+def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(monkeypatch, lengths, tiles):
+    layout = Layout(kv_heads=32, each=1, head_dim=128, windowed=False)
+    config = parameters_on_an_h200(monkeypatch, lengths, layout, 8)
+    assert (config.block_n, config.stages) == tiles
+    windowed = parameters_on_an_h200(monkeypatch, lengths, layout._replace(windowed=True), 8)
+    assert (windowed.block_n, windowed.stages) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout", "long_from"),
+    [
+        (8, GQA, 16384),
+        (1, GQA, None),
+        (4, GQA._replace(kv_heads=4, each=8), None),
+        (128, Layout(1, 8, 128, False), 8192),
+        (64, Layout(1, 8, 128, False), None),
+        (128, GQA, None),
+    ],
+)
+def test_long_contexts_choose_what_suits_them(monkeypatch, rows, layout, long_from):
+    for length in (2048, 8192, 16384, 32768):
+        config = parameters_on_an_h200(monkeypatch, (length,), layout, rows)
+        assert config.long == (long_from is not None and length >= long_from)
+
+
+def test_suffixes_give_way_to_long_contexts():
+    from hf_fastdecode.kernels.forest_decode.config import choose_suffix_config
+
+    def tokens(rows, kv_heads, **options):
+        return choose_suffix_config(rows, kv_heads, 4, 1, 128, **options).block_n
+
+    assert (tokens(8, 8), tokens(8, 8, long=True)) == (128, 32)
+    assert (tokens(16, 8), tokens(16, 8, long=True)) == (64, 128)
+    assert tokens(32, 8) == tokens(32, 8, long=True)

@@ -1,10 +1,12 @@
 """The timing core on the CPU."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hf_fastdecode.bench import ceilings
 from hf_fastdecode.bench.ceilings import Ceilings, measure_ceilings
 from hf_fastdecode.bench.op_cases import shared
 from hf_fastdecode.bench.timing import percentiles, time_operator, wall_samples
@@ -58,6 +60,15 @@ def test_ceilings_of_this_machine():
     found = measure_ceilings(CPU)
     assert 1e7 < found.bytes_per_s < 1e13
     assert 1e7 < found.flops_per_s < 1e15
+
+
+def test_ceilings_of_a_gpu_are_medians_of_bursts(monkeypatch):
+    """A clock that falls for one measurement, or rises, does not decide."""
+    measured = iter([9.0, 1.0, *[2.0] * 5, 3.0, 0.5])
+    monkeypatch.setattr(ceilings, "time_operator", lambda calls, device: (percentiles([next(measured)]), None))
+    monkeypatch.setattr(ceilings, "_PAUSE_S", 0.0)
+    assert ceilings._seconds(lambda: None, SimpleNamespace(type="cuda")) == 2.0
+    assert next(measured, None) is None
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
-from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.kernels.forest_decode.limits import refusal
 
@@ -216,11 +216,11 @@ def test_results_are_written_once(leave, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", range(25))
 def test_random_forests_on_a_gpu(block):
-    """Five hundred cases, twenty at a time."""
+    """Five hundred cases, twenty at a time; every other one with the launch parameters for long contexts."""
     for seed in range(20 * block, 20 * block + 20):
         query, kv, softcap = random_case(seed, "cuda")
         try:
-            check(query, kv, softcap=softcap, leave=seed % 4 > 0)
+            check(query, kv, softcap=softcap, leave=seed % 4 > 0, keys=seed % 2 * 10**6)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {tuple(query.shape)} {query.dtype} {kv.forest} {error}") from error
 
@@ -239,6 +239,17 @@ def test_every_tile_size_on_a_gpu(block_m, overlap):
         check(query, kv, config=replace(config, block_n=128))
     if block_m == 128:  # where the Hopper kernel is not for a device
         check(query, kv, config=Config(128, warps=8, per_sm=1, overlap=overlap))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "heads", "kv_heads"), [(8, 32, 8), (8, 32, 32), (128, 8, 1)])
+@pytest.mark.parametrize("keys", [0, 10**6])
+def test_launch_parameters_for_long_contexts_on_a_gpu(rows, heads, kv_heads, keys):
+    forest = Forest(rows, [Node(Span(0, 0, 5000), 0, rows)])
+    query, kv = make_inputs(
+        forest, 70, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, device="cuda"
+    )
+    check(query, kv, keys=keys)
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])

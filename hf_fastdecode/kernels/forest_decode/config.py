@@ -43,6 +43,7 @@ class Config:
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
+        long: Contexts are so long that the kernel that follows had better disturb their reading little.
         apart: Where a schedule leaves multiprocessors free, attend to suffixes on them beside the nodes, and merge in
             a third launch.
     """
@@ -55,17 +56,20 @@ class Config:
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
+    long: bool = False
     apart: bool = False
 
 
 # From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
 _APART = 512
 
-# From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay.
-_MANY_HEADS = 24
+# From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay: whatever the
+# contexts, or where they are long.
+_MANY_HEADS, _SOME_HEADS = 24, 8
 
-# From so many keys of a program on, nodes gain more by larger tiles than suffixes lose that must wait for them.
-_MANY_KEYS = 1024
+# From so many keys of a program on, contexts are long: what suffixes lose, should they have to wait for nodes, is less
+# than what nodes gain. The second counts a key for each tile of queries that goes through it.
+_MANY_KEYS, _MANY_KEYS_OF_TILES = 768, 192
 
 
 def choose_config(
@@ -98,8 +102,10 @@ def choose_config(
     wide = packed > 64 and head_dim in (64, 128) and not windowed
     if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
         # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
-        apart = each > 1 and rows * kv_heads >= _APART
-        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart)
+        suffixes = rows * kv_heads
+        apart = each > 1 and suffixes >= _APART
+        long = 64 < suffixes <= 128 and keys * triton.cdiv(packed, 128) >= _MANY_KEYS_OF_TILES
+        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart, long=long)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
@@ -107,22 +113,25 @@ def choose_config(
     elif block_m == 64:
         config = replace(config, block_n=128)
     elif block_m < 64 and kv_heads >= _MANY_HEADS:
-        # The larger tiles leave no room for suffixes that could begin beside the nodes.
-        larger = block_m == 32 or keys >= _MANY_KEYS
-        config = replace(config, block_n=128) if larger else replace(config, stages=4)
-
-    def needed() -> int:  # queries, and keys and values of every stage, at two bytes a number
-        return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
-
-    if needed() > shared_memory and config.block_n == 128:  # two stages of these are slower
+        larger = replace(config, block_n=128)  # leaves no room for suffixes that could begin beside the nodes
+        pays = (block_m == 32 or keys >= _MANY_KEYS) and _shared_bytes(larger, head_dim) <= shared_memory
+        config = larger if pays else replace(config, stages=4)
+    elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _MANY_KEYS:
+        config = replace(config, stages=4, long=True)
+    if _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128:  # two stages of these are slower
         config = replace(config, block_n=64)
-    while needed() > shared_memory and config.stages > 2:
+    while _shared_bytes(config, head_dim) > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
-    while needed() > shared_memory and config.block_n > 32:
+    while _shared_bytes(config, head_dim) > shared_memory and config.block_n > 32:
         config = replace(config, block_n=config.block_n // 2)
     if head_dim > 128:  # the accumulator fills the registers
         config = replace(config, block_m=min(64, config.block_m), warps=8 if config.block_m > 32 else 4)
     return config
+
+
+def _shared_bytes(config: Config, head_dim: int) -> int:
+    """Of queries, and of keys and values of every stage, at two bytes a number."""
+    return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
 
 
 _SCRATCH = 16 * 1024  # bytes of shared memory for what a program of `attend_suffixes` exchanges between its threads
@@ -141,6 +150,12 @@ _QUERIES = (
     (512, SuffixConfig(32, warps=2, stages=2, merge=8)),
     (2**31, SuffixConfig(16, warps=1, stages=3, merge=8)),
 )
+# Beside long contexts: few programs are small enough to begin while nodes are read, more are too large to.
+_QUERIES_LONG = (
+    (64, SuffixConfig(32, warps=2, stages=3, merge=8)),
+    (128, SuffixConfig(128, warps=4, stages=3, merge=8)),
+    *_QUERIES[2:],
+)
 
 
 def choose_suffix_config(
@@ -150,6 +165,7 @@ def choose_suffix_config(
     queries: int,
     head_dim: int,
     *,
+    long: bool = False,
     apart: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
@@ -161,6 +177,7 @@ def choose_suffix_config(
         group: Query heads of a KV head.
         queries: Tokens of a row in the step.
         head_dim: Numbers per head.
+        long: Whether contexts are long.
         apart: Whether it may run beside the nodes, where few multiprocessors are to be filled.
         shared_memory: Bytes that a program may take.
     """
@@ -172,7 +189,7 @@ def choose_suffix_config(
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
-        config = next(config for most, config in _QUERIES if programs <= most)
+        config = next(config for most, config in (_QUERIES_LONG if long else _QUERIES) if programs <= most)
     if kv_heads == 1 and programs <= 64:  # each program of the nodes' kernel leaves a partial of the same queries
         config = replace(config, merge=32)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
