@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 
 
 # Launch parameters that depend on how long contexts are.
-_BY_LENGTH = ("block_n", "stages", "long")
+_BY_LENGTH = ("block_n", "stages", "suffix")
 
 
 class Layout(NamedTuple):
@@ -63,8 +63,8 @@ class Plan:
         device: Where it runs.
         rows: Rows of the step when it has more than the forest.
         like: Launch parameters to keep, such as those of a captured step, where others would differ only in what
-            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results then
-            differ from those of a plan without in rounding.
+            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results differ
+            in rounding from those of a plan without.
 
     Attributes:
         config: Launch parameters for all schedules.
@@ -176,8 +176,7 @@ def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: in
     """Launch parameters for a layer over a forest, in steps of so many rows."""
     from ..kernels.forest_decode.api import choose_config
 
-    # What a window leaves of nodes is not known here, and mostly short.
-    keys = 0 if layout.windowed else layout.kv_heads * sum(node.span.length for node in forest.nodes)
+    keys = layout.kv_heads * sum(node.span.length * -(-node.row_count * layout.each // 128) for node in forest.nodes)
     return choose_config(
         max((node.row_count for node in forest.nodes), default=1) * layout.each,
         layout.head_dim,

@@ -195,7 +195,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
 
     attend(20)
     (known,) = tables._schedules.values()
-    on_hopper[0] = replace(captured, block_n=32, stages=3, long=True)
+    on_hopper[0] = replace(captured, block_n=32, stages=3, suffix=SuffixConfig(32))
     assert tables.fits(one_context(rows, 100))
     out = attend(100)
     assert known.plan.config == captured
@@ -203,8 +203,8 @@ def test_captured_steps_keep_their_tiles(on_hopper):
     keys, values = (torch.cat([shared[i], suffixes[i][:, :, :4]], 2).repeat_interleave(2, 1) for i in range(2))
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.25)
     torch.testing.assert_close(out, expected)
-    for other in (replace(captured, block_m=32), replace(captured, warps=8), replace(captured, per_sm=2)):
-        on_hopper[0] = other
+    for changes in ({"block_m": 32}, {"warps": 8}, {"per_sm": 2}, {"apart": True}, {"hopper": True}):
+        on_hopper[0] = replace(captured, **changes)
         assert not tables.fits(one_context(rows, 20))
 
 
@@ -244,8 +244,10 @@ def test_tiles_shrink_to_what_a_device_holds():
 
     assert tiles(32, kv_heads=32) == (32, 128, 3)
     assert tiles(32, kv_heads=8) == (32, 64, 3)
-    assert tiles(8, kv_heads=32) == (16, 64, 4)
-    assert tiles(8, kv_heads=32, keys=4000) == (16, 128, 3)
+    assert tiles(8, kv_heads=32, keys=767) == tiles(8, kv_heads=32) == (16, 64, 4)
+    assert tiles(8, kv_heads=32, keys=768) == tiles(8, kv_heads=24, keys=768) == (16, 128, 3)
+    assert tiles(8, kv_heads=23, keys=768) == (16, 64, 3)
+    assert tiles(8, kv_heads=32, keys=4000, windowed=True) == (16, 64, 4)
     assert tiles(1, kv_heads=32, keys=4000) == (16, 64, 3)
     assert tiles(32, kv_heads=32, shared_memory=163 * 1024) == (32, 64, 4)
     assert tiles(8, kv_heads=32, keys=4000, shared_memory=163 * 1024) == (16, 64, 4)
@@ -253,8 +255,9 @@ def test_tiles_shrink_to_what_a_device_holds():
     assert tiles(64, shared_memory=99 * 1024) == (64, 64, 2)
 
 
-def parameters_on_an_h200(monkeypatch, lengths, layout, rows):
-    """Of steps over nodes of these lengths, which all rows share."""
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    """Launch parameters as an H200 has them."""
     from hf_fastdecode.kernels.forest_decode import config
 
     monkeypatch.setattr(config, "_is_hopper", lambda _: True)
@@ -262,20 +265,25 @@ def parameters_on_an_h200(monkeypatch, lengths, layout, rows):
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(plans, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(plans, "shared_memory", lambda _: 227 * 1024)
-    starts = [sum(lengths[:index]) for index in range(len(lengths))]
-    spans = [Span(0, start, length) for start, length in zip(starts, lengths, strict=True)]
-    forest = Forest(rows, [Node(span, 0, rows, depth) for depth, span in enumerate(spans)])
-    return plans.decode_config(forest, layout, torch.device("cuda"), rows)
+    return config
+
+
+def chosen(forest: Forest, layout: Layout):
+    return plans.decode_config(forest, layout, torch.device("cuda"), forest.rows)
+
+
+MHA = Layout(kv_heads=32, each=1, head_dim=128, windowed=False)
+MQA = Layout(kv_heads=1, each=8, head_dim=128, windowed=False)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tiles"), [((2048,), (64, 4)), ((8192,), (128, 3)), ((2048, 6000), (128, 3)), ((1000, 1000), (64, 4))]
+    ("lengths", "tiles"), [((2048,), (64, 4)), ((8192,), (128, 3)), ((1700, 1700), (128, 3)), ((1500, 1500), (64, 4))]
 )
-def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(monkeypatch, lengths, tiles):
-    layout = Layout(kv_heads=32, each=1, head_dim=128, windowed=False)
-    config = parameters_on_an_h200(monkeypatch, lengths, layout, 8)
+def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(on_an_h200, lengths, tiles):
+    nodes = [Node(Span(0, sum(lengths[:depth]), length), 0, 8, depth) for depth, length in enumerate(lengths)]
+    config = chosen(Forest(8, nodes), MHA)
     assert (config.block_n, config.stages) == tiles
-    windowed = parameters_on_an_h200(monkeypatch, lengths, layout._replace(windowed=True), 8)
+    windowed = chosen(Forest(8, nodes), MHA._replace(windowed=True))
     assert (windowed.block_n, windowed.stages) == (64, 4)
 
 
@@ -283,25 +291,61 @@ def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(monkeypatch, 
     ("rows", "layout", "long_from"),
     [
         (8, GQA, 16384),
+        (8, GQA._replace(head_dim=64), None),
+        (8, GQA._replace(kv_heads=7), None),
+        (2, GQA._replace(each=16), None),  # several queries of a row
+        (20, GQA._replace(each=1), None),
         (1, GQA, None),
-        (4, GQA._replace(kv_heads=4, each=8), None),
-        (128, Layout(1, 8, 128, False), 8192),
-        (64, Layout(1, 8, 128, False), None),
+    ],
+)
+def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, rows, layout, long_from):
+    for length in (2048, 8192, 16384, 32768):
+        config = chosen(one_context(rows, length), layout)
+        if long_from is not None and length >= long_from:
+            assert (config.block_n, config.stages, config.suffix) == (64, 4, on_an_h200._BESIDE)
+        else:
+            assert (config.block_n, config.stages, config.suffix) == (64, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout", "long_from"),
+    [
+        (128, MQA, 4096),
+        (65, MQA, 8192),
+        (64, MQA, None),
+        (129, MQA, None),
+        (128, MQA._replace(each=16), None),
+        (128, MQA._replace(head_dim=64), None),
+        (128, MQA._replace(windowed=True), None),
         (128, GQA, None),
     ],
 )
-def test_long_contexts_choose_what_suits_them(monkeypatch, rows, layout, long_from):
-    for length in (2048, 8192, 16384, 32768):
-        config = parameters_on_an_h200(monkeypatch, (length,), layout, rows)
-        assert config.long == (long_from is not None and length >= long_from)
+def test_suffixes_of_few_heads_wait_while_long_contexts_are_read(on_an_h200, rows, layout, long_from):
+    for length in (2048, 4096, 8192, 32768):
+        long = long_from is not None and length >= long_from
+        assert chosen(one_context(rows, length), layout).suffix == (on_an_h200._WAITING if long else None)
 
 
-def test_suffixes_give_way_to_long_contexts():
-    from hf_fastdecode.kernels.forest_decode.config import choose_suffix_config
+def test_where_contexts_begin_to_be_long_for_wide_nodes(on_an_h200):
+    options = {"each": 8, "rows": 128, "kv_heads": 1, "overlap": True}
+    assert on_an_h200.choose_config(1024, 128, keys=191, **options).suffix is None
+    assert on_an_h200.choose_config(1024, 128, keys=192, **options).suffix == on_an_h200._WAITING
 
-    def tokens(rows, kv_heads, **options):
-        return choose_suffix_config(rows, kv_heads, 4, 1, 128, **options).block_n
 
-    assert (tokens(8, 8), tokens(8, 8, long=True)) == (128, 32)
-    assert (tokens(16, 8), tokens(16, 8, long=True)) == (64, 128)
-    assert tokens(32, 8) == tokens(32, 8, long=True)
+def test_how_long_a_forest_is_counts_what_each_node_takes(on_an_h200):
+    """A root of all rows is not gone through more often for what its problems hold."""
+    problems = [Node(Span(0, 64 + 200 * index, 200), 8 * index, 8, 1) for index in range(16)]
+    forest = Forest(128, [Node(Span(0, 0, 64), 0, 128), *problems])
+    assert chosen(forest, MQA).suffix is None
+    assert chosen(one_context(128, 64 + 16 * 200), MQA).suffix is not None
+
+
+def test_what_suits_long_contexts_needs_a_device_that_holds_it():
+    from hf_fastdecode.kernels.forest_decode.config import _BESIDE, choose_config
+
+    options = {"each": 4, "rows": 8, "kv_heads": 8}
+    chosen = [
+        choose_config(32, 128, keys=keys, overlap=overlap, shared_memory=memory * 1024, **options).suffix
+        for keys, overlap, memory in ((768, True, 227), (767, True, 227), (768, False, 163), (768, True, 99))
+    ]
+    assert chosen == [_BESIDE, None, None, None]

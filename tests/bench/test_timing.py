@@ -65,10 +65,12 @@ def test_ceilings_of_this_machine():
 def test_ceilings_of_a_gpu_are_medians_of_bursts(monkeypatch):
     """A clock that falls for one measurement, or rises, does not decide."""
     measured = iter([9.0, 1.0, *[2.0] * 5, 3.0, 0.5])
+    pauses = []
     monkeypatch.setattr(ceilings, "time_operator", lambda calls, device: (percentiles([next(measured)]), None))
-    monkeypatch.setattr(ceilings, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(ceilings.time, "sleep", pauses.append)
     assert ceilings._seconds(lambda: None, SimpleNamespace(type="cuda")) == 2.0
     assert next(measured, None) is None
+    assert pauses == [ceilings._PAUSE_S] * 9
 
 
 @pytest.mark.gpu

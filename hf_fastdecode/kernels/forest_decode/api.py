@@ -91,7 +91,7 @@ def forest_decode(
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
     own_config = config.suffix or choose_suffix_config(
-        rows, kv_heads, group, queries, head_dim, long=config.long, apart=apart, shared_memory=memory
+        rows, kv_heads, group, queries, head_dim, apart=apart, shared_memory=memory
     )
     options: dict[str, Any] = {
         "GROUP": group,

@@ -43,7 +43,6 @@ class Config:
         overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
-        long: Contexts are so long that the kernel that follows had better disturb their reading little.
         apart: Where a schedule leaves multiprocessors free, attend to suffixes on them beside the nodes, and merge in
             a third launch.
     """
@@ -56,7 +55,6 @@ class Config:
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
-    long: bool = False
     apart: bool = False
 
 
@@ -67,9 +65,9 @@ _APART = 512
 # contexts, or where they are long.
 _MANY_HEADS, _SOME_HEADS = 24, 8
 
-# From so many keys of a program on, contexts are long: what suffixes lose, should they have to wait for nodes, is less
-# than what nodes gain. The second counts a key for each tile of queries that goes through it.
-_MANY_KEYS, _MANY_KEYS_OF_TILES = 768, 192
+# From so many keys on, contexts are long for tiles of few queries, and of many: what suits nodes is then worth more
+# than what suffixes may lose by it.
+_LONG, _LONG_FOR_WIDE = 768, 192
 
 
 def choose_config(
@@ -94,18 +92,21 @@ def choose_config(
         each: Packed queries of one row for a KV head.
         rows: Rows of the step.
         kv_heads: KV heads of the layer.
-        keys: Keys of all nodes and KV heads for each multiprocessor.
+        keys: How many each multiprocessor goes through: those of all nodes and KV heads, once for every 128 packed
+            queries of a node.
         windowed: Whether there is a sliding window, which the Hopper kernel does not know.
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
     """
+    measured = 1 < each <= 8 and head_dim == 128  # with the suffixes' parameters for long contexts
     wide = packed > 64 and head_dim in (64, 128) and not windowed
+    keys = 0 if windowed else keys  # what a window leaves of them is not known, and mostly little
     if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
-        # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
         suffixes = rows * kv_heads
+        # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
         apart = each > 1 and suffixes >= _APART
-        long = 64 < suffixes <= 128 and keys * triton.cdiv(packed, 128) >= _MANY_KEYS_OF_TILES
-        return Config(128, block_n=128, stages=2, per_sm=1, hopper=True, apart=apart, long=long)
+        waiting = 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE
+        return Config(128, block_n=128, stages=2, hopper=True, suffix=_WAITING if waiting else None, apart=apart)
     block_m = min(128, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, warps=8 if block_m == 128 else 4)
     if packed == 1:  # measured so, at contexts from 8K on
@@ -114,10 +115,12 @@ def choose_config(
         config = replace(config, block_n=128)
     elif block_m < 64 and kv_heads >= _MANY_HEADS:
         larger = replace(config, block_n=128)  # leaves no room for suffixes that could begin beside the nodes
-        pays = (block_m == 32 or keys >= _MANY_KEYS) and _shared_bytes(larger, head_dim) <= shared_memory
+        pays = (block_m == 32 or keys >= _LONG) and _shared_bytes(larger, head_dim) <= shared_memory
         config = larger if pays else replace(config, stages=4)
-    elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _MANY_KEYS:
-        config = replace(config, stages=4, long=True)
+    elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _LONG and measured and overlap:
+        deeper = replace(config, stages=4, suffix=_BESIDE)
+        if _shared_bytes(deeper, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
+            config = deeper
     if _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128:  # two stages of these are slower
         config = replace(config, block_n=64)
     while _shared_bytes(config, head_dim) > shared_memory and config.stages > 2:
@@ -136,6 +139,12 @@ def _shared_bytes(config: Config, head_dim: int) -> int:
 
 _SCRATCH = 16 * 1024  # bytes of shared memory for what a program of `attend_suffixes` exchanges between its threads
 
+
+def _suffix_bytes(config: SuffixConfig, head_dim: int) -> int:
+    """Of keys and values of every stage, and of what threads exchange."""
+    return 4 * triton.next_power_of_2(head_dim) * config.block_n * config.stages + _SCRATCH
+
+
 # For up to so many programs: the fewer they are, the more each must load at once.
 _ONE_QUERY = (
     (64, SuffixConfig(128, warps=8, stages=2, merge=8)),
@@ -150,12 +159,10 @@ _QUERIES = (
     (512, SuffixConfig(32, warps=2, stages=2, merge=8)),
     (2**31, SuffixConfig(16, warps=1, stages=3, merge=8)),
 )
-# Beside long contexts: few programs are small enough to begin while nodes are read, more are too large to.
-_QUERIES_LONG = (
-    (64, SuffixConfig(32, warps=2, stages=3, merge=8)),
-    (128, SuffixConfig(128, warps=4, stages=3, merge=8)),
-    *_QUERIES[2:],
-)
+
+# While long contexts are read: so small that programs can begin beside the nodes', or too large to.
+_BESIDE = SuffixConfig(32, warps=2, stages=3, merge=8)
+_WAITING = SuffixConfig(128, warps=4, stages=3, merge=8)
 
 
 def choose_suffix_config(
@@ -165,7 +172,6 @@ def choose_suffix_config(
     queries: int,
     head_dim: int,
     *,
-    long: bool = False,
     apart: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
@@ -177,7 +183,6 @@ def choose_suffix_config(
         group: Query heads of a KV head.
         queries: Tokens of a row in the step.
         head_dim: Numbers per head.
-        long: Whether contexts are long.
         apart: Whether it may run beside the nodes, where few multiprocessors are to be filled.
         shared_memory: Bytes that a program may take.
     """
@@ -189,15 +194,14 @@ def choose_suffix_config(
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
-        config = next(config for most, config in (_QUERIES_LONG if long else _QUERIES) if programs <= most)
+        config = next(config for most, config in _QUERIES if programs <= most)
     if kv_heads == 1 and programs <= 64:  # each program of the nodes' kernel leaves a partial of the same queries
         config = replace(config, merge=32)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
     wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
-    row = 4 * triton.next_power_of_2(head_dim)  # bytes of a token's key and value
-    while config.block_n > 16 and row * config.block_n * config.stages + _SCRATCH > shared_memory:
+    while config.block_n > 16 and _suffix_bytes(config, head_dim) > shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
 
