@@ -63,8 +63,8 @@ class Plan:
         device: Where it runs.
         rows: Rows of the step when it has more than the forest.
         like: Launch parameters to keep, such as those of a captured step, where others would differ only in what
-            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results differ
-            in rounding from those of a plan without.
+            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results
+            differ in rounding from those of a plan without.
 
     Attributes:
         config: Launch parameters for all schedules.
