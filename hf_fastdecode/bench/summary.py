@@ -25,6 +25,7 @@ from .markdown import (
     ops_table,
 )
 from .plots import STYLES, plot
+from .profile_tables import fixed_parts_table, steps_apart_table
 from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
@@ -89,6 +90,8 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     None: table,
     "first calls": first_calls_table,
     "trees": trees_table,
+    "fixed parts": fixed_parts_table,
+    "steps apart": steps_apart_table,
 }
 """What a marker can ask for behind the file's name."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fastdecode.bench import summary
+from hf_fastdecode.bench import profile_tables, summary
 from hf_fastdecode.bench.rows import RESULTS, read_rows, write_rows
 
 
@@ -60,6 +60,38 @@ def test_trees_beside_stock():
     tree |= {"way": "graph", "ms_per_step": 1.25, "kv_bytes": 2**30 * 200 / 50, "floor_kv_bytes": 2**30 * 200 / 50}
     tree = {name: str(value) for name, value in tree.items()}
     assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.1 GiB |" in summary.trees_table([tree])
+
+
+def operator_row(way: str, rows: int, context: int, us: float, **changes):
+    row = {"way": way, "rows": rows, "heads": 8, "kv_heads": 2, "suffix": 64, "head_dim": 128, "context": context}
+    row |= {"nodes": f"1x{context}", "status": "ok", "us_p50": us, "copy_tb_per_s": 4.0, "matmul_tflop_per_s": 700.0}
+    return {name: str(value) for name, value in (row | changes).items()}
+
+
+def test_what_does_not_grow_with_the_context():
+    rows = [operator_row("ours", 1, 1024 * k, 5 + 0.5 * k) for k in (2, 8, 16)]
+    rows += [operator_row("ours-prefix", 512, 1024 * k, 3 + 2 * k + (k == 8)) for k in (2, 8, 14)]
+    rows += [operator_row("ours", 8, 1024 * k, 5 + k) for k in (2, 8, 16)]  # suffixes are in it
+    rows += [operator_row("plain", 1, 1024 * k, 5 + k) for k in (2, 8, 16)]
+    rows += [operator_row("ours", 1, 1024 * k, 5 + k, suffix=256) for k in (2, 8)]
+    rows += [operator_row("ours", 1, 4096, 0, suffix=256, status="out of memory", us_p50="")]
+    rows += [operator_row("ours", 1, 4096, 9, nodes="2x2048", suffix=128)]
+    lines = profile_tables.fixed_parts_table(rows).splitlines()[2:]
+    # A token's key and value are 4 * 2 * 128 bytes, and 4 * 512 * 8 * 128 operations of 512 rows.
+    assert lines == [
+        "| ours | 1 | 8/2 | 64 | 2,048 to 16,384 | 5.0 us | 0.50 us | 2.10 TB/s | 0% |",
+        "| ours-prefix | 512 | 8/2 |  | 2,048 to 14,336 | 3.3 us | 2.00 us | 1074 TFLOP/s | 5% |",
+    ]
+
+
+def test_a_step_apart_from_its_attention():
+    case = {"shape": "tiny", "context": "1000", "samples": "6", "new_tokens": "10", "status": "ok"}
+    rows = [
+        case | {"way": way, "ms_per_step": ms}
+        for way, ms in (("graph", "3.5"), ("compile", "2"), ("graph-no-attention", "3"), ("stock", "9"))
+    ]
+    lines = profile_tables.steps_apart_table(rows).splitlines()[2:]
+    assert lines == ["| tiny | 1,000 | 6 | graph | 3.50 ms | 3.00 ms | 0.50 ms | 250 us |"]
 
 
 def test_first_calls_beside_later_ones():

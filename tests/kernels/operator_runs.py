@@ -26,12 +26,10 @@ def decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     leave: bool = True,
-    keys: int = 0,
 ):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong.
 
-    Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `leave`. Launch
-    parameters are those for so many `keys` a program.
+    Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `leave`.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
@@ -54,7 +52,6 @@ def decode(
         each=each,
         rows=rows,
         kv_heads=kv_heads,
-        keys=keys,
         overlap=query.is_cuda,
         windowed=window is not None,
     )
@@ -93,16 +90,10 @@ def decode(
 
 
 def check(
-    query: Tensor,
-    kv: ForestKV,
-    *,
-    softcap: float | None = None,
-    config: Config | None = None,
-    leave: bool = True,
-    keys: int = 0,
+    query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None, leave: bool = True
 ) -> None:
-    out, lse = decode(query, kv, softcap=softcap, config=config, leave=leave, keys=keys)
-    again, lse_again = decode(query, kv, softcap=softcap, config=config, leave=leave, keys=keys)
+    out, lse = decode(query, kv, softcap=softcap, config=config, leave=leave)
+    again, lse_again = decode(query, kv, softcap=softcap, config=config, leave=leave)
     assert torch.equal(out, again), "not the same bits twice"
     assert torch.equal(lse, lse_again), "not the same bits twice"
     oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)

@@ -247,21 +247,19 @@ def test_every_tile_size_on_a_gpu(block_m, overlap):
 def test_launch_parameters_for_long_contexts_on_a_gpu(rows, heads, kv_heads, dtype):
     rng = random.Random(rows)
     each = heads // kv_heads
-    options = {
-        "each": each,
-        "rows": rows,
-        "kv_heads": kv_heads,
-        "overlap": torch.cuda.get_device_capability() >= (9, 0),
-    }
-    if torch.cuda.get_device_capability()[0] == 9:
-        assert choose_config(rows * each, 128, **options) != choose_config(rows * each, 128, keys=10**6, **options)
+    major, _ = torch.cuda.get_device_capability()
+    short, long = (
+        choose_config(rows * each, 128, each=each, rows=rows, kv_heads=kv_heads, keys=keys, overlap=major >= 9)
+        for keys in (0, 10**6)
+    )
+    assert short != long or major != 9
     trunk = Node(Span(0, 0, 3000), 0, rows)
     for forest in (Forest(rows, [trunk]), Forest(rows, [trunk, Node(Span(0, 3000, 700), 1, rows - 2, 1)])):
         lengths = [rng.randint(1, 400) for _ in range(rows)]
         query, kv = make_inputs(
             forest, lengths, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=dtype, device="cuda"
         )
-        check(query, kv, keys=10**6)
+        check(query, kv, config=long)
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])
