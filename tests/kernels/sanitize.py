@@ -1,0 +1,166 @@
+"""compute-sanitizer over small cases of every kernel: ``python -m tests.kernels.sanitize`` on a machine with a GPU.
+
+memcheck must find no error and racecheck no hazard, but for one that Triton's `warp_specialize` has by itself: warps
+read one byte each of a table that tells them what to do. Barrier 1, of all warps, stands between each write of the
+table and its reads. racecheck loses it as soon as warps also use a barrier of fewer: it names the reads of `least`
+too, which does nothing but that. The kernels load no single bytes from shared memory, so that hazards are told apart
+by the instruction that reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.kernels.forest_decode.api import Config
+from hf_fastdecode.kernels.sampling.api import sample
+
+from ..attention.forests import make_inputs
+from .operator_runs import check
+from .sampling.cases import ids_of, settings_for
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
+
+
+@gluon.jit
+def _both(out, at: gl.constexpr):
+    _barrier()
+    gl.store(out + at, at + 1)
+
+
+@gluon.jit
+def _least(out):
+    gl.warp_specialize([(_both, (out, 0)), (_both, (out, 1)), (_both, (out, 2))], [4, 1], [240, 24])
+
+
+def least() -> None:
+    """Warp specialisation by itself: no shared memory, and one barrier of four warps."""
+    out = torch.zeros(3, dtype=torch.int32, device="cuda")
+    _least[(8,)](out, num_warps=4)
+    assert out.tolist() == [1, 2, 3]
+
+
+@gluon.jit
+def _exchange(out, shared, AT: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # of one number, by stmatrix, which racecheck misses
+    shared.index(AT).store(gl.full([512], 1, gl.int32, layout))
+    at = gl.arange(0, 512, layout=layout)
+    gl.store(out + AT * 512 + at, shared.index(1 - AT).load(layout))
+
+
+@gluon.jit
+def _race(out):
+    shared = gl.allocate_shared_memory(gl.int32, [2, 512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(_exchange, (out, shared, 0)), (_exchange, (out, shared, 1))], [4], [24])
+
+
+def race() -> None:
+    """Two groups of warps that read what the other stores, and do not wait for it: what racecheck must find."""
+    _race[(8,)](torch.zeros(1024, dtype=torch.int32, device="cuda"), num_warps=4)
+
+
+def attend(config: Config, *, kv_heads: int = 2, head_dim: int = 64, queries: int = 1) -> None:
+    """Two levels of nodes, of several tiles and of less than one, and ragged suffixes."""
+    forest = Forest(40, [Node(Span(0, 0, 300), 0, 40), Node(Span(0, 300, 37), 3, 30, 1)])
+    lengths = [queries + 7 * row % 40 for row in range(40)]
+    options = {"heads": 8, "kv_heads": kv_heads, "head_dim": head_dim, "queries": queries, "dtype": torch.bfloat16}
+    with sdpa_kernel(SDPBackend.MATH):  # racecheck names cuDNN's kernels, for the same reason
+        check(*make_inputs(forest, lengths, **options, device="cuda"), config=config)
+
+
+def draw(**numbers: float) -> None:
+    logits = torch.randn(4, 3000, device="cuda").bfloat16()
+    tokens, _ = sample(logits, ids_of(4, "cuda"), settings_for(numbers, "cuda", seed=2))
+    assert tokens.min() >= 0 and tokens.max() < 3000
+
+
+CASES = {
+    "least": least,
+    "race": race,
+    "nodes and suffixes": lambda: attend(Config(16)),
+    "many queries": lambda: attend(Config(64, stages=2), queries=3),
+    "suffixes beside nodes": lambda: attend(Config(64, apart=True)),
+    "suffixes of MHA": lambda: attend(Config(64, overlap=False), kv_heads=8),
+    "Hopper": lambda: attend(Config(128, 128, stages=2, hopper=True)),
+    "Hopper, suffixes beside nodes": lambda: attend(Config(128, 128, stages=2, hopper=True, apart=True), head_dim=128),
+    "sampling, top-p": lambda: draw(top_p=0.9),
+    "sampling, all": lambda: draw(top_k=40, top_p=0.9, min_p=0.01, typical_p=0.7),
+}
+
+
+def reads_of_bytes(cache: Path, kernel: str) -> set[int]:
+    """Where the kernel's machine code loads single bytes from shared memory."""
+    found = set()
+    for cubin in cache.rglob(f"{kernel}.cubin"):
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found |= {int(at, 16) for at in re.findall(r"/\*([0-9a-f]{4,})\*/\s+LDS\.U8 ", code)}
+    return found
+
+
+_HAZARD = re.compile(
+    r"Potential (\w+) hazard.*\n"
+    r".* at \w+\+0x\w+.*\n"  # the first access
+    r".* at (\w+)\+0x(\w+)"  # the second: kernel and instruction
+)
+
+
+def run(sanitizer: str, tool: str, case: str) -> bool:
+    """Whether the tool finds what there is, beside Triton's own dispatch: a race in `race` only. Prints a line."""
+    command = [sanitizer, "--tool", tool, "--show-backtrace", "no", "--print-limit", "1000000"]
+    command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
+    command += [sys.executable, "-m", "tests.kernels.sanitize", case]
+    with tempfile.TemporaryDirectory() as cache:
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": cache})
+        output = ran.stdout + ran.stderr
+        hazards = Counter(_HAZARD.findall(output))
+        dispatch = sum(
+            count
+            for (order, kernel, at), count in hazards.items()
+            if order == "RAW" and int(at, 16) in reads_of_bytes(Path(cache), kernel)
+        )
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    if ran.returncode or len(summary) != 1:
+        print(f"{tool}: {case}: did not run to its end\n{output[-4000:]}", flush=True)
+        return False
+    found = int(summary[0]) - dispatch
+    print(f"{tool}: {case}: {found} found" + f", {dispatch} of Triton's dispatch" * (dispatch > 0), flush=True)
+    wanted = case == "race" and tool == "racecheck"
+    if bool(found) != wanted:
+        print(output[:4000], flush=True)
+    return bool(found) == wanted
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        CASES[sys.argv[1]]()
+        torch.cuda.synchronize()
+        return
+    toolkit = "/usr/local/cuda/bin"
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], toolkit]))
+    if sanitizer is None:
+        sys.exit(f"compute-sanitizer is neither on PATH nor in {toolkit}: install the CUDA toolkit")
+    major, _ = torch.cuda.get_device_capability()
+    cases = [case for case in CASES if major == 9 or not case.startswith(("least", "race", "Hopper"))]
+    with ThreadPoolExecutor(8) as threads:
+        clean = threads.map(lambda job: run(sanitizer, *job), product(("memcheck", "racecheck"), cases))
+        sys.exit(not all([*clean]))
+
+
+if __name__ == "__main__":
+    main()
