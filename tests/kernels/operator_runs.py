@@ -9,7 +9,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
-from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
+from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
 
 from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
@@ -52,7 +52,8 @@ def decode(
         each=each,
         rows=rows,
         kv_heads=kv_heads,
-        overlap=query.is_cuda,
+        overlap=query.is_cuda and compute_capability(query.device) >= (9, 0),
+        shared_memory=shared_memory(query.device),
         windowed=window is not None,
     )
     grid = config.per_sm * multiprocessors(query.device)

@@ -14,7 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.kernels.forest_decode.limits import refusal
+from hf_fastdecode.kernels.forest_decode.limits import check_arguments, refusal, shared_memory
 
 from ..attention.forests import (
     assert_error_rule,
@@ -231,7 +231,8 @@ def test_random_forests_on_a_gpu(block):
 def test_every_tile_size_on_a_gpu(block_m, overlap):
     forest = random_forest(random.Random(5), 70, 2, longest=900)
     query, kv = make_inputs(forest, 40, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    config = replace(choose_config(block_m, 128, overlap=overlap), block_m=block_m)
+    config = choose_config(block_m, 128, overlap=overlap, shared_memory=shared_memory(query.device))
+    config = replace(config, block_m=block_m)
     check(query, kv, config=config)
     for leave in (False, True):
         check(query, kv, config=replace(config, apart=True), leave=leave)
@@ -369,3 +370,39 @@ def test_no_nodes(capacity):
     oracle, oracle_lse = reference.forest_attention(query, half)
     assert_error_rule(out, pytorch_attention(query, half), oracle, oracle_lse)
     assert_error_rule(lse, pytorch_lse(query, half), oracle_lse, oracle_lse)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "query",
+            lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
+            r"query must be \[2, 4, 1, 32\] float16, contiguous in the last",
+        ),
+        ("query", lambda x: x.float(), "new_keys must be .* float32, .* got .* float16"),
+        ("new_keys", lambda x: x[:1], r"new_keys must be \[2, 2, 1, 32\] .* got \[1, 2, 1, 32\]"),
+        (
+            "new_keys",
+            lambda x: x.expand(2, 2, 1, 32).repeat(1, 2, 1, 1)[:, :3],
+            "multiple of the KV heads, got 4 and 3",
+        ),
+        ("new_values", lambda x: x[..., :16], "new_values must be .* got .*16"),
+        ("slots", lambda x: x[:1], r"slots must be \[2\] int32"),
+        ("slots", lambda x: x.long(), "slots must be .* got .* int64"),
+        ("lengths", lambda x: x[:, None], r"lengths must be \[2\] int32"),
+        ("sinks", lambda _: torch.zeros(2), r"sinks must be \[4\] float32"),
+        ("sinks", lambda _: torch.zeros(4).half(), "sinks must be .* got .* float16"),
+        ("scale", lambda _: 0.0, "scale must be above 0, got 0.0"),
+        ("scale", lambda _: float("nan"), "scale must be above 0, got nan"),
+        ("soft_cap", lambda _: -5.0, "soft_cap must be above 0, or None for none, got -5.0"),
+        ("window", lambda _: 0, "window must be at least 1, or None for none, got 0"),
+    ],
+)
+def test_arguments_that_would_read_other_memory_are_refused(name, change, message):
+    given = {"query": torch.zeros(2, 4, 1, 32).half(), "scale": 1.0, "soft_cap": None, "window": None}
+    given |= {f"new_{part}": torch.zeros(2, 2, 1, 32).half() for part in ("keys", "values")}
+    given |= {"slots": torch.zeros(2, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32), "sinks": None}
+    check_arguments(**given)
+    with pytest.raises(ValueError, match=message):
+        check_arguments(**given | {name: change(given[name])})

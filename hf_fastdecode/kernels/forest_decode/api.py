@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
-from .limits import shared_memory
+from .limits import check_arguments, shared_memory
 from .merge import merge_suffixes
 from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
@@ -68,8 +68,10 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]`` fp32.
 
     Raises:
-        ValueError: There is a window, and the configuration is of the Hopper kernel.
+        ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
+            the Hopper kernel.
     """
+    check_arguments(query, new_keys, new_values, slots, lengths, scale, soft_cap, window, sinks)
     rows, heads, queries, head_dim = query.shape
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads

@@ -40,7 +40,7 @@ class Config:
         warps: Warps of a program of `node_partials`.
         stages: Key tiles in flight in the kernel of nodes.
         per_sm: Programs of the kernel of nodes for each multiprocessor.
-        overlap: Launch a kernel while the one before it still runs; needs compute capability 9.0.
+        overlap: Launch a kernel while the one before it still runs, from compute capability 9.0 on.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
         apart: Where a schedule leaves multiprocessors free, attend to suffixes on them beside the nodes, and merge in

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .hopper_tiles import begin_of, produce
 from .triton import LOG2E, cap_scores, prefetch
 
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.threadgroup_barrier  # renamed after Triton 3.6
 
 
 @gluon.jit
@@ -100,10 +100,10 @@ def _consume(
                 gdc_wait()
                 gdc_launch_dependents()
             q = gl.load(query + where[:, None] + dims[None, :], mask=in_tile[:, None], other=0.0)
-            _barrier()  # the last piece's products have read the queries before
+            group_barrier()  # the last piece's products have read the queries before
             q_memory.store(q)
             fence_async_shared()
-            _barrier()
+            group_barrier()
 
             whole = length // BLOCK_N  # the tile that needs a mask
             o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)

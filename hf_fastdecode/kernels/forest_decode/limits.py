@@ -46,6 +46,57 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
     return None
 
 
+def check_arguments(
+    query: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> None:
+    """Refuse arguments of `forest_decode` with which it would read memory of others; see there for what they are.
+
+    Raises:
+        ValueError: One of them is not as documented.
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = new_keys.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
+    for name, part in (("query", query), ("new_keys", new_keys), ("new_values", new_values)):
+        shape = (rows, heads if part is query else kv_heads, queries, head_dim)
+        if part.shape != shape or part.dtype != query.dtype or part.stride(3) != 1:
+            raise ValueError(f"{name} must be {_in_words(shape, query.dtype)}, got {_found(part)}")
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"query must be fp16, bf16 or fp32, got {query.dtype}")
+    for name, numbers, size, dtype in (
+        ("slots", slots, rows, torch.int32),
+        ("lengths", lengths, rows, torch.int32),
+        ("sinks", sinks, heads, torch.float32),
+    ):
+        if numbers is None:
+            continue
+        if numbers.shape != (size,) or numbers.dtype != dtype or not numbers.is_contiguous():
+            raise ValueError(f"{name} must be {_in_words((size,), dtype)}, got {_found(numbers)}")
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, or None for none, got {soft_cap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for none, got {window}")
+
+
+def _in_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}, contiguous in the last dimension"
+
+
+def _found(part: Tensor) -> str:
+    return f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')} with strides {part.stride()}"
+
+
 @lru_cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from .config import Config, hopper_kernel
+from .limits import compute_capability
 from .memory import ADDRESS_BITS, PLANE, all_memory
 from .schedule import Schedule
 from .triton import node_partials
@@ -32,7 +33,9 @@ def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
 
     (Programmatic dependent launch.)
     """
-    return config.overlap and schedule.piece_count > 0 and query.is_cuda
+    if not (config.overlap and schedule.piece_count > 0 and query.is_cuda):
+        return False
+    return compute_capability(query.device) >= (9, 0)
 
 
 def attend_nodes(

@@ -21,6 +21,7 @@ _BOUNDS = {
     "repetition_penalty": (lambda x: x > 0, "above 0"),
     "top_k": (lambda x: x >= 0, "at least 0, which turns it off"),
     "min_new_tokens": (lambda x: x >= 0, "at least 0"),
+    "step": (lambda x: x >= 0, "at least 0"),
 }
 
 
@@ -85,6 +86,8 @@ class Settings:
             holds, bound = _BOUNDS.get(name, (lambda _: True, ""))
             if not holds(value):
                 raise ValueError(f"{name} must be {bound}, got {value}")
+            if name in _INTEGERS and int(value) != value:
+                raise ValueError(f"{name} must be an integer, got {value}")
             neutral = _FLOATS.get(name, _INTEGERS.get(name))
             if not self.features.get(name, True) and value != neutral:
                 raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
@@ -160,7 +163,8 @@ def sample(
 
     Args:
         logits: ``[rows, vocabulary]`` fp32, bf16 or fp16, the last dimension contiguous; not changed.
-        row_ids: ``[rows]`` int32. Rows with -1 are skipped: they get the pad token and a log-probability of 0.
+        row_ids: ``[rows]`` int32. Rows with -1 are skipped: they get the pad token and a log-probability of 0. So are
+            those that ``seen`` has no row for.
         settings: Numbers and features, on the same device.
         seen: ``[row ids, ceil(vocabulary / 32)]`` int32, indexed by row id, for the repetition penalty: see
             `seen_tokens`. The drawn token is added.
@@ -175,6 +179,8 @@ def sample(
     Raises:
         ValueError: For shapes, strides or types that do not fit, or a missing ``seen``.
     """
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must be [rows, vocabulary], got shape {list(logits.shape)}")
     rows, vocab = logits.shape
     config = config or choose_config(vocab)
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -231,6 +237,7 @@ def sample(
             logprobs,
             logits.stride(0),
             seen.stride(0) if seen is not None and penalty else 0,
+            len(seen) if seen is not None and penalty else 0,
             FORM=form,
             num_warps=config.warps,
             enable_fp_fusion=False,  # a token drawn must compare with the row's as the same bits, wherever computed

@@ -140,7 +140,7 @@ def sample(
         weight = (values - values.amax(-1, keepdim=True)).exp()
         index = torch.arange(logits.shape[1], device=logits.device)
         drawn = torch.zeros_like(rows)
-        doubt = left.any(-1)
+        doubt = left.any(-1) & (values < torch.inf).all(-1)
         turn = 0
         while doubt.any():
             pair = uniforms(int(settings.seed), int(settings.step), row_ids, turn)
@@ -155,6 +155,7 @@ def sample(
                 before = torch.where(light, weight >= settings.min_p, before)
             left = left & before
             turn += 1
-    logprobs = logits.double().nan_to_num(nan=-torch.inf).log_softmax(-1)[rows, drawn]
+    raw = torch.where(logits.isnan(), -torch.inf, logits.double())
+    logprobs = raw.log_softmax(-1)[rows, drawn].masked_fill((values == -torch.inf).all(-1), torch.nan)
     skipped = row_ids < 0
     return torch.where(skipped, settings.pad_token_id, drawn), logprobs.masked_fill(skipped, 0.0).float()

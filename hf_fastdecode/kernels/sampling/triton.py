@@ -220,7 +220,7 @@ def _best_columns(tops, top_k, names, FORM: tl.constexpr):
     return count, low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seen_rows"])
 def sample_rows(
     logits,  # [rows, vocab]
     row_ids,  # [rows] int32: -1 to skip the row
@@ -233,6 +233,7 @@ def sample_rows(
     logprobs,  # [rows] fp32
     row_stride,
     seen_stride,
+    seen_rows,
     FORM: tl.constexpr,
 ):
     VOCAB: tl.constexpr = FORM.vocab
@@ -241,7 +242,10 @@ def sample_rows(
     WIDTH: tl.constexpr = FORM.tile
     row = tl.program_id(0)
     row_id = tl.load(row_ids + row)
-    if row_id < 0:
+    skipped = row_id < 0
+    if FORM.penalty:
+        skipped |= row_id >= seen_rows  # it would mark tokens in memory that is not its own
+    if skipped:
         tl.store(tokens + row, tl.load(integers + 4))
         tl.store(logprobs + row, 0.0)
     else:

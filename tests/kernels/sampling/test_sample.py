@@ -195,11 +195,34 @@ def test_a_row_without_tokens_or_with_an_infinite_one(numbers, temperature):
     assert tokens[1] == 0
     assert 0 <= tokens[2] < 90
     assert logprobs.isnan().tolist() == [False, True, True, False]
+    expected, expected_logprobs = reference.sample(logits, ids_of(4, DEVICE), settings, columns=SMALL.columns)
+    assert expected[[0, 1, 3]].tolist() == tokens[[0, 1, 3]].tolist()
+    assert expected_logprobs.isnan().tolist() == logprobs.isnan().tolist()
 
 
 def test_rows_may_lie_apart():
     wide = random_logits(8, 100)
     assert_specified(wide[::2, :77], settings_for({"top_p": 0.8}, DEVICE))
+
+
+def test_a_row_whose_tokens_are_all_suppressed():
+    logits, settings = random_logits(2, 3), Settings(DEVICE, eos_token_ids=[0, 1, 2])
+    settings.update(min_new_tokens=1)
+    tokens, logprobs = sample(logits, ids_of(2, DEVICE), settings, config=SMALL)
+    expected, expected_logprobs = reference.sample(logits, ids_of(2, DEVICE), settings, columns=SMALL.columns)
+    assert tokens.tolist() == expected.tolist() == [0, 0]
+    assert logprobs.isnan().all() and expected_logprobs.isnan().all()
+
+
+def test_rows_without_marks_are_skipped():
+    """What lies behind ``seen`` is not touched."""
+    settings = Settings(DEVICE, penalty=True)
+    settings.update(repetition_penalty=1.3, pad_token_id=7)
+    memory = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE)
+    row_ids = torch.tensor([1, 5, 2], dtype=torch.int32, device=DEVICE)
+    tokens, logprobs = sample(random_logits(3, 50), row_ids, settings, seen=memory[:2], config=SMALL)
+    assert (tokens[1:].tolist(), logprobs[1:].tolist()) == ([7, 7], [0.0, 0.0])
+    assert not memory[[0, 2, 3, 4, 5]].any() and memory[1].any()
 
 
 def test_settings_refuse_what_they_cannot_do():
@@ -210,6 +233,10 @@ def test_settings_refuse_what_they_cannot_do():
         settings.update(temperature=0.0)
     with pytest.raises(ValueError, match=r"top_p must be within \[0, 1\], got 1.5"):
         settings.update(top_p=1.5)
+    with pytest.raises(ValueError, match=r"seed must be an integer, got 1\.5"):
+        settings.update(seed=1.5)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        settings.update(step=-1)
     with pytest.raises(TypeError, match="no setting is called 'top_q'"):
         settings.update(top_q=1)
     assert settings.top_p == 1
@@ -217,6 +244,9 @@ def test_settings_refuse_what_they_cannot_do():
 
 def test_sample_refuses_what_does_not_fit():
     logits, settings = torch.zeros(2, 40), Settings("cpu", penalty=True)
+    for shape in ((40,), (1, 2, 40), (2, 0)):
+        with pytest.raises(ValueError, match=r"logits must be \[rows, vocabulary\], got shape"):
+            sample(torch.zeros(shape), ids_of(2), settings)
     with pytest.raises(ValueError, match=r"needs seen \[row ids, 2\] int32"):
         sample(logits, ids_of(2), settings)
     with pytest.raises(ValueError, match=r"fp32, bf16 or fp16, got torch\.float64"):
