@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .attention.interface import UnsupportedAttentionError
 from .cache.origin import Origin
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, model_reason
+from .generation.eligibility import input_reason, is_nothing, model_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
@@ -79,7 +79,11 @@ def disable(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
     """
+    _check_model(model)
     uninstall(model)
     return model
 
@@ -92,6 +96,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         model: As for `enable`.
         options: As for `enable`.
     """
+    _check_model(model)
     before = seams_of(model)
     previous = before.options if before is not None else None
     enable(model, **options)
@@ -120,8 +125,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
     only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
     from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it. It holds what
-    this model's weights made of the tokens: after they have changed, as in training, prefill again; a call raises
-    where it can tell.
+    this model's weights made of the tokens: after they have changed, as in training, prefill again; `generate` raises
+    where it can tell, a forward pass of your own does not look.
 
     Args:
         model: An enabled model.
@@ -150,6 +155,9 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             "tokenizer with return_tensors='pt'"
         )
     input_ids, mask = _checked_ids(mapping.get("input_ids")), mapping.get("attention_mask")
+    for name, value in mapping.items():
+        if name not in ("input_ids", "attention_mask") and not is_nothing(value):
+            raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
     if reason := input_reason(model, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     cache = SharedContextCache(backend=seams.options.backend)

@@ -254,6 +254,9 @@ def test_an_unknown_option_is_a_type_error(model):
 def test_only_transformers_models(call):
     with pytest.raises(TypeError, match="expected a transformers PreTrainedModel, got Linear"):
         call(torch.nn.Linear(2, 2))
+    for undo in (fd.disable, lambda model: fd.enabled(model).__enter__()):
+        with pytest.raises(TypeError, match="expected a transformers PreTrainedModel, got NoneType"):
+            undo(None)
 
 
 def test_a_forced_backend_runs_or_raises(model):
@@ -262,7 +265,10 @@ def test_a_forced_backend_runs_or_raises(model):
         with fd.enabled(model, backend=backend):
             assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
             assert backend in "".join(fd.explain(model).last_call.layers)
-    with fd.enabled(model, backend="cudnn"), pytest.raises(ValueError, match="backend='cudnn' cannot run"):
+    with (
+        fd.enabled(model, backend="cudnn"),
+        pytest.raises(ValueError, match=r"'cudnn' cannot run: .* use backend='auto'"),
+    ):
         model.generate(**PROMPT, **SAMPLING)
 
 
@@ -274,6 +280,12 @@ def test_the_environment_stands_in_for_auto(model, monkeypatch):
     with fd.enabled(model, backend="cpu"):
         model.generate(**PROMPT, **SAMPLING)
         assert "plain" not in "".join(fd.explain(model).last_call.layers)
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "cudnn")
+    with (
+        fd.enabled(model),
+        pytest.raises(ValueError, match=r"'cudnn' cannot run: .* unset \$HF_FASTDECODE_BACKEND or"),
+    ):
+        model.generate(**PROMPT, **SAMPLING)
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "warp")
     with pytest.raises(ValueError, match=r"HF_FASTDECODE_BACKEND must be one of auto, .* got 'warp'"):
         fd.enable(model)

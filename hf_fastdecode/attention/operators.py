@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,8 +25,19 @@ _CUDNN_MIN_QUERIES = 1024
 _CUDNN_MIN_KEYS = 1024
 
 
+BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
+"""Environment variable that stands in for ``backend=`` where that is ``auto``."""
+
+
 class BackendError(ValueError):
     """A backend was forced that cannot compute what was asked."""
+
+
+def cannot_run(backend: str, reason: str) -> BackendError:
+    """The error for a forced backend, with what to do about it."""
+    by_variable = os.environ.get(BACKEND_VARIABLE) == backend
+    remedy = f"unset ${BACKEND_VARIABLE} or use backend='plain'" if by_variable else "use backend='auto' or 'plain'"
+    return BackendError(f"backend={backend!r} cannot run: {reason}; {remedy}")
 
 
 def plain_partial(
@@ -104,6 +116,8 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
     half = query.dtype in (torch.float16, torch.bfloat16)
     if backend == "plain":
         return None
+    if torch.is_grad_enabled() and any(part.requires_grad for part in (query, keys, values)):
+        return "its log-sum-exp, by which parts are merged, has no gradient"
     if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
         return f"it does not run on device {query.device.type!r}"
     if head_dim != value_dim:
@@ -129,7 +143,7 @@ def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -
         raise BackendError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto":
         if reason := _refusal(backend, query, keys, values):
-            raise BackendError(f"backend={backend!r} cannot run: {reason}; use backend='auto' or 'plain'")
+            raise cannot_run(backend, reason)
         return backend
     candidates = ["cpu", "flash", "efficient"]
     if keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES:
@@ -197,7 +211,7 @@ class DenseScores:
     def need_plain(self, what: str) -> None:
         """Refuse a forced fused operator for `what`, which only the plain path computes."""
         if self.backend not in ("auto", "plain"):
-            raise BackendError(f"backend={self.backend!r} cannot compute {what}; use backend='auto' or 'plain'")
+            raise cannot_run(self.backend, f"it does not compute {what}")
 
 
 def with_sinks(part: Partial, sinks: Tensor) -> Partial:

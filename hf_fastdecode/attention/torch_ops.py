@@ -178,7 +178,8 @@ def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backe
     def operator(packed: int, keys: Tensor, values: Tensor) -> str:
         if softcap is not None:
             return "plain (soft cap)"
-        return choose_operator(backend, query.new_empty(1, 1, packed, query.shape[-1]), keys, values)
+        alike = query.new_empty(1, 1, packed, query.shape[-1]).requires_grad_(query.requires_grad)
+        return choose_operator(backend, alike, keys, values)
 
     parts = []
     for depth, level in enumerate(kv.forest.levels):

@@ -10,7 +10,7 @@ from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.operators import BackendError
+from ..attention.operators import cannot_run
 from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
 
@@ -62,7 +62,7 @@ class DecodeKV(SharedKV):
         stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
         reason = triton_ops.refusal(query, self.keys, self.values, stored)
         if backend == "triton" and reason is not None:
-            raise BackendError(f"backend='triton' cannot run: {reason}; use backend='auto'")
+            raise cannot_run(backend, reason)
         if reason is not None or backend == "triton":
             return reason is None
         return self._choice(kv, query, window).name == KERNELS

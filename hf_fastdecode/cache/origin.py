@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import ref
-
 import torch
 from torch import Tensor, nn
 
@@ -12,27 +10,22 @@ _EACH = 4
 
 
 class Origin:
-    """A model as it was when it filled a cache, by a few numbers of each of its parameters.
+    """A model's weights as they were when it filled a cache, by a few numbers of each of its parameters.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: nn.Module):
-        self._model, self._numbers = ref(model), _numbers_of(model)
+        self._numbers = _numbers_of(model)
 
-    def outdated(self, model: nn.Module) -> bool:
-        """Whether this is the same model, and its weights have changed since; one that has moved is not compared."""
-        if self._model() is not model:
-            return False
+    def differs(self, model: nn.Module) -> bool:
+        """Whether a model's weights are others; one of other shapes, or on another device, is not compared."""
         now = _numbers_of(model)
         comparable = now.keys() == self._numbers.keys() and all(
             len(now[kind]) == len(numbers) for kind, numbers in self._numbers.items()
         )
         return comparable and not all(torch.equal(now[kind], numbers) for kind, numbers in self._numbers.items())
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # of a copied or loaded cache nothing is known
 
 
 @torch.no_grad()

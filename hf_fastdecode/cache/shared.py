@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.operators import BACKENDS
 from .layer import PrefillItem, SharedContextLayer, SharedState
 from .origin import Origin
 
@@ -45,11 +46,18 @@ class SharedContextCache(Cache):
     Args:
         max_suffix: Most tokens a row will append, if known: bounds what is allocated.
         backend: Which operators attend; see `hf_fastdecode.enable`.
+
+    Raises:
+        ValueError: `max_suffix` is no number of tokens, or there is no such backend.
     """
 
     layers: list[SharedContextLayer]
 
     def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
+        if max_suffix is not None and (not isinstance(max_suffix, int) or max_suffix < 0):
+            raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
+        if backend not in ("triton", *BACKENDS):
+            raise ValueError(f"backend must be one of triton, {', '.join(BACKENDS)}, got {backend!r}")
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
@@ -170,12 +178,16 @@ class SharedContextCache(Cache):
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Within, a forward pass appends tokens; when it fails half-way, no layer keeps any."""
-        lengths = [layer.suffix_length for layer in self.layers]
+        lengths, empty = [layer.suffix_length for layer in self.layers], self.state.forest is None
         try:
             yield
         except BaseException:
             for index, layer in enumerate(self.layers):
                 layer.suffix_length = lengths[index] if index < len(lengths) else 0
+                if empty:  # the next pass may be of another number of rows
+                    layer.suffix = layer.own = None
+            if empty:
+                self.state.forest = None
             raise
 
     def check_mask(self, mask: Any, queries: int) -> None:
@@ -298,11 +310,15 @@ class SharedContextCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows in ``indices`` (numbers, or a boolean for each row)."""
         if indices.dtype == torch.bool:
+            if len(indices) != self.rows:
+                raise IndexError(f"a boolean for each of the cache's {self.rows} rows is needed, got {len(indices)}")
             indices = indices.nonzero().flatten()
-        self.select_rows([row % self.rows for row in indices.tolist()])
+        self.select_rows([row + self.rows if row < 0 else row for row in indices.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; nodes are not copied."""
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}")
         self.select_rows([row for row in range(self.rows) for _ in range(repeats)])
 
     def __repr__(self) -> str:

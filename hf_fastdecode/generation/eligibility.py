@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def call_reason(
         if changed := _changed(model, name):
             return changed
     for name, value in model_kwargs.items():
-        if name not in _KNOWN_ARGUMENTS and value is not None and not isinstance(value, bool):
+        if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
             return f"the argument {name!r} is not accelerated yet"
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing in training mode drops the cache"
@@ -93,6 +94,11 @@ def call_reason(
     if limit is not None and config.max_length > limit:
         return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
     return None
+
+
+def is_nothing(argument: object) -> bool:
+    """Whether an argument says no more than leaving it out: None, or an empty collection, such as `generate` makes."""
+    return argument is None or (isinstance(argument, Mapping | list | tuple) and not argument)
 
 
 def _foreign_attention(name: str | None) -> str | None:

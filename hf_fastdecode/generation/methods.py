@@ -100,8 +100,9 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
         output = seams.methods.original(model, "forward")(*args, **kwargs)
     if not cache.state.packed and isinstance(input_ids, Tensor):
         cache.record_tokens(input_ids)
-    if seams.last_call is not None and seams.last_call.cache_id == id(cache):
-        seams.last_call.observe(cache)
+    call = seams.last_call
+    if call is not None and call.cache is not None and call.cache() is cache:
+        call.observe(cache)
     return output
 
 

@@ -6,12 +6,10 @@ import os
 from dataclasses import dataclass
 
 from ..attention import operators
+from ..attention.operators import BACKEND_VARIABLE
 
 BACKENDS = ("auto", "triton", *operators.BACKENDS[1:])
 """What ``backend=`` takes."""
-
-BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
-"""Environment variable that stands in for ``backend=`` where that is ``auto``."""
 
 MODES = ("auto", "eager", "graph", "compile")
 """What ``mode=`` takes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
+from weakref import ref
 
 from ..cache.shared import CacheBytes, SharedContextCache, within
 
@@ -23,7 +25,7 @@ class CallReport:
         known_tokens: For each prompt, how many of its tokens a given cache held; None without one.
         layers: For each layer, what attended.
         context_width: Padded length of what the rows' nodes hold.
-        cache_id: ``id`` of the call's cache, while it runs.
+        cache: The call's cache, while anything else holds it.
         suffix_length: Tokens each row has appended.
         stored_tokens: Tokens in the nodes.
         layer_sizes: For each layer, bytes of one token's keys and values, and its window where that hides anything.
@@ -45,7 +47,7 @@ class CallReport:
     known_tokens: tuple[int, ...] | None = None
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
-    cache_id: int = 0
+    cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
     suffix_length: int = 0
     stored_tokens: int = 0
     layer_sizes: list[tuple[int, int | None]] = field(default_factory=list)
@@ -56,6 +58,9 @@ class CallReport:
     captures: int = 0
     compactions: int = 0
     waves: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"cache": None}  # a weak reference is of this process
 
     def observe(self, cache: SharedContextCache) -> None:
         """Note what a forward pass with this cache did."""

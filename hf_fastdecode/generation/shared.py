@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..cache.origin import Origin
 from ..cache.shared import SharedContextCache
 from .criteria import Stopping
+from .eligibility import is_nothing
 from .loop import Loop
 from .modes import State, steps_maker
 from .report import CallReport
@@ -42,7 +43,7 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
 def step_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What every step passes to the model beside tokens, positions and cache."""
     left_out = (*_OWN_ARGUMENTS, *_NOT_THE_MODELS)
-    return {name: value for name, value in model_kwargs.items() if name not in left_out and value is not None}
+    return {name: value for name, value in model_kwargs.items() if name not in left_out and not is_nothing(value)}
 
 
 def decode_shared(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ def _start(
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
     call.rows, call.padded_length, call.forest = len(input_ids), width, repr(plan.forest)
-    call.context_width, call.cache_id = width - feed_last, id(cache)
+    call.context_width, call.cache = width - feed_last, ref(cache)
     call.prefilled_tokens, call.stored_tokens = len(plan.new_tokens), plan.forest.stored_tokens
     at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
     logits = prefill_nodes(model, cache, plan, max_tokens=at_once, length=width - feed_last)
@@ -190,11 +191,6 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
 
 def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
     """Refuse a cache of weights that are no more, or that another model's layers filled, as far as shapes tell."""
-    if cache.origin is not None and cache.origin.outdated(model):
-        raise ValueError(
-            "the weights have changed since the cache was made, so its keys and values are no longer theirs; make it "
-            "again with hf_fastdecode.prefill(model, ...)"
-        )
     config = model.config.get_text_config(decoder=True)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
@@ -208,6 +204,11 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
         raise ValueError(
             f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; "
             "make it with hf_fastdecode.prefill(model, ...) of this model"
+        )
+    if cache.origin is not None and cache.origin.differs(model):
+        raise ValueError(
+            "the cache was made with other weights, of another model or before these changed; make it again with "
+            "hf_fastdecode.prefill(model, ...)"
         )
 
 

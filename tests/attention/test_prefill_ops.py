@@ -219,5 +219,5 @@ def test_prefill_refuses_a_backend_that_cannot_run() -> None:
     query, keys, values, earlier = prefill_inputs((3,), 5, (2, 1), 16, torch.float32, "cpu")
     with pytest.raises(BackendError, match=r"'flash' cannot run: .*'cpu'"):
         attend_run(query, keys, values, 0.2, earlier, backend="flash")
-    with pytest.raises(BackendError, match=r"backend='cpu' cannot compute a sliding window in prefill; use backend="):
+    with pytest.raises(BackendError, match=r"backend='cpu' cannot run: .* a sliding window in prefill; use backend="):
         attend_run(query, keys, values, 0.2, earlier, window=2, backend="cpu")

@@ -9,12 +9,16 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Span
+from hf_fastdecode.attention.operators import BackendError
+from hf_fastdecode.cache.shared import SharedContextCache
 
 from ..tiny_models import ragged_prompts, tiny_model
 
 PROMPTS = ragged_prompts(40, 40, 40, shared=33)[
     "input_ids"
 ]  # three prompts of one length: a DynamicCache can hold them
+# The kernels are tested interpreted, which takes float32.
+BACKENDS = ["auto", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="float32"))]
 TOKENS = ragged_prompts(5, 5, 5, seed=3)["input_ids"]
 
 
@@ -191,8 +195,29 @@ def test_rows_must_match(model):
 
 
 def test_rows_out_of_range(pair):
-    with pytest.raises(IndexError, match=r"row 3 is not among the cache's rows 0\.\.2"):
-        pair[0].select_rows([0, 3])
+    cache = pair[0]
+    for select, rows in ((cache.select_rows, [0, 3]), (cache.batch_select_indices, torch.tensor([3]))):
+        with pytest.raises(IndexError, match=r"row 3 is not among the cache's rows 0\.\.2"):
+            select(rows)
+    with pytest.raises(IndexError, match="row -1 is not among"):
+        cache.batch_select_indices(torch.tensor([-4]))
+    with pytest.raises(IndexError, match="a boolean for each of the cache's 3 rows is needed, got 5"):
+        cache.batch_select_indices(torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        cache.batch_repeat_interleave(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "bogus"}, "backend must be one of triton, auto, flash, .*, got 'bogus'"),
+        ({"max_suffix": -1}, "max_suffix must be an integer of at least 0, or None, got -1"),
+        ({"max_suffix": "x"}, "max_suffix must be an integer .* got 'x'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        SharedContextCache(**options)
 
 
 def test_plant_checks_the_padded_length(pair):
@@ -237,6 +262,21 @@ def test_a_failed_forward_leaves_no_layer_ahead(model, pair):
     assert_same(model, shared, stock, rows=3)
 
 
+def test_a_failed_first_forward_leaves_the_number_of_rows_open(model):
+    def fail(module, args):
+        raise RuntimeError("on purpose")
+
+    tokens = PROMPTS[:2, :5]
+    with fd.enabled(model), torch.no_grad():
+        cache = SharedContextCache()
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(PROMPTS[:, :5], past_key_values=cache)
+        hook.remove()
+        logits = model(tokens, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(tokens).logits)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_suffixes_are_freed_when_others_take_their_place(model):
     """A batch that did not fit goes on in smaller ones, in the memory that it gives back."""
@@ -251,9 +291,10 @@ def test_suffixes_are_freed_when_others_take_their_place(model):
 
 
 @pytest.mark.parametrize("select", [False, True])
-def test_a_cache_outlives_inference_mode(model, select):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_outlives_inference_mode(model, select, backend):
     call = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "return_dict_in_generate": True}
-    with fd.enabled(model):
+    with fd.enabled(model, backend=backend):
         with torch.inference_mode():
             out = model.generate(PROMPTS, **call)
             if select:
@@ -284,21 +325,53 @@ def test_a_mask_must_not_hide_tokens():
                 logits(mask)
 
 
-def test_rows_move_where_gradients_are_wanted(model):
-    cache = cache_in_inference_mode(model)
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt_oss"])
+def test_gradients_through_a_cache_are_those_of_stock(name):
+    """A loss over completions of one prompt, whose keys and values are given."""
+    model = tiny_model(name)
+
+    def gradients(cache):
+        model.zero_grad()
+        model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1), labels=TOKENS)[
+            "loss"
+        ].backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(PROMPTS, past_key_values=stock)
+    expected = gradients(stock)
+    with fd.enabled(model):
+        found = gradients(fd.prefill(model, PROMPTS))
+    assert len(found) == len(expected) > 10
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_operators_without_gradients_are_refused_where_these_are_wanted(model):
+    with fd.enabled(model, backend="cpu"), pytest.raises(BackendError, match="has no gradient; use backend='auto'"):
+        model(TOKENS, past_key_values=fd.prefill(model, PROMPTS))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_move_where_gradients_are_wanted(model, backend):
+    cache = cache_in_inference_mode(model, backend)
     cache.batch_repeat_interleave(2)
     assert cache.rows == 6
 
 
-def test_a_fork_outlives_inference_mode(model):
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_step_outlives_inference_mode(model, backend, forked):
     with torch.inference_mode():
-        fork = cache_in_inference_mode(model).fork()
-    with fd.enabled(model):
-        assert model(TOKENS[:, :1], past_key_values=fork).logits.isfinite().all()
+        cache = cache_in_inference_mode(model, backend)
+        cache = cache.fork() if forked else cache
+    with fd.enabled(model, backend=backend), torch.no_grad():
+        assert model(TOKENS[:, :1], past_key_values=cache).logits.isfinite().all()
 
 
-def cache_in_inference_mode(model):
-    with fd.enabled(model), torch.inference_mode():
+def cache_in_inference_mode(model, backend):
+    with fd.enabled(model, backend=backend), torch.inference_mode():
         cache = fd.prefill(model, PROMPTS)
         model(TOKENS, past_key_values=cache)
     return cache

@@ -15,7 +15,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation import methods
 from hf_fastdecode.generation.modes import configs_of
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
 
 
@@ -327,3 +327,27 @@ def test_ids_of_32_bits_and_masks_of_other_numbers(model):
 def test_what_cannot_be_prefilled(model, inputs, message):
     with fd.enabled(model), pytest.raises(ValueError, match=message):
         fd.prefill(model, inputs)
+
+
+def test_a_model_that_sees_images():
+    """`generate` hands its steps a place for what an encoder makes of images, which for text prompts is empty."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    text = {"model_type": "llama", "vocab_size": VOCABULARY, "num_key_value_heads": 2} | sizes
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 64} | sizes
+    torch.manual_seed(0)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=90, pad_token_id=0)
+    model = LlavaForConditionalGeneration(config).eval()
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), stock)
+
+    ids = PROMPT["input_ids"].clone()
+    ids[0, 20:24] = 90
+    seeing = PROMPT | {"input_ids": ids, "pixel_values": 9 * torch.rand(1, 3, 28, 28)}
+    stock, shared, call = both(model, lambda: SAMPLING, seeing)
+    assert torch.equal(shared, stock)
+    assert (call.path, "is not accelerated yet" in call.reason) == ("stock", True), call.reason

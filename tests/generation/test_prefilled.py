@@ -164,8 +164,12 @@ def test_a_cache_of_weights_that_have_changed_is_an_error(change):
         else:
             for parameter in model.parameters():
                 parameter.data.mul_(2)
-        for old, ids in ((cache, PROMPT["input_ids"]), (out.past_key_values, out.sequences[:1])):
-            with pytest.raises(ValueError, match="the weights have changed since the cache was made"):
+        kept = [(cache, PROMPT["input_ids"]), (out.past_key_values, out.sequences[:1])]
+        kept += [
+            (copied(cache), PROMPT["input_ids"]) for copied in (copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)))
+        ]
+        for old, ids in kept:
+            with pytest.raises(ValueError, match="the cache was made with other weights"):
                 model.generate(ids, **SAMPLING, past_key_values=old)
         fresh = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT)))
     assert torch.equal(fresh, seeded(lambda: model.generate(**PROMPT, **SAMPLING)))
@@ -182,3 +186,32 @@ def test_a_cache_serves_a_copy_of_the_model(model):
             assert torch.equal(
                 seeded(lambda given=given: twin.generate(**PROMPT, **SAMPLING, past_key_values=given)), expected
             )
+
+
+def test_a_cache_of_other_weights_is_an_error(model):
+    other = tiny_model("llama-gqa", seed=5)
+    with fd.enabled(model), fd.enabled(other):
+        cache = fd.prefill(other, PROMPT)
+        with pytest.raises(ValueError, match="made with other weights, of another model or before these changed"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "pixel_values"])
+def test_prefill_refuses_what_it_would_ignore(model, name):
+    with fd.enabled(model):
+        assert fd.prefill(model, PROMPT | {name: None}).rows == 1
+        with pytest.raises(ValueError, match=f"takes input_ids and attention_mask, got '{name}' too; leave it out"):
+            fd.prefill(model, PROMPT | {name: torch.ones(1, 80, dtype=torch.long)})
+
+
+def test_a_report_is_of_its_own_call(model):
+    """Caches that come to lie where the call's was do not write to its report."""
+    with fd.enabled(model), torch.no_grad():
+        model.generate(**PROMPT, **SAMPLING)
+        before = str(fd.explain(model).last_call)
+        for _ in range(12):
+            cache = fd.prefill(model, PROMPT["input_ids"][:, :9])
+            model(torch.full((1, 9), 5), past_key_values=cache)
+            del cache
+        assert str(fd.explain(model).last_call) == before
+        assert str(pickle.loads(pickle.dumps(fd.explain(model).last_call))) == before
