@@ -98,8 +98,9 @@ def demo(
         from rich.console import Console
 
         from .commands.demo import pick_task, run_demo
-        from .commands.models import EMBEDDED, load_model, machine
+        from .commands.models import load_model, machine
         from .commands.render import demo_text
+        from .configs import EMBEDDED
         from .devices import pick_device
 
         check_options()
@@ -130,7 +131,11 @@ def generate(
         list[str] | None, typer.Option(help="A prompt; repeat it for more, which are padded on the left.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A UTF-8 text file: one prompt, taken verbatim. Without either: stdin.")
+        list[Path] | None,
+        typer.Option(
+            help="A UTF-8 text file: one prompt, taken verbatim; repeat it for more, which are padded on the left. "
+            "Without either: stdin."
+        ),
     ] = None,
     n: Annotated[
         int | None, typer.Option(help="Completions of each prompt.", show_default="4, with --greedy 1")
@@ -215,7 +220,7 @@ def generate(
         raise CommandError(f"{given} is for hf_fastdecode, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):
         raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
-    texts = read_prompts(prompt or [], prompt_file, sys.stdin)
+    texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
         from .commands.generate import generate as run
         from .commands.models import load_model, machine
@@ -226,7 +231,7 @@ def generate(
             check_options(**options)
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place)
-        with progress_bar("generate", max_new_tokens) as on_step, forced_options(backend):
+        with progress_bar("generate", max_new_tokens) as on_step, forced_options():
             how = None if stock else options
             generated = run(loaded, tokenizer, texts, sampling, stop=stops, options=how, on_step=on_step)
     for completion in generated.completions:
@@ -274,8 +279,8 @@ def inspect(
         from rich.console import Console
 
         from .commands.inspect import inspect_model
-        from .commands.models import load_config
         from .commands.render import inspection_text
+        from .configs import load_config
 
         check_options()
         found = inspect_model(model, load_config(model), contexts, samples, new_tokens=new_tokens, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ class CommandError(ValueError):
         self.exit_code = exit_code
 
 
-def one_line(error: BaseException, width: int = 240) -> str:
+def one_line(error: BaseException, width: int = 400) -> str:
     """An error of another library in one line of at most so many letters."""
     return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
 
@@ -37,20 +36,11 @@ def check_options(*, mode: str = "auto", backend: str = "auto") -> None:
 
 
 @contextmanager
-def forced_options(backend: str = "auto") -> Iterator[None]:
-    """Within, an option that was forced and cannot be is told in one line.
-
-    Args:
-        backend: What the command line asks for.
-    """
+def forced_options() -> Iterator[None]:
+    """Within, an option that was forced and cannot be is told in one line."""
     try:
         yield
     except ValueError as error:
-        from .generation.options import BACKEND_VARIABLE
-
-        message = str(error)
-        if " cannot run: " not in message:
+        if " cannot run: " not in str(error):
             raise
-        if message.startswith("backend=") and backend == "auto" and os.environ.get(BACKEND_VARIABLE):
-            message = message.partition("; use ")[0] + f"; unset ${BACKEND_VARIABLE}, which asks for it"
-        raise CommandError(message) from error
+        raise CommandError(str(error)) from error

@@ -114,6 +114,7 @@ def test_public_names_load_when_used():
         ("generate", "prompt 0 (from stdin) is empty"),
         ("demo --task-id 1000000", "there is no task 1000000; the embedded tasks have ids from"),
         ("demo --shots -1", "--shots must be between 0 and"),
+        ("demo --temperature 0", "got 0; `hf-fastdecode generate --greedy` takes the most likely tokens"),
         ("demo --n -4", "--n must be at least 1, got -4"),
         ("demo --best 0", "--best must be at least 1"),
         ("inspect", "Missing argument"),
@@ -221,6 +222,16 @@ def test_greedy_from_a_file(checkpoint, tmp_path):
     file.write_text(PROMPT)
     arguments = ["generate", "--model", checkpoint, "--prompt-file", file, "--greedy", "--max-new-tokens", 3, "--json"]
     assert len(lines(run(*arguments))) == 1
+
+
+def test_a_prompt_from_each_file(checkpoint, tmp_path):
+    files = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    for file, text in zip(files, (PROMPT, PROMPT[9:]), strict=True):
+        file.write_text(text)
+    common = ["generate", "--model", checkpoint, "--greedy", "--max-new-tokens", 3, "--json"]
+    found = lines(run(*common, "--prompt-file", files[0], "--prompt-file", files[1]))
+    assert [line["prompt"] for line in found] == [0, 1]
+    assert found == lines(run(*common, "--prompt", PROMPT, "--prompt", PROMPT[9:]))
 
 
 # --- inspect ---------------------------------------------------------------------------------------------------------

@@ -62,9 +62,8 @@ class GenerateBench:
             return result | {"status": f"not run: mode={mode!r} needs a CUDA device, got {self.device.type}"}
         if self.check and way.exact and way.enable is not None and (red := self._red(case, way_name, way)):
             return result | {"status": red}
-        model = self._model(case)
         try:
-            return result | {"status": "ok"} | self._measured(model, case, way)
+            return result | {"status": "ok"} | self._measured(self._model(case), case, way)
         except Exception as error:
             return result | {"status": status_of(error)}
         finally:

@@ -88,12 +88,13 @@ def generate_where(rows: Sequence[Row]) -> str:
 def _ops_where(rows: Sequence[Row]) -> str:
     first = rows[0]
     copy, matmul = (sorted({float(row[name]) for row in rows}) for name in ("copy_tb_per_s", "matmul_tflop_per_s"))
-    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; ceilings {_range(copy, '.2f')} TB/s and "
-    return where + f"{_range(matmul, '.0f')} TFLOP/s"
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; ceilings {_range(copy, 2)} TB/s and "
+    return where + f"{_range(matmul, 0)} TFLOP/s"
 
 
-def _range(ordered: Sequence[float], form: str) -> str:
-    """The least and the largest as text, or one of them when they read the same."""
+def _range(ordered: Sequence[float], decimals: int) -> str:
+    """The least and the largest as text, with two digits at least, or one of them when they read the same."""
+    form = f".{decimals}f" if ordered[0] >= 10 ** (1 - decimals) else ".2g"
     least, most = format(ordered[0], form), format(ordered[-1], form)
     return least if least == most else f"{least} to {most}"
 

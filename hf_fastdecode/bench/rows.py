@@ -16,6 +16,8 @@ import transformers
 
 import hf_fastdecode
 
+from ..attention.operators import BACKEND_VARIABLE
+
 Row = dict[str, str]
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,8 +41,13 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_fastdecode": hf_fastdecode.__version__,
         "commit": _commit(),
-        "command": " ".join([_program(), *_arguments()]),
+        "command": " ".join([*_environment(), _program(), *_arguments()]),
     }
+
+
+def _environment() -> list[str]:
+    """The variable that changes what runs, as a shell has it in front of a command."""
+    return [f"{BACKEND_VARIABLE}={value}"] if (value := os.environ.get(BACKEND_VARIABLE)) else []
 
 
 def _arguments() -> list[str]:

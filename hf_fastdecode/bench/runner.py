@@ -41,7 +41,7 @@ def run(
     """Measure every way of every case, and write each row to `out` when it is there.
 
     Rows that `out` already has from the same commit and command are kept and not measured again; others give way to
-    new ones of the same case, way and device, and else stay.
+    new ones of the same case, way and device, which is told, and else stay.
 
     Args:
         cases: The cases, in an order in which neighbours share what is dear to set up.
@@ -54,28 +54,39 @@ def run(
         The rows of these cases and ways, as `read_rows` reads them.
     """
     rows = {_key(row, cases[0]): row for row in (read_rows(out) if out.exists() else [])} if cases else {}
-    asked: list[tuple[Any, ...]] = []
-    kept = 0
-    with tqdm(total=len(cases) * len(ways), unit="row", dynamic_ncols=True, disable=None) as bar:
-        for case in cases:
-            for way in ways:
-                head = {**provenance, **case.columns(), "way": way}
-                key = _key(head, case)
-                asked.append(key)
+    asked = [(case, way, {**provenance, **case.columns(), "way": way}) for case in cases for way in ways]
+    keys = [_key(head, case) for case, _, head in asked]
+    if others := len({key for key, (*_, head) in zip(keys, asked, strict=True) if _gives_way(rows.get(key), head)}):
+        print(
+            f"{others} of {len(asked)} rows are in {out} from another commit, command or version and give way to new "
+            "ones; name another --out to keep them",
+            file=sys.stderr,
+        )
+    kept = measured = 0
+    try:
+        with tqdm(total=len(asked), unit="row", dynamic_ncols=True, disable=None) as bar:
+            for key, (case, way, head) in zip(keys, asked, strict=True):
                 bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
                 if not _is_done(rows.get(key), head):
                     rows[key] = _as_read(head | measure(case, way))
                     write_rows(out, list(rows.values()))
+                    measured += 1
                     tqdm.write(brief(rows[key]), file=sys.stderr)
                 else:
                     kept += 1
                 bar.update()
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: {kept + measured} of {len(asked)} rows are in {out}; run the same command again to go on",
+            file=sys.stderr,
+        )
+        raise
     if kept:
         print(
             f"{kept} of {len(asked)} rows are those of an earlier run, kept in {out}; delete it to measure again",
             file=sys.stderr,
         )
-    return [rows[key] for key in asked]
+    return [rows[key] for key in keys]
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:
@@ -103,6 +114,11 @@ def _key(row: dict[str, Any], case: Case) -> tuple[Any, ...]:
 
 def _is_done(row: Row | None, head: dict[str, Any]) -> bool:
     return row is not None and not failed([row]) and all(row.get(name) == str(head[name]) for name in _SAME_RUN)
+
+
+def _gives_way(row: Row | None, head: dict[str, Any]) -> bool:
+    """Whether a measurement that another run made is lost when the row is measured anew."""
+    return row is not None and not failed([row]) and not _is_done(row, head)
 
 
 def _as_read(row: dict[str, Any]) -> Row:

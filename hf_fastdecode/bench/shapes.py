@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+MAX_POSITIONS = 131072
+"""Of every named shape."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     # CodeLlama-7B's
     "7b-mha": {
@@ -63,7 +66,7 @@ def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> 
     """
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072, pad_token_id=0, eos_token_id=None)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=MAX_POSITIONS, pad_token_id=0, eos_token_id=None)
     torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..command_errors import CommandError
-from .models import max_positions
+from ..configs import max_positions
 from .sampling import Sampling
 
 _ANCHOR: Final = 4  # prompt tokens decoded before a completion, so that its first space is kept

@@ -14,7 +14,8 @@ from hf_fastdecode.generation.eligibility import model_reason, rope_limit
 from hf_fastdecode.generation.options import Options
 
 from ..command_errors import CommandError, one_line
-from .models import DTYPES, max_positions
+from ..configs import max_positions
+from .models import DTYPES
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
@@ -32,6 +33,7 @@ class Row:
             has no window.
         step_bytes: Bytes of keys and values that all layers read in that step.
         stock_reason: Why such a call runs stock, or None when it shares.
+        note: What else is to be known of such a call, or None.
     """
 
     context: int
@@ -40,6 +42,7 @@ class Row:
     step_elements: StockShared
     step_bytes: StockShared
     stock_reason: str | None
+    note: str | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def inspect_model(
                     stock_reason=reason
                     if can_share is False
                     else _stock_reason(config, shape, context, new_tokens, count),
+                    note=_note(limit, context + new_tokens),
                 )
             )
     return Inspection(
@@ -165,10 +169,8 @@ def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
 def _stock_reason(config: Any, shape: KVShape, context: int, new_tokens: int, samples: int) -> str | None:
     """Why a call of this size runs stock although the model can share, or None."""
     longest = context + new_tokens
-    limit, rope = max_positions(config), rope_limit(config.get_text_config(decoder=True))
+    rope = rope_limit(config.get_text_config(decoder=True))
     least = Options().min_saved_tokens
-    if limit is not None and longest > limit:
-        return f"{longest} tokens are more than max_position_embeddings, {limit}"
     if rope is not None and longest > rope:
         return f"its position embedding changes beyond {rope} tokens"
     if shape.chunked and shape.window is not None and longest > shape.window:
@@ -176,3 +178,9 @@ def _stock_reason(config: Any, shape: KVShape, context: int, new_tokens: int, sa
     if (saved := context * (samples - 1)) < least:
         return f"sharing would save {saved} tokens, fewer than {least}"
     return None
+
+
+def _note(limit: int | None, longest: int) -> str | None:
+    if limit is None or longest <= limit:
+        return None
+    return f"{longest} tokens are more than max_position_embeddings, {limit}: longer than the model was made for"

@@ -1,50 +1,20 @@
-"""From a name on the command line to a config, a model and a device."""
+"""From a name on the command line to a model, and the machine in words."""
 
 from __future__ import annotations
 
-import json
 import platform
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hf_fastdecode.assets import MODEL_PATH, load_embedded
+from hf_fastdecode.assets import load_embedded
 
 from ..command_errors import CommandError, one_line
+from ..configs import EMBEDDED, load_config
 
-EMBEDDED: Final = "embedded"
 DTYPES: Final = ("float32", "bfloat16", "float16")
-_HUB_TIMEOUT: Final = 10.0  # seconds
-
-
-def load_config(name: str) -> Any:
-    """The transformers config of a model, with the dtype that `load_model` gives it; no weights are read.
-
-    Args:
-        name: ``embedded``, a config.json, a model's folder, or an id on the Hugging Face Hub.
-
-    Raises:
-        CommandError: There is no such model, it cannot be reached, or its config is not one that transformers knows.
-    """
-    path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            remedy = "reinstall the package" if name == EMBEDDED else "name a folder saved with save_pretrained"
-            raise CommandError(f"there is no {path}; {remedy}")
-    if path.is_file():
-        _check_json(path)
-        config = _read_config(str(path), name)
-        if name == EMBEDDED:
-            config.dtype = torch.float32
-        return config
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
-        raise CommandError(f"there is no file or folder {name}; name one, a Hugging Face Hub id, or {EMBEDDED!r}")
-    return _read_config(name, name, local_files_only=not _hub_has(name))
 
 
 def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
@@ -82,12 +52,6 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def max_positions(config: Any) -> int | None:
-    """Most tokens in a row, or None when the config sets no bound."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
 def machine(device: torch.device) -> str:
     """The processor in words, with the number of threads where torch computes on the CPU."""
     if device.type == "cuda":
@@ -106,49 +70,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _check_json(path: Path) -> None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{path} is not a JSON file ({one_line(error)}); name a model's config.json") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise CommandError(f"{path} has no field model_type; name a transformers model's config.json")
-
-
-def _read_config(place: str, name: str, **options: Any) -> Any:
-    try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
-    except Exception as error:  # a config class may raise anything on fields that it does not expect
-        if options.get("local_files_only"):
-            raise CommandError(
-                f"the Hugging Face Hub is not reachable and {name} is not in its local cache; check the network, "
-                f"name a local folder, or use {EMBEDDED!r}"
-            ) from error
-        raise CommandError(f"transformers cannot read the config of {name}: {one_line(error)}") from error
-
-
-def _hub_has(name: str) -> bool:
-    """Whether the Hub answers and has the model's config; False when it does not answer.
-
-    Asked before transformers asks, which retries for half a minute when there is no network.
-    """
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT)
-    except HFValidationError as error:
-        raise CommandError(f"{name!r} is no path, and no Hugging Face Hub id either: {one_line(error)}") from error
-    except GatedRepoError as error:
-        raise CommandError(f"{name} is gated; accept its terms on the Hub and log in with `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise CommandError(f"the Hugging Face Hub has no model {name} that you can see; check the spelling") from error
-    except EntryNotFoundError as error:
-        raise CommandError(
-            f"{name} has no config.json on the Hugging Face Hub; it is no transformers model"
-        ) from error
-    except Exception:  # no network, offline mode, a proxy, a server error: transformers may have it in its cache
-        return False
-    return True
 
 
 def _prepare(model: Any, tokenizer: Any) -> None:

@@ -9,36 +9,41 @@ from typing import TextIO
 from ..command_errors import CommandError
 
 
-def read_prompts(prompts: Sequence[str], file: Path | None, stdin: TextIO) -> list[str]:
+def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
     """The prompts, verbatim, from one of the three places that may hold them.
 
     Args:
         prompts: Those on the command line; then the other two are not read.
-        file: One prompt.
+        files: One prompt each.
         stdin: One prompt, if neither is given and it is no terminal.
 
     Raises:
         CommandError: There is no prompt, an empty one, or one that is not UTF-8 text.
     """
-    if prompts and file is not None:
+    if prompts and files:
         raise CommandError("--prompt and --prompt-file were both given; leave one out")
     if prompts:
-        texts, place = list(prompts), "--prompt"
-    elif file is not None:
-        place = str(file)
-        if file.is_dir():
-            raise CommandError(f"{file} is a folder; name a text file")
-        try:
-            texts = [_decode(file.read_bytes(), place)]
-        except OSError as error:
-            raise CommandError(f"cannot read {file}: {error.strerror}; name a text file") from error
+        texts, places = list(prompts), ["--prompt"] * len(prompts)
+    elif files:
+        texts, places = [_read(file) for file in files], [str(file) for file in files]
     elif stdin.isatty():
         raise CommandError("there is no prompt; pass --prompt TEXT or --prompt-file FILE, or pipe text to stdin")
     else:
-        texts, place = [_decode(stdin.buffer.read(), "stdin")], "stdin"
+        texts, places = [_decode(stdin.buffer.read(), "stdin")], ["stdin"]
     if empty := [index for index, text in enumerate(texts) if not text]:
-        raise CommandError(f"prompt {empty[0]} (from {place}) is empty; a completion needs a text to follow")
+        raise CommandError(
+            f"prompt {empty[0]} (from {places[empty[0]]}) is empty; a completion needs a text to follow"
+        )
     return texts
+
+
+def _read(file: Path) -> str:
+    if file.is_dir():
+        raise CommandError(f"{file} is a folder; name a text file")
+    try:
+        return _decode(file.read_bytes(), str(file))
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror}; name a text file") from error
 
 
 def _decode(content: bytes, place: str) -> str:

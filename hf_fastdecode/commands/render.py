@@ -119,9 +119,11 @@ def inspection_text(found: Inspection) -> RenderableType:
         table.add_column(name, justify="right")
     notes: dict[str, int] = {}
     for row in found.rows:
-        mark = "" if row.stock_reason is None else f"[{notes.setdefault(row.stock_reason, len(notes) + 1)}]"
-        table.add_row(f"{row.context:,}", str(row.samples), *_pair(row.kv_bytes, mark), *_pair(row.step_bytes, mark))
-    lines = [Text(f"[{number}] runs stock: {reason}") for reason, number in notes.items()]
+        stock = None if row.stock_reason is None else f"runs stock: {row.stock_reason}"
+        mark, noted = (f"[{notes.setdefault(text, len(notes) + 1)}]" if text else "" for text in (stock, row.note))
+        context = Text(f"{noted} {row.context:,}".lstrip())
+        table.add_row(context, str(row.samples), *_pair(row.kv_bytes, mark), *_pair(row.step_bytes, mark))
+    lines = [Text(f"[{number}] {text}") for text, number in notes.items()]
     return Group(facts, Text(), table, *lines)
 
 

@@ -43,8 +43,8 @@ class Sampling:
         check_positive("max-new-tokens", self.max_new_tokens)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise CommandError(
-                f"--temperature must be above 0 and finite, got {self.temperature:g}; use --greedy for the "
-                "most likely tokens"
+                f"--temperature must be above 0 and finite, got {self.temperature:g}; `hf-fastdecode "
+                "generate --greedy` takes the most likely tokens"
             )
         if not 0 < self.top_p <= 1:
             raise CommandError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}; 1 turns it off")

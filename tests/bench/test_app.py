@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hf_fastdecode.bench.commands.generate import _warn_of_size
 from hf_fastdecode.bench.commands.ops import OP_WAY_NAMES
-from hf_fastdecode.bench.commands.report import show
+from hf_fastdecode.bench.commands.report import noisy, show
 from hf_fastdecode.bench.generate_cases import GenerateCase
+from hf_fastdecode.bench.markdown import ops_table
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
-from hf_fastdecode.bench.rows import read_rows
+from hf_fastdecode.bench.paper_tables import PAPER_TABLES
+from hf_fastdecode.bench.rows import RESULTS, read_rows
+from hf_fastdecode.bench.shapes import MAX_POSITIONS, random_model
 from hf_fastdecode.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,7 @@ def test_help_teaches(command):
     assert f"hf-fastdecode bench {command} " in result.stdout
     assert "Examples" in result.stdout
     assert "goes on" in result.stdout
+    assert "give way" in " ".join(result.stdout.split())
 
 
 def test_the_group_lists_its_commands():
@@ -166,6 +171,94 @@ def test_nothing_measured_is_no_success(tmp_path):
     result = run("generate", *words, "--out", tmp_path / "rows.csv")
     assert result.exit_code == 1
     assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
+
+
+def test_a_table_needs_a_folder(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.touch()
+    result = run("tables", "--table", "hydragen-fig5", "--device", "cpu", "--out", file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--out must be a folder, {str(file)!r} is a file; name a folder" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ops --set tiny", "tables --table hydragen-fig5"])
+def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    result = run(*command.split(), "--device", "cpu", "--out", tmp_path / "new")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "hf-fastdecode: $HF_FASTDECODE_BACKEND='plain' is for generate; --way says which operators run: unset it\n"
+    )
+    assert not list(tmp_path.iterdir())
+    assert run(*command.split(), "--list").exit_code == 0
+
+
+def test_models_that_cannot_be_read_are_told_before_measuring(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, message in (("./nosuch", "there is no file or folder ./nosuch; name one"), ("empty", "config.json; ")):
+        name = str(tmp_path / name) if name == "empty" else name
+        result = run("generate", "--model", name, "--device", "cpu", "--out", tmp_path / "rows.csv")
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
+    random_model("tiny", "cpu", torch.float32).config.save_pretrained(tmp_path / "bare")
+    words = ("--point", "100x4", "--new-tokens", 4, "--dtype", "float32", "--device", "cpu", "--no-check")
+    out = tmp_path / "rows.csv"
+    result = run("generate", "--model", tmp_path / "bare", *words, "--way", "stock", "--way", "shared", "--out", out)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"hf-fastdecode: 2 rows of {out} are not right: stock: failed: ")
+    assert [row["status"].partition(": ")[0] for row in read_rows(out)] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--point 512x8 --point 5000x8", "--point 5000x8 with 64 new tokens is longer than the 4096 positions of"),
+        ("--tree 4000+2x60x2", "--tree 4000+2x60x2 with 64 new tokens is longer than the 4096 positions of embedded;"),
+        ("--shape tiny --point 131009x2", "with 64 new tokens is longer than the 131072 positions of tiny; ask for a"),
+    ],
+)
+def test_points_longer_than_the_model_are_refused(words, message, tmp_path):
+    result = run("generate", *words.split(), "--device", "cpu", "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_papers_cases_fit_their_models():
+    calls = [case for table in PAPER_TABLES.values() for case in table.cases if isinstance(case, GenerateCase)]
+    assert max(case.context + case.new_tokens for case in calls) <= MAX_POSITIONS
+
+
+def times(column, low, high, **case):
+    return {f"{column}_p20": str(low), f"{column}_p80": str(high), "way": "stock", **case}
+
+
+def test_noisy_rows_are_named():
+    point = {"shape": "embedded", "context": "1024", "samples": "32", "finish": ""}
+    quiet, loud = times("ms_per_step", 2, 3, **point), times("ms_per_step", 2, 7.6, **point)
+    assert noisy([quiet, times("us", "", "", case="a")]) == ""
+    assert noisy([quiet, loud]) == (
+        "noisy: 1024x32 stock (p80 3.8 times p20); measure again on an idle machine, with another --out"
+    )
+    assert noisy([quiet, loud | {"shape": "tiny"}]).startswith("noisy: tiny 1024x32 stock (p80 3.8 times p20);")
+    less = times("ms_per_step", -1, 0.5, **point)
+    assert noisy([loud, less]).startswith("noisy: 1024x32 stock (p80 0.5, p20 -1), 1024x32 stock (p80 3.8 times p20);")
+    many = [times("us", 1, 2 + size, case=f"n{size}") for size in range(7)]
+    assert "noisy: n6 stock (p80 8.0 times p20), n5 " in noisy(many)
+    assert "n2 stock (p80 4.0 times p20) and 2 more; measure" in noisy(many)
+
+
+def test_small_rates_keep_their_digits():
+    row = next(row for row in read_rows(RESULTS / "ops.csv") if row["way"] == "ours")
+    small = row | {"copy_tb_per_s": "0.00213", "matmul_tflop_per_s": "0.0871"}
+    assert "; ceilings 0.0021 TB/s and 0.087 TFLOP/s; " in ops_table([small])
+    large = row | {"copy_tb_per_s": "4.014", "matmul_tflop_per_s": "748.3"}
+    assert "; ceilings 4.01 TB/s and 748 TFLOP/s; " in ops_table([large])
 
 
 def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):

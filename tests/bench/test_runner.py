@@ -43,7 +43,12 @@ def test_an_interrupted_run_goes_on_where_it_broke_off(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(CASES, WAYS, Measure(stop=3), provenance=HERE, out=out)
     assert len(read_rows(out)) == 3
-    assert "kept" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"interrupted: 3 of 4 rows are in {out}; run the same command again to go on\n" in said
+    assert "kept" not in said and "give way" not in said
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES, WAYS, Measure(stop=0), provenance=HERE, out=out)
+    assert "interrupted: 3 of 4 rows are in " in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["rows.csv"]
     rest = Measure()
     rows = run(CASES, WAYS, rest, provenance=HERE, out=out)
@@ -55,11 +60,17 @@ def test_an_interrupted_run_goes_on_where_it_broke_off(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changed", ["commit", "command", "torch"])
-def test_rows_of_another_commit_command_or_version_are_measured_again(tmp_path, changed):
+def test_rows_of_another_commit_command_or_version_are_measured_again(tmp_path, changed, capsys):
     out = tmp_path / "rows.csv"
     run(CASES, WAYS, Measure(), provenance=HERE, out=out)
     again = Measure()
+    capsys.readouterr()
     rows = run(CASES[:1], WAYS, again, provenance=HERE | {changed: "other"}, out=out)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == (
+        f"2 of 2 rows are in {out} from another commit, command or version and give way to new ones; "
+        "name another --out to keep them"
+    )
     assert again.asked == ALL[:2]
     assert [row[changed] for row in rows] == ["other", "other"]
     assert [row[changed] for row in read_rows(out)] == ["other", "other", HERE[changed], HERE[changed]]
@@ -75,13 +86,17 @@ def test_rows_of_another_device_stay(tmp_path):
 @pytest.mark.parametrize(
     ("status", "again"), [("wrong: x", 4), ("failed: x", 4), ("does not fit", 0), ("not run: x", 0)]
 )
-def test_what_went_wrong_is_measured_again(tmp_path, status, again):
+def test_what_went_wrong_is_measured_again(tmp_path, status, again, capsys):
     out = tmp_path / "rows.csv"
     first = run(CASES, WAYS, Measure(status=status), provenance=HERE, out=out)
     assert len(failed(first)) == again
     measure = Measure()
     run(CASES, WAYS, measure, provenance=HERE, out=out)
     assert len(measure.asked) == again
+    out.unlink()
+    run(CASES, WAYS, Measure(status=status), provenance=HERE, out=out)
+    run(CASES, WAYS, Measure(), provenance=HERE | {"commit": "other"}, out=out)
+    assert ("4 of 4 rows are in " in capsys.readouterr().err) == (again == 0)  # what failed is no loss
 
 
 def test_a_row_in_one_line():
@@ -96,6 +111,16 @@ def test_the_command_leaves_out_where_rows_go(monkeypatch):
     monkeypatch.setattr(sys, "argv", words)
     assert provenance("cpu")["command"].endswith(" ops --way ours --set grid")
     assert provenance("cpu")["commit"] == "abc"
+
+
+def test_the_backend_of_the_environment_stands_before_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prog", "generate"])
+    monkeypatch.delenv("HF_FASTDECODE_BACKEND", raising=False)
+    command = provenance("cpu")["command"]
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    assert provenance("cpu")["command"] == f"HF_FASTDECODE_BACKEND=plain {command}"
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "")
+    assert provenance("cpu")["command"] == command
 
 
 def test_a_changed_tree_names_its_files(monkeypatch):

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.inspect import Inspection, inspect_model
+from hf_fastdecode.commands.render import inspection_text
 
 LLAMA = {
     "hidden_size": 64,
@@ -36,7 +38,7 @@ def test_rows_by_hand():
     assert row.kv_bytes == (8 * 110 * 256, (100 + 8 * 10) * 256)
     assert row.step_elements == (2 * 16 * 8 * 105, 2 * 16 * (100 + 8 * 5))
     assert row.step_bytes == (8 * 105 * 256, (100 + 8 * 5) * 256)
-    assert (found.can_share, found.reason, row.stock_reason) == (True, "", None)
+    assert (found.can_share, found.reason, row.stock_reason, row.note) == (True, "", None, None)
 
 
 def test_json_has_numbers_and_ratios():
@@ -60,7 +62,10 @@ def test_default_contexts_fit_the_model():
     ("options", "reason"),
     [
         ({"samples": (1,)}, "sharing would save 0 tokens, fewer than 64"),
-        ({"contexts": (600,)}, "610 tokens are more than max_position_embeddings, 512"),
+        (
+            {"contexts": (600,), "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its position embedding changes beyond 512 tokens",
+        ),
     ],
     ids=["one-sample", "too-long"],
 )
@@ -68,6 +73,31 @@ def test_calls_that_run_stock(options, reason):
     found = inspect(**options)
     assert found.can_share is True
     assert found.rows[0].stock_reason == reason
+
+
+@pytest.mark.parametrize("context", [502, 503])
+def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
+    found = inspect(contexts=(context,))
+    note = "513 tokens are more than max_position_embeddings, 512: longer than the model was made for"
+    (row,) = found.rows
+    assert (row.stock_reason, row.note) == (None, note if context == 503 else None)
+    assert found.to_json()["rows"][0]["note"] == row.note
+    Console(width=120).print(inspection_text(found))
+    shown = capsys.readouterr().out
+    assert (f"[1] {note}\n" in shown) == (f"[1] {context} " in shown) == (context == 503)
+    assert f"{row.kv_bytes.ratio:.1f}×" in shown and "stock:" not in shown
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).eval()
+    with fd.enabled(model):
+        model.generate(torch.randint(3, 97, (1, context)), max_new_tokens=10, num_return_sequences=8, do_sample=True)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_a_note_and_a_reason_have_marks_of_their_own(capsys):
+    Console(width=120).print(inspection_text(inspect(contexts=(100, 600), samples=(1, 8))))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[1] runs stock: sharing would save 0 tokens, fewer than 64 [2] 610 tokens are more than" in shown
+    assert "[2] 600 │ 1 │" in shown and "[2] 600 │ 8 │" in shown
 
 
 def test_a_window_cuts_what_a_step_reads_but_not_what_is_kept():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from huggingface_hub import errors
 
+from hf_fastdecode import configs
 from hf_fastdecode.command_errors import CommandError
-from hf_fastdecode.commands import models
-from hf_fastdecode.commands.models import load_config, load_model
+from hf_fastdecode.commands.models import load_model
+from hf_fastdecode.configs import load_config
 from hf_fastdecode.devices import pick_device
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
@@ -53,7 +54,7 @@ def test_the_embedded_config_says_what_generate_computes_in():
 
 
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(models, "MODEL_PATH", tmp_path)
+    monkeypatch.setattr(configs, "MODEL_PATH", tmp_path)
     with pytest.raises(CommandError, match="reinstall the package"):
         load_model("embedded", "auto", torch.device("cpu"))
 
@@ -72,7 +73,7 @@ def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pyte
     def raise_answer(*args: object, **kwargs: object) -> None:
         raise answer
 
-    monkeypatch.setattr(models, "get_hf_file_metadata", raise_answer)
+    monkeypatch.setattr(configs, "get_hf_file_metadata", raise_answer)
     with pytest.raises(CommandError, match=message):
         load_config("org/name")
 

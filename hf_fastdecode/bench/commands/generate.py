@@ -124,13 +124,18 @@ def generate(
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
 ) -> list[Row]:
-    """Measure whole calls into `out`."""
+    """Measure whole calls into `out`.
+
+    Raises:
+        CommandError: A model cannot be read, a case is longer than its model, or `out` cannot be written to.
+    """
     from ..generate import GenerateBench
     from ..rows import provenance
     from ..runner import run
 
     check_options()
     check_out(out)
+    _check_models(cases)
     if device.type == "cpu":
         _warn_of_size(cases)
     bench = GenerateBench(device, repeats=repeats, check=check)
@@ -148,6 +153,22 @@ def check_ways(ways: Sequence[str]) -> None:
             find_way(way)
     except ValueError as error:
         raise CommandError(str(error)) from error
+
+
+def _check_models(cases: Sequence[GenerateCase]) -> None:
+    """Refuse models whose config cannot be read, and cases longer than their model."""
+    from ...configs import load_config, max_positions
+    from ..shapes import MAX_POSITIONS, SHAPES
+
+    for shape in dict.fromkeys(case.shape for case in cases):
+        limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
+        for case in cases:
+            if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:
+                asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
+                raise CommandError(
+                    f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
+                    "for a shorter context or fewer new tokens"
+                )
 
 
 def _warn_of_size(cases: Sequence[GenerateCase]) -> None:

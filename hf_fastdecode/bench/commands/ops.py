@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...command_errors import CommandError
 from ..op_cases import OP_SETS, OpCase, with_dtype
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
@@ -90,7 +92,15 @@ def ops(
 
 
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
-    """Measure operators into `out`."""
+    """Measure operators into `out`.
+
+    Raises:
+        CommandError: ``$HF_FASTDECODE_BACKEND`` is set, or `out` cannot be written to.
+    """
+    from ...attention.operators import BACKEND_VARIABLE
+
+    if forced := os.environ.get(BACKEND_VARIABLE):
+        raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
     check_out(out)
     from ..ops import OpBench
     from ..rows import provenance

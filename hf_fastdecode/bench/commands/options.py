@@ -19,9 +19,7 @@ C = TypeVar("C", bound="Case")
 
 ONLY = typer.Option(help="Keep cases whose line in --list contains this text; repeat it for more.")
 LIST = typer.Option("--list", help="Show the cases and leave.")
-CHECK = typer.Option(
-    help="Measure only what the correctness check, of some rows and heads, finds right; --no-check is for debugging."
-)
+CHECK = typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
 PLOT = typer.Option("--plot", help="Also draw pictures beside the rows.")
 DEVICE = typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")
 
@@ -66,7 +64,7 @@ def check_out(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+        raise CommandError(f"--out {str(out)!r} cannot be written: {error.strerror}; name another file") from error
 
 
 def check_dtype(name: str | None) -> None:

@@ -47,6 +47,8 @@ def tables(
     names = list(PAPER_TABLES) if everything else known("table", table or [], PAPER_TABLES)
     if not names:
         raise CommandError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+    if out.is_file() and not show:
+        raise CommandError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     for name in names:
         setting = PAPER_TABLES[name]
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
