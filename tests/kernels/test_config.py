@@ -148,6 +148,9 @@ def test_tiles_of_nodes_fit_threads_and_devices(packed, head_dim):
         (65, 128, 163, (128, 64, 3, 8)),
         (32, 256, 99, (32, 32, 2, 4)),
         (64, 256, 99, (64, 32, 2, 8)),
+        (64, 256, 227, (64, 64, 3, 8)),
+        (65, 256, 227, (64, 64, 3, 8)),  # tiles hold no more queries, and are the same
+        (128, 256, 163, (64, 64, 2, 8)),
     ],
 )
 def test_launch_parameters_of_nodes(packed, head_dim, memory, expected):

@@ -14,6 +14,7 @@ from ..attention.forests import make_inputs, random_forest
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode import memory
 from hf_fastdecode.kernels.forest_decode.api import choose_config
+from hf_fastdecode.kernels.forest_decode.config import hopper_kernel
 
 from .operator_runs import check
 
@@ -46,6 +47,11 @@ def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
     widest = 4 * max(node.row_count for node in forest.nodes)
     assert choose_config(widest, head_dim, overlap=True).hopper == (torch.cuda.get_device_capability()[0] == 9)
     return make_inputs(forest, 20, heads=8, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
+
+
+def test_this_triton_has_the_kernel():
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    assert hopper_kernel() is not None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

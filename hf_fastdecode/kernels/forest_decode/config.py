@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import triton
 
 from ..installed import interpreted
 from .limits import compute_capability
+
+logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,9 @@ def choose_config(
         apart = each > 1 and suffixes >= _APART
         waiting = 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE
         return Config(128, block_n=128, stages=2, hopper=True, suffix=_WAITING if waiting else None, apart=apart)
-    block_m = min(128, max(16, triton.next_power_of_2(packed)))
-    config = Config(block_m, overlap=overlap, warps=8 if block_m == 128 else 4)
+    most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
+    block_m = min(most, max(16, triton.next_power_of_2(packed)))
+    config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
     if packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
     elif block_m == 64:
@@ -127,8 +131,6 @@ def choose_config(
         config = replace(config, stages=config.stages - 1)
     while _shared_bytes(config, head_dim) > shared_memory and config.block_n > 32:
         config = replace(config, block_n=config.block_n // 2)
-    if head_dim > 128:  # the accumulator fills the registers
-        config = replace(config, block_m=min(64, config.block_m), warps=8 if config.block_m > 32 else 4)
     return config
 
 
@@ -241,9 +243,12 @@ def _is_hopper(device: torch.device | None) -> bool:
 
 @lru_cache
 def hopper_kernel() -> Any:
-    """`hopper_node_partials`; None where this Triton lacks the language that it is written in."""
+    """`hopper_node_partials`; None where this Triton lacks the language that it is written in, which is told."""
     try:
         from .hopper import hopper_node_partials
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "wide batches decode without the kernel for Hopper GPUs: Triton %s: %s", triton.__version__, error
+        )
         return None
     return hopper_node_partials

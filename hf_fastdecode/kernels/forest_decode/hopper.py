@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .hopper_tiles import begin_of, produce
 from .triton import LOG2E, cap_scores, prefetch
 
-group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.threadgroup_barrier  # renamed after Triton 3.6
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
 
 
 @gluon.jit
