@@ -117,7 +117,9 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
     if backend == "plain":
         return None
     if torch.is_grad_enabled() and any(part.requires_grad for part in (query, keys, values)):
-        return "its log-sum-exp, by which parts are merged, has no gradient"
+        return (
+            "outside of torch.no_grad() a gradient is wanted, and its log-sum-exp, by which parts are merged, has none"
+        )
     if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
         return f"it does not run on device {query.device.type!r}"
     if head_dim != value_dim:

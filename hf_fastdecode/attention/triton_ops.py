@@ -89,20 +89,19 @@ class ForestTables:
         self._lengths: dict[torch.device, tuple[int, Tensor]] = {}
         self._slots: dict[torch.device, Tensor] = {}
 
-    @torch.inference_mode(False)  # what it made could not be filled outside of it
     def lengths(self, rows: int, before: int, device: torch.device) -> Tensor:
         """``[rows]`` int32 on the device, all `before`: filled once a step, for the first layer that asks."""
         known = self._lengths.get(device)
         if known is not None and known[0] == before and len(known[1]) == rows:
             return known[1]
-        if known is not None and len(known[1]) == rows:
-            tensor = known[1].fill_(before)
-        else:
-            tensor = torch.full((rows,), before, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # what it made could not be filled outside of it
+            if known is not None and len(known[1]) == rows:
+                tensor = known[1].fill_(before)
+            else:
+                tensor = torch.full((rows,), before, dtype=torch.int32, device=device)
         self._lengths[device] = before, tensor
         return tensor
 
-    @torch.inference_mode(False)
     def slots(self, rows: int, device: torch.device) -> Tensor:
         """``[rows]`` int32 on the device: every row's suffix lies in its own place."""
         if device not in self._slots or len(self._slots[device]) != rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
     if shape == "embedded":
         model = fd.load_embedded(dtype=dtype, device=device)[0]
     else:
-        model = AutoModelForCausalLM.from_pretrained(shape, dtype=dtype).to(device).eval()
+        folder = Path(shape).expanduser()
+        model = AutoModelForCausalLM.from_pretrained(folder if folder.is_dir() else shape, dtype=dtype)
+        model = model.to(device).eval()
     end = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
     return model

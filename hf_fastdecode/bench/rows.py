@@ -47,7 +47,8 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
 
 def _environment() -> list[str]:
     """The variable that changes what runs, as a shell has it in front of a command."""
-    return [f"{BACKEND_VARIABLE}={value}"] if (value := os.environ.get(BACKEND_VARIABLE)) else []
+    value = os.environ.get(BACKEND_VARIABLE, "auto")
+    return [] if value in ("", "auto") else [f"{BACKEND_VARIABLE}={value}"]
 
 
 def _arguments() -> list[str]:

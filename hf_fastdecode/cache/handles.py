@@ -27,7 +27,7 @@ class DecodeKV(SharedKV):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv = self.layer.forest_kv()
         self.layer.window, self.layer.said = scoring.window, scoring.said
-        if self._by_kernels(kv, query, scoring.window):
+        if self._by_kernels(kv, query, scoring):
             if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
                 self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
                 did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
@@ -55,17 +55,17 @@ class DecodeKV(SharedKV):
         )
         return out.to(query.dtype).transpose(1, 2)
 
-    def _by_kernels(self, kv: ForestKV, query: Tensor, window: int | None) -> bool:
+    def _by_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
         if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
             return False
         stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
-        reason = triton_ops.refusal(query, self.keys, self.values, stored)
+        reason = triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
         if reason is not None or backend == "triton":
             return reason is None
-        return self._choice(kv, query, window).name == KERNELS
+        return self._choice(kv, query, scoring.window).name == KERNELS
 
     def _why(self, kv: ForestKV, query: Tensor, window: int | None) -> str:
         """What the cost model predicted, where it had the choice."""

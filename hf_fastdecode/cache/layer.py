@@ -185,15 +185,16 @@ class SharedContextLayer(CacheLayerMixin):
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
 
-    @torch.inference_mode(False)  # as `_storage`
     def suffixes_as_segment(self) -> Segment:
         """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet")
-        keys, values = (
-            part[:, :, : self.suffix_length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            for part in self.suffix
-        )
+        wanted = torch.is_grad_enabled()  # which leaving inference mode would turn on
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_storage`
+            keys, values = (
+                part[:, :, : self.suffix_length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+                for part in self.suffix
+            )
         return Segment(keys.flatten(1, 2), values.flatten(1, 2))
 
     def select_rows(self, rows: Tensor) -> None:

@@ -20,12 +20,11 @@ class Origin:
         self._numbers = _numbers_of(model)
 
     def differs(self, model: nn.Module) -> bool:
-        """Whether a model's weights are others; one of other shapes, or on another device, is not compared."""
+        """Whether a model's weights are others; one of other types, or on other devices, is not compared."""
         now = _numbers_of(model)
-        comparable = now.keys() == self._numbers.keys() and all(
-            len(now[kind]) == len(numbers) for kind, numbers in self._numbers.items()
+        return now.keys() == self._numbers.keys() and not all(
+            torch.equal(now[kind], numbers) for kind, numbers in self._numbers.items()
         )
-        return comparable and not all(torch.equal(now[kind], numbers) for kind, numbers in self._numbers.items())
 
 
 @torch.no_grad()
@@ -35,6 +34,6 @@ def _numbers_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Tens
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
             flat = parameter.detach().reshape(-1)
-            numbers = flat[:: max(1, len(flat) // _EACH)][:_EACH]
+            numbers = flat[:: max(1, len(flat) // _EACH)][:_EACH].contiguous().view(torch.uint8)  # NaN is no other NaN
             found.setdefault((parameter.device, parameter.dtype), []).append(numbers)
     return {kind: torch.cat(parts) for kind, parts in found.items()}

@@ -54,7 +54,7 @@ class SharedContextCache(Cache):
     layers: list[SharedContextLayer]
 
     def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
-        if max_suffix is not None and (not isinstance(max_suffix, int) or max_suffix < 0):
+        if max_suffix is not None and (not hasattr(max_suffix, "__index__") or max_suffix < 0):
             raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
         if backend not in ("triton", *BACKENDS):
             raise ValueError(f"backend must be one of triton, {', '.join(BACKENDS)}, got {backend!r}")
@@ -313,7 +313,7 @@ class SharedContextCache(Cache):
             if len(indices) != self.rows:
                 raise IndexError(f"a boolean for each of the cache's {self.rows} rows is needed, got {len(indices)}")
             indices = indices.nonzero().flatten()
-        self.select_rows([row + self.rows if row < 0 else row for row in indices.tolist()])
+        self.select_rows([row + self.rows if -self.rows <= row < 0 else row for row in indices.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; nodes are not copied."""

@@ -105,7 +105,7 @@ def _start(
         _check_cache(model, given)
     width = input_ids.shape[1]
     groups = group_prompts(input_ids, mask)
-    max_suffix = generation_config.max_length - width
+    max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
     cache = (SharedContextCache() if given is None else given).fork(max_suffix=max_suffix, backend=options.backend)
     plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
     if given is not None and not all(plan.known_lengths):

@@ -199,7 +199,7 @@ def test_rows_out_of_range(pair):
     for select, rows in ((cache.select_rows, [0, 3]), (cache.batch_select_indices, torch.tensor([3]))):
         with pytest.raises(IndexError, match=r"row 3 is not among the cache's rows 0\.\.2"):
             select(rows)
-    with pytest.raises(IndexError, match="row -1 is not among"):
+    with pytest.raises(IndexError, match="row -4 is not among"):
         cache.batch_select_indices(torch.tensor([-4]))
     with pytest.raises(IndexError, match="a boolean for each of the cache's 3 rows is needed, got 5"):
         cache.batch_select_indices(torch.ones(5, dtype=torch.bool))
@@ -342,14 +342,31 @@ def test_gradients_through_a_cache_are_those_of_stock(name):
         model(PROMPTS, past_key_values=stock)
     expected = gradients(stock)
     with fd.enabled(model):
-        found = gradients(fd.prefill(model, PROMPTS))
+        cache = fd.prefill(model, PROMPTS)
+        found = gradients(cache)
+    assert all("by plain" in layer.ran["decode"] for layer in cache.layers)
     assert len(found) == len(expected) > 10
     for own, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+@pytest.mark.parametrize(
+    ("name", "trained"), [("llama-gqa", "layers.1.self_attn.v_proj"), ("gpt_oss", "1.self_attn.sinks")]
+)
+def test_kernels_are_refused_whatever_gradients_are_wanted(name, trained):
+    model = tiny_model(name).requires_grad_(False)
+    for weight in (weight for full, weight in model.named_parameters() if trained in full):
+        weight.requires_grad_()
+    with fd.enabled(model, backend="triton"), pytest.raises(BackendError, match="it computes no gradients"):
+        model(TOKENS, past_key_values=fd.prefill(model, PROMPTS))
+
+
 def test_operators_without_gradients_are_refused_where_these_are_wanted(model):
-    with fd.enabled(model, backend="cpu"), pytest.raises(BackendError, match="has no gradient; use backend='auto'"):
+    with (
+        fd.enabled(model, backend="cpu"),
+        pytest.raises(BackendError, match=r"outside of torch.no_grad\(\) a gradient is"),
+    ):
         model(TOKENS, past_key_values=fd.prefill(model, PROMPTS))
 
 
@@ -375,3 +392,12 @@ def cache_in_inference_mode(model, backend):
         cache = fd.prefill(model, PROMPTS)
         model(TOKENS, past_key_values=cache)
     return cache
+
+
+def test_a_fork_without_gradients_has_none(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPTS)
+        model(TOKENS, past_key_values=cache)
+        with torch.no_grad():
+            fork = cache.fork()
+    assert not any(part.requires_grad for layer in fork.layers for pair in layer.segments.values() for part in pair)

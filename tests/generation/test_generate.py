@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -14,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode.generation import methods
 from hf_fastdecode.generation.modes import configs_of
+from hf_fastdecode.generation.shared import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
@@ -327,6 +329,17 @@ def test_ids_of_32_bits_and_masks_of_other_numbers(model):
 def test_what_cannot_be_prefilled(model, inputs, message):
     with fd.enabled(model), pytest.raises(ValueError, match=message):
         fd.prefill(model, inputs)
+
+
+def test_steps_are_not_given_what_is_empty():
+    arguments = {"mm_encoder_outputs": {}, "token_type_ids": None, "use_cache": True, "logits_to_keep": 1}
+    assert step_arguments(arguments) == {"use_cache": True, "logits_to_keep": 1}
+
+
+@pytest.mark.parametrize("number", [np.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
+def test_numbers_of_other_libraries(model, number):
+    stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": number})
+    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
 
 
 def test_a_model_that_sees_images():

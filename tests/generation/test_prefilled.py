@@ -188,8 +188,9 @@ def test_a_cache_serves_a_copy_of_the_model(model):
             )
 
 
-def test_a_cache_of_other_weights_is_an_error(model):
-    other = tiny_model("llama-gqa", seed=5)
+@pytest.mark.parametrize("other", [{"seed": 5}, {"attention_bias": True}], ids=str)
+def test_a_cache_of_other_weights_is_an_error(model, other):
+    other = tiny_model("llama-gqa", **other)
     with fd.enabled(model), fd.enabled(other):
         cache = fd.prefill(other, PROMPT)
         with pytest.raises(ValueError, match="made with other weights, of another model or before these changed"):
@@ -215,3 +216,11 @@ def test_a_report_is_of_its_own_call(model):
             del cache
         assert str(fd.explain(model).last_call) == before
         assert str(pickle.loads(pickle.dumps(fd.explain(model).last_call))) == before
+
+
+def test_weights_that_are_no_numbers_are_still_the_same():
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan
+        model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
+        assert fd.explain(model).last_call.path == "shared"

@@ -406,3 +406,11 @@ def test_arguments_that_would_read_other_memory_are_refused(name, change, messag
     check_arguments(**given)
     with pytest.raises(ValueError, match=message):
         check_arguments(**given | {name: change(given[name])})
+
+
+def test_the_operator_checks_its_arguments():
+    device = "cpu" if INTERPRETED else "cuda"
+    options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.half}
+    query, kv = make_inputs(Forest(2), 20, **options, device=device)
+    with pytest.raises(ValueError, match="window must be at least 1, or None for none, got 0"):
+        decode(query, kv, config=Config(16, block_n=16, overlap=False), window=0)

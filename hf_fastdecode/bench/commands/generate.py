@@ -161,6 +161,8 @@ def _check_models(cases: Sequence[GenerateCase]) -> None:
     from ..shapes import MAX_POSITIONS, SHAPES
 
     for shape in dict.fromkeys(case.shape for case in cases):
+        if Path(shape).expanduser().is_file():
+            raise CommandError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
         limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
         for case in cases:
             if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:

@@ -99,7 +99,7 @@ def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, 
     """
     from ...attention.operators import BACKEND_VARIABLE
 
-    if forced := os.environ.get(BACKEND_VARIABLE):
+    if (forced := os.environ.get(BACKEND_VARIABLE, "auto")) not in ("", "auto"):
         raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
     check_out(out)
     from ..ops import OpBench

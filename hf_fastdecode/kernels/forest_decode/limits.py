@@ -14,7 +14,9 @@ MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
 
 
-def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor]) -> str | None:
+def refusal(
+    query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor], sinks: Tensor | None = None
+) -> str | None:
     """Why `forest_decode` cannot take these, or None when it can.
 
     Args:
@@ -22,8 +24,10 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
         keys: New keys ``[rows, kv_heads, queries, head_dim]``.
         values: New values.
         stored: Keys of the suffixes and of the segments that nodes lie in.
+        sinks: Where the layer has them.
     """
-    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad):
+    given = [query, keys, values, *stored, *([sinks] if sinks is not None else [])]
+    if torch.is_grad_enabled() and any(part.requires_grad for part in given):
         return "it computes no gradients; call it under torch.no_grad()"
     others = {(part.dtype, part.device) for part in (query, keys, values, *stored)}
     if len(others) > 1:  # it reads raw memory, which it would take for the query's dtype
@@ -57,7 +61,9 @@ def check_arguments(
     window: int | None,
     sinks: Tensor | None,
 ) -> None:
-    """Refuse arguments of `forest_decode` with which it would read memory of others; see there for what they are.
+    """Refuse tensors of other shapes, strides or types than `forest_decode` documents, and numbers out of bounds.
+
+    What addresses point at cannot be looked at, nor the numbers in tensors, which lie on the device.
 
     Raises:
         ValueError: One of them is not as documented.
