@@ -29,13 +29,19 @@ BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
 """Environment variable that stands in for ``backend=`` where that is ``auto``."""
 
 
+def backend_of_environment() -> str | None:
+    """The backend that the variable forces, or None where it is not set, empty or ``auto``."""
+    given = os.environ.get(BACKEND_VARIABLE, "")
+    return None if given in ("", "auto") else given
+
+
 class BackendError(ValueError):
     """A backend was forced that cannot compute what was asked."""
 
 
 def cannot_run(backend: str, reason: str) -> BackendError:
     """The error for a forced backend, with what to do about it."""
-    by_variable = os.environ.get(BACKEND_VARIABLE) == backend
+    by_variable = backend_of_environment() == backend
     remedy = f"unset ${BACKEND_VARIABLE} or use backend='plain'" if by_variable else "use backend='auto' or 'plain'"
     return BackendError(f"backend={backend!r} cannot run: {reason}; {remedy}")
 

@@ -16,7 +16,7 @@ import transformers
 
 import hf_fastdecode
 
-from ..attention.operators import BACKEND_VARIABLE
+from ..attention.operators import BACKEND_VARIABLE, backend_of_environment
 
 Row = dict[str, str]
 
@@ -47,8 +47,7 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
 
 def _environment() -> list[str]:
     """The variable that changes what runs, as a shell has it in front of a command."""
-    value = os.environ.get(BACKEND_VARIABLE, "auto")
-    return [] if value in ("", "auto") else [f"{BACKEND_VARIABLE}={value}"]
+    return [f"{BACKEND_VARIABLE}={forced}"] if (forced := backend_of_environment()) else []
 
 
 def _arguments() -> list[str]:

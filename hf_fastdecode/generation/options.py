@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from ..attention import operators
-from ..attention.operators import BACKEND_VARIABLE
+from ..attention.operators import BACKEND_VARIABLE, backend_of_environment
 
 BACKENDS = ("auto", "triton", *operators.BACKENDS[1:])
 """What ``backend=`` takes."""
@@ -40,7 +39,7 @@ class Options:
         return [f"{name}={getattr(self, name)!r}" for name in choices if getattr(self, name) != "auto"]
 
     def __post_init__(self) -> None:
-        forced = os.environ.get(BACKEND_VARIABLE)
+        forced = backend_of_environment()
         if self.backend == "auto" and forced:
             if forced not in BACKENDS:
                 raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {forced!r}")

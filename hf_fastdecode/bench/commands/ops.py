@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,9 +96,9 @@ def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, 
     Raises:
         CommandError: ``$HF_FASTDECODE_BACKEND`` is set, or `out` cannot be written to.
     """
-    from ...attention.operators import BACKEND_VARIABLE
+    from ...attention.operators import BACKEND_VARIABLE, backend_of_environment
 
-    if (forced := os.environ.get(BACKEND_VARIABLE, "auto")) not in ("", "auto"):
+    if forced := backend_of_environment():
         raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
     check_out(out)
     from ..ops import OpBench

@@ -1,0 +1,100 @@
+"""What the kernels refuse, and how they say so."""
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.kernels.forest_decode.limits import check_arguments, refusal
+
+from ..attention.forests import make_inputs
+from ..tiny_models import ragged_prompts, tiny_model
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.api import Config
+
+from .operator_runs import decode
+
+INTERPRETED = not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((1, 2, 1, 24), torch.bfloat16, "multiples of 16, got 24"),
+        ((1, 2, 1, 512), torch.bfloat16, "up to 256 in multiples of 16, got 512"),
+        ((1, 2, 17, 64), torch.bfloat16, "up to 16 queries at once, got 17"),
+        ((1, 2, 1, 64), torch.float32, "takes float16 and bfloat16, got torch.float32"),
+        ((1, 2, 1, 64), torch.bfloat16, "runs on CUDA devices, got 'cpu'"),
+    ],
+)
+def test_refusals_name_value_and_bound(shape, dtype, reason, monkeypatch):
+    if "CUDA" in reason:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    elif "float32" in reason:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        if INTERPRETED:
+            pytest.skip("needs a CUDA device")
+    device = "cuda" if not INTERPRETED and "CUDA" not in reason else "cpu"
+    keys = torch.empty(shape, dtype=dtype, device=device)
+    assert reason in refusal(keys, keys, keys, [keys])
+
+
+def test_mixed_dtypes_and_gradients_are_refused():
+    half, full = torch.empty(1, 2, 1, 64, dtype=torch.half), torch.empty(1, 2, 1, 64)
+    assert "one dtype and device" in refusal(half, half, half, [full])
+    assert "no gradients" in refusal(half.requires_grad_(), half, half, [half])
+
+
+def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny_model("llama-gqa")
+    with (
+        fd.enabled(model, backend="triton"),
+        pytest.raises(ValueError, match="backend='triton' cannot run: it runs on"),
+    ):
+        model.generate(**ragged_prompts(80), num_return_sequences=2, max_new_tokens=3, do_sample=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "query",
+            lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
+            r"query must be \[2, 4, 1, 32\] float16, contiguous in the last",
+        ),
+        ("query", lambda x: x.float(), "new_keys must be .* float32, .* got .* float16"),
+        ("new_keys", lambda x: x[:1], r"new_keys must be \[2, 2, 1, 32\] .* got \[1, 2, 1, 32\]"),
+        (
+            "new_keys",
+            lambda x: x.expand(2, 2, 1, 32).repeat(1, 2, 1, 1)[:, :3],
+            "multiple of the KV heads, got 4 and 3",
+        ),
+        ("new_values", lambda x: x[..., :16], "new_values must be .* got .*16"),
+        ("slots", lambda x: x[:1], r"slots must be \[2\] int32"),
+        ("slots", lambda x: x.long(), "slots must be .* got .* int64"),
+        ("lengths", lambda x: x[:, None], r"lengths must be \[2\] int32"),
+        ("sinks", lambda _: torch.zeros(2), r"sinks must be \[4\] float32"),
+        ("sinks", lambda _: torch.zeros(4).half(), "sinks must be .* got .* float16"),
+        ("scale", lambda _: 0.0, "scale must be above 0, got 0.0"),
+        ("scale", lambda _: float("nan"), "scale must be above 0, got nan"),
+        ("soft_cap", lambda _: -5.0, "soft_cap must be above 0, or None for none, got -5.0"),
+        ("window", lambda _: 0, "window must be at least 1, or None for none, got 0"),
+    ],
+)
+def test_arguments_that_would_read_other_memory_are_refused(name, change, message):
+    given = {"query": torch.zeros(2, 4, 1, 32).half(), "scale": 1.0, "soft_cap": None, "window": None}
+    given |= {f"new_{part}": torch.zeros(2, 2, 1, 32).half() for part in ("keys", "values")}
+    given |= {"slots": torch.zeros(2, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32), "sinks": None}
+    check_arguments(**given)
+    with pytest.raises(ValueError, match=message):
+        check_arguments(**given | {name: change(given[name])})
+
+
+def test_the_operator_checks_its_arguments():
+    device = "cpu" if INTERPRETED else "cuda"
+    options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.half}
+    query, kv = make_inputs(Forest(2), 20, **options, device=device)
+    with pytest.raises(ValueError, match="window must be at least 1, or None for none, got 0"):
+        decode(query, kv, config=Config(16, block_n=16, overlap=False), window=0)
