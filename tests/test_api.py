@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.options import BACKENDS, MODES, SAMPLERS, Options
+from hf_fastdecode.attention.operators import ALL_BACKENDS
+from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 
 from .short_calls import PROMPT, SAMPLING
@@ -241,7 +242,7 @@ def test_enable_explains_every_option():
     }
     explained = inspect.getdoc(fd.enable)
     assert all(f"\n    {name}: " in explained for name in parameters)
-    for known in (BACKENDS, MODES, SAMPLERS):
+    for known in (ALL_BACKENDS, MODES, SAMPLERS):
         assert all(f"``{value}``" in explained for value in known)
 
 
@@ -283,7 +284,10 @@ def test_the_environment_stands_in_for_auto(model, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "cudnn")
     with (
         fd.enabled(model),
-        pytest.raises(ValueError, match=r"'cudnn' cannot run: .* unset \$HF_FASTDECODE_BACKEND or"),
+        pytest.raises(
+            ValueError,
+            match=r"'cudnn' cannot run: .* use backend='plain', or 'auto' with \$HF_FASTDECODE_BACKEND unset",
+        ),
     ):
         model.generate(**PROMPT, **SAMPLING)
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "warp")

@@ -151,8 +151,8 @@ def test_a_backend_that_cannot_run(forced, checkpoint, monkeypatch):
     option = ["--backend", "triton"] if forced == "option" else []
     result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
     assert result.exit_code == 2
-    remedy = "unset $HF_FASTDECODE_BACKEND" if forced == "environment" else "use backend='auto'"
-    assert "backend='triton' cannot run: it runs on CUDA devices, got 'cpu'; " + remedy in result.stderr
+    remedy = "'plain', or 'auto' with $HF_FASTDECODE_BACKEND unset" if forced == "environment" else "'auto' or 'plain'"
+    assert f"'triton' cannot run: it runs on CUDA devices, got 'cpu'; use backend={remedy}" in result.stderr
 
 
 def test_stock_needs_no_backend(checkpoint, monkeypatch):

@@ -12,18 +12,20 @@ from torch import Tensor
 from .partial import Partial, empty_partial, merge
 
 BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
-"""What ``backend=`` takes: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
+"""PyTorch's operators: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
 
 What some queries of one call see and others do not is two matrix products under any of them: the small causal square
 among a row's last tokens, and keys at the edge of a window.
 """
+
+ALL_BACKENDS = ("auto", "triton", *BACKENDS[1:])
+"""What `hf_fastdecode.enable` takes: those, and this package's kernels."""
 
 # On an H200, cuDNN overtakes flash over a long context from 512 packed queries with 32 KV heads, between 512 and 4096
 # with eight, and not by 8192 with one: below, flash is faster because it also splits the keys. cuDNN plans each new
 # shape for up to a second, so it never serves a growing suffix.
 _CUDNN_MIN_QUERIES = 1024
 _CUDNN_MIN_KEYS = 1024
-
 
 BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
 """Environment variable that stands in for ``backend=`` where that is ``auto``."""
@@ -42,8 +44,8 @@ class BackendError(ValueError):
 def cannot_run(backend: str, reason: str) -> BackendError:
     """The error for a forced backend, with what to do about it."""
     by_variable = backend_of_environment() == backend
-    remedy = f"unset ${BACKEND_VARIABLE} or use backend='plain'" if by_variable else "use backend='auto' or 'plain'"
-    return BackendError(f"backend={backend!r} cannot run: {reason}; {remedy}")
+    remedy = f"'plain', or 'auto' with ${BACKEND_VARIABLE} unset" if by_variable else "'auto' or 'plain'"
+    return BackendError(f"backend={backend!r} cannot run: {reason}; use backend={remedy}")
 
 
 def plain_partial(

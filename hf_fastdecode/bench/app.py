@@ -20,10 +20,10 @@ app = typer.Typer(
 )
 
 _NOTE = (
-    "A row has the device, versions, commit (`$COMMIT` when it is set), command, with `$HF_FASTDECODE_BACKEND` when "
-    "it is set, and 20th, 50th and 80th percentiles. Rows that the file already has from the same commit and command "
-    "are kept: run a command again, and it goes on where it broke off. Rows of another commit, command or version "
-    "give way to new ones of the same case and way; name another `--out` to keep them."
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
+    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
+    "where it broke off. Rows of another commit, command or version give way to new ones of the same case and way; "
+    "name another `--out` to keep them."
 )
 
 

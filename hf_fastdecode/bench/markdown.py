@@ -94,8 +94,10 @@ def _ops_where(rows: Sequence[Row]) -> str:
 
 def _range(ordered: Sequence[float], decimals: int) -> str:
     """The least and the largest as text, with two digits at least, or one of them when they read the same."""
-    form = f".{decimals}f" if ordered[0] >= 10 ** (1 - decimals) else ".2g"
-    least, most = format(ordered[0], form), format(ordered[-1], form)
+    least, most = (
+        format(number, f".{decimals}f" if number >= 10 ** (1 - decimals) else ".2g")
+        for number in (ordered[0], ordered[-1])
+    )
     return least if least == most else f"{least} to {most}"
 
 

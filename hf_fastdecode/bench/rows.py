@@ -16,7 +16,7 @@ import transformers
 
 import hf_fastdecode
 
-from ..attention.operators import BACKEND_VARIABLE, backend_of_environment
+from ..attention.operators import BACKEND_VARIABLE
 
 Row = dict[str, str]
 
@@ -27,8 +27,14 @@ RESULTS = Path(__file__).parent / "results"
 _SILENT_OPTIONS = {"--out": 1, "--plot": 0}
 
 
-def provenance(device: torch.device | str) -> dict[str, Any]:
-    """The columns that every row begins with."""
+def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:
+    """The columns that every row begins with.
+
+    Args:
+        device: Where it is measured.
+        backend: That of the environment, where it changes what runs: it then stands in front of the command, as in a
+            shell.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -41,13 +47,8 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_fastdecode": hf_fastdecode.__version__,
         "commit": _commit(),
-        "command": " ".join([*_environment(), _program(), *_arguments()]),
+        "command": " ".join([*([f"{BACKEND_VARIABLE}={backend}"] if backend else []), _program(), *_arguments()]),
     }
-
-
-def _environment() -> list[str]:
-    """The variable that changes what runs, as a shell has it in front of a command."""
-    return [f"{BACKEND_VARIABLE}={forced}"] if (forced := backend_of_environment()) else []
 
 
 def _arguments() -> list[str]:

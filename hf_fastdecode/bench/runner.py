@@ -62,7 +62,7 @@ def run(
             "ones; name another --out to keep them",
             file=sys.stderr,
         )
-    kept = measured = 0
+    kept = 0
     try:
         with tqdm(total=len(asked), unit="row", dynamic_ncols=True, disable=None) as bar:
             for key, (case, way, head) in zip(keys, asked, strict=True):
@@ -70,14 +70,14 @@ def run(
                 if not _is_done(rows.get(key), head):
                     rows[key] = _as_read(head | measure(case, way))
                     write_rows(out, list(rows.values()))
-                    measured += 1
                     tqdm.write(brief(rows[key]), file=sys.stderr)
                 else:
                     kept += 1
                 bar.update()
     except KeyboardInterrupt:
+        done = sum(_is_done(rows.get(key), head) for key, (*_, head) in zip(keys, asked, strict=True))
         print(
-            f"interrupted: {kept + measured} of {len(asked)} rows are in {out}; run the same command again to go on",
+            f"interrupted: {done} of {len(asked)} rows are in {out}; run the same command again to go on",
             file=sys.stderr,
         )
         raise

@@ -59,7 +59,7 @@ class DecodeKV(SharedKV):
         backend = self.layer.state.backend
         if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
             return False
-        stored = [segment.keys for segment in (kv.suffix, *self.layer.segments.values())]
+        stored = [part for segment in (kv.suffix, *self.layer.segments.values()) for part in segment]
         reason = triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)

@@ -20,11 +20,11 @@ class Origin:
         self._numbers = _numbers_of(model)
 
     def differs(self, model: nn.Module) -> bool:
-        """Whether a model's weights are others; one of other types, or on other devices, is not compared."""
-        now = _numbers_of(model)
-        return now.keys() == self._numbers.keys() and not all(
-            torch.equal(now[kind], numbers) for kind, numbers in self._numbers.items()
-        )
+        """Whether a model's weights are others, more or fewer; one moved or converted as a whole is not compared."""
+        now, then = _numbers_of(model), self._numbers
+        if now.keys().isdisjoint(then):
+            return False
+        return now.keys() != then.keys() or not all(torch.equal(now[kind], then[kind]) for kind in now)
 
 
 @torch.no_grad()
@@ -34,6 +34,7 @@ def _numbers_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Tens
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
             flat = parameter.detach().reshape(-1)
-            numbers = flat[:: max(1, len(flat) // _EACH)][:_EACH].contiguous().view(torch.uint8)  # NaN is no other NaN
-            found.setdefault((parameter.device, parameter.dtype), []).append(numbers)
+            numbers = flat[:: max(1, len(flat) // _EACH)][:_EACH].clone(memory_format=torch.contiguous_format)
+            as_bytes = numbers.view(torch.uint8)  # NaN equals itself, and types that cannot be concatenated can
+            found.setdefault((parameter.device, parameter.dtype), []).append(as_bytes)
     return {kind: torch.cat(parts) for kind, parts in found.items()}

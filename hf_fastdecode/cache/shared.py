@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
-from ..attention.operators import BACKENDS
+from ..attention.operators import ALL_BACKENDS
 from .layer import PrefillItem, SharedContextLayer, SharedState
 from .origin import Origin
 
@@ -54,10 +55,10 @@ class SharedContextCache(Cache):
     layers: list[SharedContextLayer]
 
     def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
-        if max_suffix is not None and (not hasattr(max_suffix, "__index__") or max_suffix < 0):
+        if max_suffix is not None and not _is_count(max_suffix):
             raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
-        if backend not in ("triton", *BACKENDS):
-            raise ValueError(f"backend must be one of triton, {', '.join(BACKENDS)}, got {backend!r}")
+        if backend not in ALL_BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(ALL_BACKENDS)}, got {backend!r}")
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
@@ -323,6 +324,14 @@ class SharedContextCache(Cache):
 
     def __repr__(self) -> str:
         return f"SharedContextCache({self.forest!r}, suffix_length={self.suffix_length}, layers={len(self.layers)})"
+
+
+def _is_count(number: Any) -> bool:
+    """Whether it is an integer of any library, and not negative."""
+    try:
+        return not isinstance(number, bool) and operator.index(number) >= 0
+    except TypeError:
+        return False
 
 
 def cache_bytes(cache: Any) -> int:

@@ -206,7 +206,7 @@ def _decode(
     if call is not None:
         seams: Seams = vars(model)[STATE_ATTRIBUTE]
         state = _AsItBegan(seams.options, seams.captures, seams.tell_once)
-        new_tokens = generation_config.max_length - input_ids.shape[1]
+        new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention import operators
-from ..attention.operators import BACKEND_VARIABLE, backend_of_environment
-
-BACKENDS = ("auto", "triton", *operators.BACKENDS[1:])
-"""What ``backend=`` takes."""
+from ..attention.operators import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
 """What ``mode=`` takes."""
@@ -41,10 +37,10 @@ class Options:
     def __post_init__(self) -> None:
         forced = backend_of_environment()
         if self.backend == "auto" and forced:
-            if forced not in BACKENDS:
-                raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {forced!r}")
+            if forced not in ALL_BACKENDS:
+                raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(ALL_BACKENDS)}, got {forced!r}")
             object.__setattr__(self, "backend", forced)
-        for name, known in (("backend", BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
+        for name, known in (("backend", ALL_BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):

@@ -190,7 +190,7 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
 
 
 def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
-    """Refuse a cache of weights that are no more, or that another model's layers filled, as far as shapes tell."""
+    """Refuse a cache of other weights: other shapes, or other numbers where it knows those that filled it."""
     config = model.config.get_text_config(decoder=True)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(

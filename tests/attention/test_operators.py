@@ -106,6 +106,18 @@ def test_a_forced_backend_that_cannot_run_says_why(backend: str, asked: dict[str
         choose_operator(backend, *qkv(**asked))
 
 
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_gradients_of_any_are_left_to_plain(wanted: int) -> None:
+    tensors = qkv("cpu", torch.float32)
+    assert choose_operator("auto", *tensors) == "cpu"
+    tensors[wanted].requires_grad_()
+    assert choose_operator("auto", *tensors) == "plain"
+    with pytest.raises(BackendError, match="a gradient is wanted"):
+        choose_operator("cpu", *tensors)
+    with torch.no_grad():
+        assert choose_operator("auto", *tensors) == "cpu"
+
+
 def test_an_unknown_backend_is_told_the_known_ones() -> None:
     with pytest.raises(BackendError, match=rf"{', '.join(BACKENDS)}, got 'fastest'"):
         choose_operator("fastest", *qkv("cpu", torch.float32))

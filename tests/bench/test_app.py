@@ -193,6 +193,25 @@ def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeyp
     assert run(*command.split(), "--list").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("ways", "refused"), [([], "'plain' is for generate"), (["--way", "stock"], "--way must be one of ours, ")]
+)
+def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    monkeypatch.setattr("hf_fastdecode.bench.commands.tables.run_generate", pytest.fail)
+    words = ("--table", "bifurcated-1", "--table", "hydragen-fig5", *ways, "--device", "cpu", "--out", tmp_path)
+    result = run("tables", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert refused in result.stderr
+
+
+def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").touch()
+    words = ("--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "shared", "--device", "cpu")
+    assert run("generate", *words, "--no-check", "--out", "rows.csv").exit_code == 0
+
+
 def test_models_that_cannot_be_read_are_told_before_measuring(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in (("./nosuch", "there is no file or folder ./nosuch; name one"), ("empty", "config.json; ")):
@@ -259,6 +278,8 @@ def test_small_rates_keep_their_digits():
     assert "; ceilings 0.0021 TB/s and 0.087 TFLOP/s; " in ops_table([small])
     large = row | {"copy_tb_per_s": "4.014", "matmul_tflop_per_s": "748.3"}
     assert "; ceilings 4.01 TB/s and 748 TFLOP/s; " in ops_table([large])
+    slow = large | {"matmul_tflop_per_s": "9.64"}
+    assert " and 9.6 to 748 TFLOP/s; " in ops_table([slow, large])
 
 
 def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):

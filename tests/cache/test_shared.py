@@ -206,9 +206,11 @@ def test_rows_out_of_range(pair):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "bogus"}, "backend must be one of triton, auto, flash, .*, got 'bogus'"),
+        ({"backend": "bogus"}, "backend must be one of auto, triton, flash, .*, got 'bogus'"),
         ({"max_suffix": -1}, "max_suffix must be an integer of at least 0, or None, got -1"),
         ({"max_suffix": "x"}, "max_suffix must be an integer .* got 'x'"),
+        ({"max_suffix": True}, "max_suffix must be an integer .* got True"),
+        ({"max_suffix": torch.tensor(1.5)}, r"max_suffix must be an integer .* got tensor\(1.5"),
     ],
 )
 def test_options_are_checked(options, message):

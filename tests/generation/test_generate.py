@@ -340,6 +340,9 @@ def test_steps_are_not_given_what_is_empty():
 def test_numbers_of_other_libraries(model, number):
     stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": number})
     assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING | {"max_new_tokens": number})
+        assert type(vars(model)[methods.STATE_ATTRIBUTE].captures.steps_asked) is int
 
 
 def test_a_model_that_sees_images():

@@ -197,6 +197,28 @@ def test_a_cache_of_other_weights_is_an_error(model, other):
             model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_cache_of_fewer_weights_is_an_error(changed):
+    """An adapter of another dtype has been added since, and other weights may have changed."""
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        with torch.no_grad():
+            if changed:
+                for weight in model.parameters():
+                    weight.mul_(2)
+        model.model.layers[0].mlp.adapter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match="made with other weights"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+
+
+def test_weights_of_any_stride_are_known():
+    model = tiny_model("llama-gqa")
+    model.scale = torch.nn.Parameter(torch.arange(10.0)[::10])
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
+
+
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "pixel_values"])
 def test_prefill_refuses_what_it_would_ignore(model, name):
     with fd.enabled(model):

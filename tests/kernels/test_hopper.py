@@ -1,6 +1,7 @@
 """The kernel for Hopper GPUs: where its descriptor of all memory serves, and where a node needs its own."""
 
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from ..attention.forests import make_inputs, random_forest
 
 pytest.importorskip("triton")
+import triton
+
 from hf_fastdecode.kernels.forest_decode import memory
 from hf_fastdecode.kernels.forest_decode.api import choose_config
 from hf_fastdecode.kernels.forest_decode.config import hopper_kernel
@@ -52,6 +55,13 @@ def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
 def test_this_triton_has_the_kernel():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     assert hopper_kernel() is not None
+
+
+def test_a_triton_without_it_is_told(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "hf_fastdecode.kernels.forest_decode.hopper", None)
+    assert hopper_kernel.__wrapped__() is None
+    (told,) = caplog.messages
+    assert f"which Triton 3.6 and 3.7 can compile and {triton.__version__} cannot: import of" in told
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -12,6 +12,7 @@ from ..tiny_models import ragged_prompts, tiny_model
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config
+from hf_fastdecode.kernels.forest_decode.schedule import Schedule, make_schedule
 
 from .operator_runs import decode
 
@@ -72,6 +73,15 @@ def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
             "multiple of the KV heads, got 4 and 3",
         ),
         ("new_values", lambda x: x[..., :16], "new_values must be .* got .*16"),
+        ("nodes", lambda x: x.int(), r"nodes must be \[3, 5\] int64, .* got .* int32"),
+        ("nodes", lambda x: x[:2], r"nodes must be \[3, 5\] int64, .* got \[2, 5\]"),
+        ("nodes", lambda x: x[0], r"nodes must be \[3\] int64, .* got \[5\]"),
+        ("nodes", lambda x: x.repeat(1, 2)[:, ::2], r"nodes must be .* with strides \(10, 2\)"),
+        ("suffix", lambda x: x.int(), r"suffix must be \[4\] int64"),
+        ("suffix", lambda x: x[:3], r"suffix must be \[4\] int64, .* got \[3\]"),
+        ("schedule", lambda _: schedule_of(3), "the schedule must be for the query's 2 rows, got one for 3"),
+        ("config", lambda _: Config(32), r"cut into the configuration's blocks of \(32, 64\), got \(16, 64\)"),
+        ("config", lambda _: Config(16, block_n=32), r"the configuration's blocks of \(16, 32\), got \(16, 64\)"),
         ("slots", lambda x: x[:1], r"slots must be \[2\] int32"),
         ("slots", lambda x: x.long(), "slots must be .* got .* int64"),
         ("lengths", lambda x: x[:, None], r"lengths must be \[2\] int32"),
@@ -87,9 +97,19 @@ def test_arguments_that_would_read_other_memory_are_refused(name, change, messag
     given = {"query": torch.zeros(2, 4, 1, 32).half(), "scale": 1.0, "soft_cap": None, "window": None}
     given |= {f"new_{part}": torch.zeros(2, 2, 1, 32).half() for part in ("keys", "values")}
     given |= {"slots": torch.zeros(2, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32), "sinks": None}
+    given |= {"nodes": torch.zeros(3, 5, dtype=torch.int64), "suffix": torch.zeros(4, dtype=torch.int64)}
+    given |= {"schedule": schedule_of(2), "config": Config(16)}
     check_arguments(**given)
     with pytest.raises(ValueError, match=message):
         check_arguments(**given | {name: change(given[name])})
+    double = {part: given[part].double() for part in ("query", "new_keys", "new_values")}
+    with pytest.raises(ValueError, match=r"query must be fp16, bf16 or fp32, got torch\.float64"):
+        check_arguments(**given | double)
+
+
+def schedule_of(rows: int) -> Schedule:
+    blocks = {"block_m": 16, "block_n": 64}
+    return make_schedule([], rows, kv_heads=2, queries=2, **blocks, programs=4, device="cpu")
 
 
 def test_the_operator_checks_its_arguments():

@@ -75,7 +75,8 @@ def generate(
     Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
     `generate_batch` its continuous batching. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
     `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
-    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop.
+    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. Where
+    `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
     layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` has 2 layers.
@@ -129,6 +130,7 @@ def run_generate(
     Raises:
         CommandError: A model cannot be read, a case is longer than its model, or `out` cannot be written to.
     """
+    from ...attention.operators import backend_of_environment
     from ..generate import GenerateBench
     from ..rows import provenance
     from ..runner import run
@@ -139,7 +141,8 @@ def run_generate(
     if device.type == "cpu":
         _warn_of_size(cases)
     bench = GenerateBench(device, repeats=repeats, check=check)
-    return run(cases, ways, bench.measure, provenance=provenance(device), out=out)
+    where = provenance(device, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=where, out=out)
 
 
 def check_ways(ways: Sequence[str]) -> None:
@@ -161,7 +164,7 @@ def _check_models(cases: Sequence[GenerateCase]) -> None:
     from ..shapes import MAX_POSITIONS, SHAPES
 
     for shape in dict.fromkeys(case.shape for case in cases):
-        if Path(shape).expanduser().is_file():
+        if shape not in SHAPES and Path(shape).expanduser().is_file():
             raise CommandError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
         limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
         for case in cases:

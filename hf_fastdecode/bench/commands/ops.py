@@ -94,15 +94,24 @@ def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, 
     """Measure operators into `out`.
 
     Raises:
-        CommandError: ``$HF_FASTDECODE_BACKEND`` is set, or `out` cannot be written to.
+        CommandError: `out` cannot be written to, or as `check_backend`.
     """
-    from ...attention.operators import BACKEND_VARIABLE, backend_of_environment
-
-    if forced := backend_of_environment():
-        raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
+    check_backend()
     check_out(out)
     from ..ops import OpBench
     from ..rows import provenance
     from ..runner import run
 
     return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
+
+
+def check_backend() -> None:
+    """Refuse a backend that the environment forces: it would not be what runs.
+
+    Raises:
+        CommandError: ``$HF_FASTDECODE_BACKEND`` is set.
+    """
+    from ...attention.operators import BACKEND_VARIABLE, backend_of_environment
+
+    if forced := backend_of_environment():
+        raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
 from .generate import check_ways, run_generate
-from .ops import OP_WAY_NAMES, run_ops
+from .ops import OP_WAY_NAMES, check_backend, run_ops
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
 from .report import report
 
@@ -49,24 +50,35 @@ def tables(
         raise CommandError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
     if out.is_file() and not show:
         raise CommandError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
+    cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
+    for name in names:  # what is refused is refused before any is measured
+        _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
     for name in names:
         setting = PAPER_TABLES[name]
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
         ways = way or list(setting.ways)
         file = out / f"{name}.csv"
-        of_operators = isinstance(setting.cases[0], OpCase)
-        cases: list[Any] = chosen(list(setting.cases), only)
-        known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
-        if not of_operators:
-            check_ways(ways)
         if show:
-            show_cases(cases)
+            show_cases(cases[name])
             continue
         from ..markdown import ops_table, paper_table
 
-        if of_operators:
-            rows = run_ops(cases, ways, find_device(device), check, file)
+        if _of_operators(name):
+            rows = run_ops(cases[name], ways, find_device(device), check, file)
             report(rows, file, ops_table, plot=plot)
         else:
-            rows = run_generate(cases, ways, find_device(device), check, repeats, file)
+            rows = run_generate(cases[name], ways, find_device(device), check, repeats, file)
             report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)
+
+
+def _of_operators(name: str) -> bool:
+    return isinstance(PAPER_TABLES[name].cases[0], OpCase)
+
+
+def _check(ways: Sequence[str], *, of_operators: bool, show: bool) -> None:
+    """Refuse ways that a table does not have, and a backend that operators would not heed."""
+    known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
+    if not of_operators:
+        check_ways(ways)
+    elif not show:
+        check_backend()

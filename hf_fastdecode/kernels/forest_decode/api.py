@@ -71,7 +71,8 @@ def forest_decode(
         ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
             the Hopper kernel.
     """
-    check_arguments(query, new_keys, new_values, slots, lengths, scale, soft_cap, window, sinks)
+    tensors = (query, new_keys, new_values, nodes, suffix, slots, lengths)
+    check_arguments(*tensors, schedule, config, scale, soft_cap, window, sinks)
     rows, heads, queries, head_dim = query.shape
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads

@@ -248,7 +248,10 @@ def hopper_kernel() -> Any:
         from .hopper import hopper_node_partials
     except (ImportError, AttributeError) as error:
         logger.warning(
-            "wide batches decode without the kernel for Hopper GPUs: Triton %s: %s", triton.__version__, error
+            "wide batches decode without the kernel for Hopper GPUs, which Triton 3.6 and 3.7 can compile and %s "
+            "cannot: %s",
+            triton.__version__,
+            error,
         )
         return None
     return hopper_node_partials

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..installed import interpreted, triton_is_installed
+
+if TYPE_CHECKING:  # which import this file
+    from .config import Config
+    from .schedule import Schedule
 
 MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
@@ -23,7 +28,7 @@ def refusal(
         query: ``[rows, heads, queries, head_dim]``.
         keys: New keys ``[rows, kv_heads, queries, head_dim]``.
         values: New values.
-        stored: Keys of the suffixes and of the segments that nodes lie in.
+        stored: Keys and values of the suffixes and of the segments that nodes lie in.
         sinks: Where the layer has them.
     """
     given = [query, keys, values, *stored, *([sinks] if sinks is not None else [])]
@@ -54,8 +59,12 @@ def check_arguments(
     query: Tensor,
     new_keys: Tensor,
     new_values: Tensor,
+    nodes: Tensor,
+    suffix: Tensor,
     slots: Tensor,
     lengths: Tensor,
+    schedule: Schedule,
+    config: Config,
     scale: float,
     soft_cap: float | None,
     window: int | None,
@@ -63,7 +72,8 @@ def check_arguments(
 ) -> None:
     """Refuse tensors of other shapes, strides or types than `forest_decode` documents, and numbers out of bounds.
 
-    What addresses point at cannot be looked at, nor the numbers in tensors, which lie on the device.
+    What addresses point at cannot be looked at, nor the numbers in tensors, which lie on the device. Of the schedule
+    it is asked whether it is for so many rows, and cut into the configuration's blocks.
 
     Raises:
         ValueError: One of them is not as documented.
@@ -78,15 +88,23 @@ def check_arguments(
             raise ValueError(f"{name} must be {_in_words(shape, query.dtype)}, got {_found(part)}")
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be fp16, bf16 or fp32, got {query.dtype}")
-    for name, numbers, size, dtype in (
-        ("slots", slots, rows, torch.int32),
-        ("lengths", lengths, rows, torch.int32),
-        ("sinks", sinks, heads, torch.float32),
-    ):
-        if numbers is None:
+    tables: tuple[tuple[str, Tensor | None, tuple[int, ...], torch.dtype], ...] = (
+        ("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64),  # of any capacity
+        ("suffix", suffix, (4,), torch.int64),
+        ("slots", slots, (rows,), torch.int32),
+        ("lengths", lengths, (rows,), torch.int32),
+        ("sinks", sinks, (heads,), torch.float32),
+    )
+    for name, table, wanted, dtype in tables:
+        if table is None:
             continue
-        if numbers.shape != (size,) or numbers.dtype != dtype or not numbers.is_contiguous():
-            raise ValueError(f"{name} must be {_in_words((size,), dtype)}, got {_found(numbers)}")
+        if table.shape != wanted or table.dtype != dtype or not table.is_contiguous():
+            raise ValueError(f"{name} must be {_in_words(wanted, dtype)}, got {_found(table)}")
+    if len(schedule.contexts) != rows:
+        raise ValueError(f"the schedule must be for the query's {rows} rows, got one for {len(schedule.contexts)}")
+    blocks, cut = (config.block_m, config.block_n), (schedule.block_m, schedule.block_n)
+    if blocks != cut:
+        raise ValueError(f"the schedule must be cut into the configuration's blocks of {blocks}, got {cut}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     if soft_cap is not None and not soft_cap > 0:

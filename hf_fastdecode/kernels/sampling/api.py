@@ -78,7 +78,8 @@ class Settings:
 
         Raises:
             TypeError: For a name that is no setting.
-            ValueError: For a value out of bounds, or one that needs a feature which these settings lack.
+            ValueError: For a value out of bounds, no integer where it must be one, or one that needs a feature which
+                these settings lack.
         """
         for name, value in values.items():
             if name not in _FLOATS and name not in _INTEGERS:
@@ -86,7 +87,7 @@ class Settings:
             holds, bound = _BOUNDS.get(name, (lambda _: True, ""))
             if not holds(value):
                 raise ValueError(f"{name} must be {bound}, got {value}")
-            if name in _INTEGERS and int(value) != value:
+            if name in _INTEGERS and value % 1 != 0:
                 raise ValueError(f"{name} must be an integer, got {value}")
             neutral = _FLOATS.get(name, _INTEGERS.get(name))
             if not self.features.get(name, True) and value != neutral:

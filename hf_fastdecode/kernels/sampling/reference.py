@@ -26,7 +26,7 @@ def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: 
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     token = torch.arange(logits.shape[1], device=logits.device)
     if settings.features["repetition_penalty"] and seen is not None:
-        marked = ((seen[row_ids.long().clamp(min=0)][:, token // 32] >> (token % 32)) & 1).bool()
+        marked = ((seen[row_ids.long().clamp(0, len(seen) - 1)][:, token // 32] >> (token % 32)) & 1).bool()
         penalty = settings.repetition_penalty.double()
         values = torch.where(marked, torch.where(values < 0, values * penalty, values / penalty), values)
     if settings.eos_count and settings.step < settings.min_new_tokens:
@@ -158,4 +158,6 @@ def sample(
     raw = torch.where(logits.isnan(), -torch.inf, logits.double())
     logprobs = raw.log_softmax(-1)[rows, drawn].masked_fill((values == -torch.inf).all(-1), torch.nan)
     skipped = row_ids < 0
+    if settings.features["repetition_penalty"] and seen is not None:
+        skipped = skipped | (row_ids >= len(seen))
     return torch.where(skipped, settings.pad_token_id, drawn), logprobs.masked_fill(skipped, 0.0).float()

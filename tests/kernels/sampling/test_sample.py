@@ -220,8 +220,14 @@ def test_rows_without_marks_are_skipped():
     settings.update(repetition_penalty=1.3, pad_token_id=7)
     memory = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE)
     row_ids = torch.tensor([1, 5, 2], dtype=torch.int32, device=DEVICE)
-    tokens, logprobs = sample(random_logits(3, 50), row_ids, settings, seen=memory[:2], config=SMALL)
+    logits = random_logits(3, 50)
+    expected, expected_logprobs = reference.sample(
+        logits, row_ids, settings, columns=SMALL.columns, seen=memory[:2].clone()
+    )
+    tokens, logprobs = sample(logits, row_ids, settings, seen=memory[:2], config=SMALL)
     assert (tokens[1:].tolist(), logprobs[1:].tolist()) == ([7, 7], [0.0, 0.0])
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs)
     assert not memory[[0, 2, 3, 4, 5]].any() and memory[1].any()
 
 
@@ -235,6 +241,10 @@ def test_settings_refuse_what_they_cannot_do():
         settings.update(top_p=1.5)
     with pytest.raises(ValueError, match=r"seed must be an integer, got 1\.5"):
         settings.update(seed=1.5)
+    with pytest.raises(ValueError, match="top_k must be an integer, got inf"):
+        Settings("cpu").update(top_k=float("inf"))
+    with pytest.raises(ValueError, match="seed must be an integer, got nan"):
+        settings.update(seed=float("nan"))
     with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         settings.update(step=-1)
     with pytest.raises(TypeError, match="no setting is called 'top_q'"):
