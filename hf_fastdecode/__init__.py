@@ -7,15 +7,25 @@ if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
-    from .generation.report import Report
+    from .generation.report import CallReport, Report
 
 __version__ = "0.1.0"
 
-__all__ = ["Report", "SharedContextCache", "disable", "enable", "enabled", "explain", "load_embedded", "prefill"]
+__all__ = [
+    "CallReport",
+    "Report",
+    "SharedContextCache",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "load_embedded",
+    "prefill",
+]
 
 # torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
 _MODULES = {
-    "Report": "generation.report",
+    **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "SharedContextCache": "cache.shared",
     "load_embedded": "assets",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),

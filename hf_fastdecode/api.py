@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .attention.interface import UnsupportedAttentionError
 from .cache.origin import Origin
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, is_nothing, model_reason
+from .generation.eligibility import input_reason, is_nothing, model_reason, switch_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
@@ -137,13 +137,14 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         A cache with one row for each prompt; what prompts have in common is stored once.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context, or the inputs are not prompts.
+        ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or under
+            autocast), or the inputs are not prompts.
     """
     _check_model(model)
     seams = seams_of(model)
     if seams is None:
         raise ValueError(f"prefill needs an enabled {type(model).__name__}; call hf_fastdecode.enable(model) first")
-    if reason := model_reason(model):
+    if reason := model_reason(model) or switch_reason(model):
         raise ValueError(f"{type(model).__name__} cannot share context: {reason}")
     mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     if isinstance(mapping, Mapping) and not isinstance(mapping.get("attention_mask", inputs), Tensor | Mapping | None):

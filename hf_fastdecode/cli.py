@@ -190,6 +190,9 @@ def generate(
         str,
         typer.Option(help="What attends in a step: auto, triton, flash, cudnn, efficient, cpu or plain; likewise."),
     ] = "auto",
+    sampler: Annotated[
+        str, typer.Option(help="Who draws tokens: auto, hf (transformers, draw for draw) or fast; likewise.")
+    ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:
     """Draw completions of prompts with any decoder-only model.
@@ -199,10 +202,14 @@ def generate(
 
     Examples:
 
-        hf-fastdecode generate --prompt "def add(a, b):" --n 8 --max-new-tokens 32
+        hf-fastdecode generate --prompt-file prompt.txt --n 16 --explain
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
+
+    The embedded model completes small Python tasks, of which this writes a prompt:
+
+        python -c 'from hf_fastdecode.assets import *; print(few_shot_prompt(embedded_tasks()[0], shots=10))'
     """
     sampling = sampling_from_options(
         n=n,
@@ -215,7 +222,7 @@ def generate(
     )
     if explain and stock:
         raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
-    options = {"mode": mode, "backend": backend}
+    options = {"mode": mode, "backend": backend, "sampler": sampler}
     if stock and (given := next((f"--{name} {value}" for name, value in options.items() if value != "auto"), None)):
         raise CommandError(f"{given} is for hf_fastdecode, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):

@@ -25,12 +25,12 @@ def one_line(error: BaseException, width: int = 400) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
 
 
-def check_options(*, mode: str = "auto", backend: str = "auto") -> None:
+def check_options(*, mode: str = "auto", backend: str = "auto", sampler: str = "auto") -> None:
     """Refuse options of `hf_fastdecode.enable` that there are not, on the command line or in the environment."""
     from .generation.options import Options
 
     try:
-        Options(backend, mode)
+        Options(backend, mode, sampler)
     except ValueError as error:
         raise CommandError(f"{'' if str(error).startswith('$') else '--'}{error}") from error
 

@@ -27,6 +27,8 @@ def load_config(name: str) -> Any:
     Raises:
         CommandError: There is no such model, it cannot be reached, or its config is not one that transformers knows.
     """
+    if not name:
+        raise CommandError(f"a model's name is empty; name a folder, a Hugging Face Hub id, or {EMBEDDED!r}")
     path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"

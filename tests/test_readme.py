@@ -40,5 +40,8 @@ def _without_numbers(text: str) -> str:
 @pytest.mark.parametrize("page", ["README.md", "hf_fastdecode/bench/results/README.md"])
 def test_links_lead_somewhere(page):
     page = ROOT / page
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]

@@ -169,11 +169,12 @@ def _seeded(call: Callable[[], Any]) -> Any:
 
 
 def _times(steps: Times, drawn: int, most: int) -> dict[str, Any]:
+    seconds = 1e-3 * steps.p50 * (most - 1)  # the difference of two times, which noise may turn around
     return {
         "ms_per_step": steps.p50,
         "ms_per_step_p20": steps.p20,
         "ms_per_step_p80": steps.p80,
-        "tokens_per_s": drawn / (1e-3 * steps.p50 * (most - 1)),
+        "tokens_per_s": drawn / seconds if seconds > 0 else None,
     }
 
 

@@ -64,7 +64,7 @@ class PromptTree:
         """
         first, plus, rest = text.partition("+")
         numbers = [first, *rest.split("x")]
-        if not plus or len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
+        if not plus or len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
             raise ValueError(f"a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got {text!r}")
         return cls(*map(int, numbers))
 

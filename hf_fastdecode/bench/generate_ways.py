@@ -88,7 +88,7 @@ def find_way(name: str) -> GenerateWay:
 
 
 def _value(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def status_of(error: Exception) -> str:

@@ -53,7 +53,7 @@ class ManyValues(TyperCommand):
         spread: list[str] = []
         option = ""
         for word in args:
-            if word.lstrip("-").isdigit():
+            if word.lstrip("-").isdecimal():
                 if option and spread[-1] != option:
                     spread.append(option)
             else:

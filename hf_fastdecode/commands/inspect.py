@@ -143,7 +143,7 @@ def _dtype(config: Any, name: str) -> torch.dtype:
         given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
         return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
     if name not in DTYPES:
-        raise CommandError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+        raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return getattr(torch, name)
 
 

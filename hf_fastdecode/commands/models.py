@@ -32,7 +32,7 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
         CommandError: The model cannot be loaded, or does not generate.
     """
     if dtype not in ("auto", *DTYPES):
-        raise CommandError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     config = load_config(name)
     if config.is_encoder_decoder:
         raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")

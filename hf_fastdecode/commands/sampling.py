@@ -11,6 +11,7 @@ from ..command_errors import CommandError
 TEMPERATURE: Final = 0.8
 TOP_P: Final = 0.95
 SAMPLES: Final = 4
+LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Sampling:
     Attributes:
         n: Completions of each prompt.
         max_new_tokens: Most tokens in one completion.
-        temperature: Divides the logits; above 0.
+        temperature: Divides the logits; at least `LEAST_TEMPERATURE`.
         top_p: Draw from the smallest set of tokens of this probability; 1 is off.
         top_k: Draw from this many most likely tokens; 0 is off.
         greedy: Take the most likely token; temperature, top_p and top_k have no effect then.
@@ -41,10 +42,10 @@ class Sampling:
     def __post_init__(self) -> None:
         check_positive("n", self.n)
         check_positive("max-new-tokens", self.max_new_tokens)
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
             raise CommandError(
-                f"--temperature must be above 0 and finite, got {self.temperature:g}; `hf-fastdecode "
-                "generate --greedy` takes the most likely tokens"
+                f"--temperature must be at least {LEAST_TEMPERATURE:g} and finite, got {self.temperature:g}; "
+                "`hf-fastdecode generate --greedy` takes the most likely tokens"
             )
         if not 0 < self.top_p <= 1:
             raise CommandError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}; 1 turns it off")

@@ -26,6 +26,8 @@ _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Layers whose state is keys and values of single tokens. Chunked ones run while their chunk holds every row.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Dropout in heads that do not generate.
+_OF_OTHER_HEADS = ("classifier", "pooler", "seq_classif", "summary")
 # What `generate` hands to the decode loop that shared context takes into account.
 _KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -82,17 +84,36 @@ def call_reason(
     for name, value in model_kwargs.items():
         if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
             return f"the argument {name!r} is not accelerated yet"
-    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return "gradient checkpointing in training mode drops the cache"
-    if model.training and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
-        return "the model is in training mode with dropout; call model.eval()"
-    if torch.is_autocast_enabled(model.device.type if model.device.type != "meta" else "cpu"):
-        return "torch.autocast is active, under which queries and keys differ in dtype"
+    if reason := switch_reason(model):
+        return reason
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         return "its parameters are sharded over processes, which must run the same forward passes"
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
         return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+    return None
+
+
+def switch_reason(model: PreTrainedModel) -> str | None:
+    """Why this model cannot share context as it is switched now, or None when it can: by training mode or autocast."""
+    training = [module for module in model.modules() if module.training]
+    if any(getattr(module, "gradient_checkpointing", False) for module in training):
+        return "gradient checkpointing in training mode drops the cache"
+    if any(isinstance(module, nn.Dropout) and module.p for module in training):
+        return "the model is in training mode with dropout; call model.eval()"
+    if training and (noise := _noise_in_training(model.config.get_text_config(decoder=True))):
+        return f"the model is in training mode with {noise}; call model.eval()"
+    if torch.is_autocast_enabled(model.device.type if model.device.type != "meta" else "cpu"):
+        return "torch.autocast is active, under which queries and keys differ in dtype"
+    return None
+
+
+def _noise_in_training(config: PreTrainedConfig) -> str | None:
+    """A field of the config that has modules draw random numbers in training mode, as `functional.dropout` does."""
+    for name, value in vars(config).items():
+        draws = ("drop" in name or "jitter" in name) and not name.startswith(_OF_OTHER_HEADS)
+        if draws and isinstance(value, float | int) and value > 0:
+            return f"{name}={value}"
     return None
 
 

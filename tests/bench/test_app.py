@@ -86,10 +86,17 @@ def test_as_a_module(tmp_path):
         (".", "--out must be a CSV file, "),
         ("notes.md", "exists and holds no rows of the bench"),
         ("notes.md/ops.csv", "cannot be written: "),
+        ("a" * 300 + ".csv", "cannot be written: File name too long"),
+        ("busy.csv", "cannot be written: "),
+        ("pipe", "is a device or a pipe; name a file"),
+        ("latin.csv", "exists and is no CSV file ("),
     ],
 )
 def test_where_rows_cannot_go_is_told_before_measuring(tmp_path, name, message):
     (tmp_path / "notes.md").write_text("# Notes\n")
+    (tmp_path / "busy.csv.partial").mkdir()
+    (tmp_path / "latin.csv").write_bytes(b"case,way\n\xff,stock\n")
+    os.mkfifo(tmp_path / "pipe")
     for command in (["ops", "--set", "tiny"], ["sampling", "--set", "tiny"], ["generate", "--shape", "tiny"]):
         result = run(*command, "--device", "cpu", "--out", tmp_path / name)
         assert result.exit_code == 2
@@ -205,6 +212,15 @@ def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monk
     assert refused in result.stderr
 
 
+def test_a_link_stays_one(tmp_path):
+    link, file = tmp_path / "link.csv", tmp_path / "there" / "rows.csv"
+    link.symlink_to(file)
+    words = ("--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu", "--no-check")
+    assert run("ops", *words, "--out", link).exit_code == 0
+    assert link.is_symlink() and not file.is_symlink()
+    assert len(read_rows(file)) == 1
+
+
 def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny").touch()
@@ -297,6 +313,7 @@ def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
         ("ops --dtype float8", "--dtype must be bfloat16, float16 or float32, got 'float8'"),
         ("ops --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
         ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
+        ("generate --point ²x3", "a point is CONTEXTxN, such as 2048x16, got '²x3'"),
         ("generate --way nosuch+a=b", "--way must be one of stock,"),
         ("generate --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
         ("generate --way graph+mode=eager", "got 'mode' in 'graph+mode=eager'"),

@@ -150,5 +150,5 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
 def test_what_cannot_be_counted():
     with pytest.raises(CommandError, match="cannot count the KV of tiny: deepseek_v3 has kv_lora_rank"):
         inspect("deepseek_v3")
-    with pytest.raises(CommandError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
         inspect(dtype="int8")

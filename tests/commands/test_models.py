@@ -84,7 +84,7 @@ def test_no_hub_id():
 
 
 def test_models_that_do_not_load(tmp_path: Path, checkpoint: Path):
-    with pytest.raises(CommandError, match="dtype must be one of auto, float32, bfloat16, float16, got 'half'"):
+    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'half'"):
         load_model(str(checkpoint), "half", torch.device("cpu"))
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(CommandError, match="cannot load"):

@@ -26,8 +26,9 @@ NOTHING = {
         (
             "temperature",
             0.0,
-            "--temperature must be above 0 and finite, got 0; `hf-fastdecode generate --greedy` takes",
+            "--temperature must be at least 1e-06 and finite, got 0; `hf-fastdecode generate --greedy` takes",
         ),
+        ("temperature", 1e-38, "got 1e-38"),
         ("temperature", -1.0, "got -1"),
         ("temperature", math.inf, "got inf"),
         ("temperature", math.nan, "got nan"),

@@ -198,6 +198,6 @@ def _tables(rows: list[Row]) -> str:
 
 def _point(text: str) -> tuple[int, int]:
     context, cross, samples = text.partition("x")
-    if not (cross and context.isdigit() and samples.isdigit() and int(context) and int(samples)):
+    if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
         raise CommandError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
     return int(context), int(samples)
