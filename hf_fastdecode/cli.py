@@ -207,9 +207,9 @@ def generate(
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
 
-    The embedded model completes small Python tasks, of which this writes a prompt:
+    The embedded model completes small Python tasks, of which this prints a prompt:
 
-        python -c 'from hf_fastdecode.assets import *; print(few_shot_prompt(embedded_tasks()[0], shots=10))'
+        python -c 'from hf_fastdecode.assets import *; print(few_shot_prompt(embedded_tasks()[0], shots=10), end="")'
     """
     sampling = sampling_from_options(
         n=n,

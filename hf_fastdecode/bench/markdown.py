@@ -26,8 +26,10 @@ def ops_table(rows: Sequence[Row]) -> str:
     ours = next((way for way in ways if way.startswith("ours")), None)
     left_out = {"prefix": "suffix", "suffix": "context"}
     parts = {way.rpartition("-")[2] if is_part(way) else "" for way in ways}
-    hidden = left_out.get(next(iter(parts))) if len(parts) == 1 else None
-    columns = [name for name in ("rows", "context", "suffix", "heads") if name != hidden]
+    hidden = {left_out.get(next(iter(parts)))} if len(parts) == 1 else set()
+    if len({row["head_dim"] for row in rows}) == 1:
+        hidden.add("head_dim")
+    columns = [name for name in ("rows", "context", "suffix", "heads", "head_dim") if name not in hidden]
     lines = head([*columns, "floor", *ways, *([f"{ours} over floor"] if ours else [])])
     for case in by(rows, "case", "dtype"):
         first = case.get(ours or "") or next(iter(case.values()))

@@ -129,8 +129,9 @@ class OpCase:
 
 def shared(n: int, context: int, suffix: int, heads: int, kv_heads: int, **options: Any) -> OpCase:
     """`n` samples of one context, the paper's case."""
-    name = f"n{n}-m{context}-L{suffix}-h{heads}g{kv_heads}"
-    return OpCase(name, n, (NodeSpec(context, 0, n),), suffix, heads, kv_heads, **options)
+    case = OpCase("", n, (NodeSpec(context, 0, n),), suffix, heads, kv_heads, **options)
+    head_dim = "" if case.head_dim == OpCase.head_dim else f"d{case.head_dim}"
+    return replace(case, name=f"n{n}-m{context}-L{suffix}-h{heads}g{kv_heads}{head_dim}")
 
 
 def with_dtype(cases: Iterable[OpCase], dtype: str | None) -> list[OpCase]:
@@ -156,6 +157,11 @@ _TWO_LEVEL = (
     # Every row has its problem to itself, in front of what it added.
     OpCase("two-level-first-only", 1024, (NodeSpec(2400, 0, 1024),), 512 + 64, 32, 8),
 )
+_HEAD_DIMS = tuple(
+    shared(n, 8192, 64, heads, kv_heads, head_dim=head_dim)
+    for heads, kv_heads, head_dim in ((32, 8, 64), (32, 32, 80), (32, 32, 96), (8, 4, 256), (16, 16, 256))
+    for n in (8, 128, 1024)
+)
 _SMALL = (
     shared(1, 8192, 64, 32, 8),
     shared(8, 2048, 64, 32, 32),
@@ -176,9 +182,10 @@ OP_SETS: dict[str, tuple[OpCase, ...]] = {
     "one-row": _ONE_ROW,
     "ragged": _RAGGED,
     "two-level": _TWO_LEVEL,
+    "head-dims": _HEAD_DIMS,
     "h200": (*_ONE_ROW, *_RAGGED, *_TWO_LEVEL, *_GRID),
     "small": _SMALL,
     "tiny": _TINY,
 }
-"""Named sets: ``grid`` is every n, context, suffix and head layout; ``h200`` is the four before it; ``small`` a
-handful; ``tiny`` is for a CPU."""
+"""Named sets: ``grid`` is every n, context, suffix and head layout of head_dim 128, ``head-dims`` has others; ``h200``
+is the first four; ``small`` a handful; ``tiny`` is for a CPU."""

@@ -1,22 +1,22 @@
 """What the kernels refuse, and how they say so."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.kernels.forest_decode.limits import check_arguments, refusal
+from hf_fastdecode.kernels.forest_decode import limits
+from hf_fastdecode.kernels.forest_decode.limits import refusal
 
-from ..attention.forests import make_inputs
 from ..tiny_models import ragged_prompts, tiny_model
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode.api import Config
+from hf_fastdecode.kernels.forest_decode import api
+from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
+from hf_fastdecode.kernels.forest_decode.arguments import check_tokens
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule, make_schedule
-
-from .operator_runs import decode
-
-INTERPRETED = not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,13 @@ INTERPRETED = not torch.cuda.is_available()
     ],
 )
 def test_refusals_name_value_and_bound(shape, dtype, reason, monkeypatch):
-    if "CUDA" in reason:
+    if "CUDA" in reason or "float32" in reason:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    elif "float32" in reason:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        if INTERPRETED:
-            pytest.skip("needs a CUDA device")
-    device = "cuda" if not INTERPRETED and "CUDA" not in reason else "cpu"
-    keys = torch.empty(shape, dtype=dtype, device=device)
-    assert reason in refusal(keys, keys, keys, [keys])
+    device = "cpu" if "CUDA" in reason else "cuda"
+    monkeypatch.setattr(limits, "compute_capability", lambda _: (9, 0))
+    with FakeTensorMode():  # tensors without data, which lie on a GPU on any machine
+        keys = torch.empty(shape, dtype=dtype, device=device)
+        assert reason in refusal(keys, keys, keys, [keys])
 
 
 def test_mixed_dtypes_and_gradients_are_refused():
@@ -93,28 +91,25 @@ def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
         ("window", lambda _: 0, "window must be at least 1, or None for none, got 0"),
     ],
 )
-def test_arguments_that_would_read_other_memory_are_refused(name, change, message):
+def test_arguments_that_would_read_other_memory_are_refused(name, change, message, monkeypatch):
     given = {"query": torch.zeros(2, 4, 1, 32).half(), "scale": 1.0, "soft_cap": None, "window": None}
     given |= {f"new_{part}": torch.zeros(2, 2, 1, 32).half() for part in ("keys", "values")}
     given |= {"slots": torch.zeros(2, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32), "sinks": None}
     given |= {"nodes": torch.zeros(3, 5, dtype=torch.int64), "suffix": torch.zeros(4, dtype=torch.int64)}
     given |= {"schedule": schedule_of(2), "config": Config(16)}
-    check_arguments(**given)
+    monkeypatch.setattr(api, "attend_nodes", Mock(side_effect=RuntimeError("launched")))
+    with pytest.raises(RuntimeError, match="launched"):
+        forest_decode(**given)
     with pytest.raises(ValueError, match=message):
-        check_arguments(**given | {name: change(given[name])})
-    double = {part: given[part].double() for part in ("query", "new_keys", "new_values")}
+        forest_decode(**given | {name: change(given[name])})
+
+
+def test_other_types_are_refused():
+    tokens = torch.zeros(2, 2, 1, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"query must be fp16, bf16 or fp32, got torch\.float64"):
-        check_arguments(**given | double)
+        check_tokens(tokens, tokens, tokens)
 
 
 def schedule_of(rows: int) -> Schedule:
     blocks = {"block_m": 16, "block_n": 64}
     return make_schedule([], rows, kv_heads=2, queries=2, **blocks, programs=4, device="cpu")
-
-
-def test_the_operator_checks_its_arguments():
-    device = "cpu" if INTERPRETED else "cuda"
-    options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.half}
-    query, kv = make_inputs(Forest(2), 20, **options, device=device)
-    with pytest.raises(ValueError, match="window must be at least 1, or None for none, got 0"):
-        decode(query, kv, config=Config(16, block_n=16, overlap=False), window=0)

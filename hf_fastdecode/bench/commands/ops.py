@@ -68,7 +68,8 @@ def ops(
     shared.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
-    they say; `h200` is these four together; `small` is a handful of them, `tiny` is for a CPU.
+    they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `small` is a handful, `tiny`
+    is for a CPU.
 
     Examples:
 

@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from .arguments import check_numbers, check_schedule, check_table, check_tokens
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
-from .limits import check_arguments, shared_memory
+from .limits import shared_memory
 from .merge import merge_suffixes
 from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
@@ -71,9 +72,16 @@ def forest_decode(
         ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
             the Hopper kernel.
     """
-    tensors = (query, new_keys, new_values, nodes, suffix, slots, lengths)
-    check_arguments(*tensors, schedule, config, scale, soft_cap, window, sinks)
+    check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = query.shape
+    check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
+    check_table("suffix", suffix, (4,), torch.int64)
+    check_table("slots", slots, (rows,), torch.int32)
+    check_table("lengths", lengths, (rows,), torch.int32)
+    if sinks is not None:
+        check_table("sinks", sinks, (heads,), torch.float32)
+    check_schedule(schedule, config, rows)
+    check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
     each = group * queries

@@ -1,0 +1,75 @@
+"""What `forest_decode` refuses, for it would read or write memory that is not its own, or divide by nothing.
+
+What addresses point at cannot be looked at, nor the numbers in tensors, which lie on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .schedule import Schedule
+
+
+def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Refuse queries, new keys or new values of other shapes, strides or types than the operator documents.
+
+    Raises:
+        ValueError: They are not as documented.
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
+    for name, part, count in (("query", query, heads), ("new_keys", keys, kv_heads), ("new_values", values, kv_heads)):
+        shape = (rows, count, queries, head_dim)
+        if part.shape != shape or part.dtype != query.dtype or part.stride(3) != 1:
+            raise ValueError(f"{name} must be {_in_words(shape, query.dtype)}, got {_found(part)}")
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"query must be fp16, bf16 or fp32, got {query.dtype}")
+
+
+def check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a table of another shape or type, or one with gaps.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
+        raise ValueError(f"{name} must be {_in_words(shape, dtype)}, got {_found(table)}")
+
+
+def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
+    """Refuse a schedule for another number of rows, or cut into other blocks than the configuration's.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if len(schedule.contexts) != rows:
+        raise ValueError(f"the schedule must be for the query's {rows} rows, got one for {len(schedule.contexts)}")
+    blocks, cut = (config.block_m, config.block_n), (schedule.block_m, schedule.block_n)
+    if blocks != cut:
+        raise ValueError(f"the schedule must be cut into the configuration's blocks of {blocks}, got {cut}")
+
+
+def check_numbers(scale: float, soft_cap: float | None, window: int | None) -> None:
+    """Refuse numbers out of bounds.
+
+    Raises:
+        ValueError: One is.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, or None for none, got {soft_cap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for none, got {window}")
+
+
+def _in_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}, contiguous in the last dimension"
+
+
+def _found(part: Tensor) -> str:
+    return f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')} with strides {part.stride()}"
