@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from .attention.interface import UnsupportedAttentionError
-from .cache.origin import Origin
+from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
 from .generation.eligibility import input_reason, is_nothing, model_reason, switch_reason
 from .generation.options import Options
@@ -19,8 +18,9 @@ from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
 from .generation.report import Report
 from .generation.seams import install, report_on, seams_of, uninstall
+from .wrappers import unwrapped
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def enable(
@@ -40,7 +40,8 @@ def enable(
     this instance changes; `disable` restores it. Calling `enable` again replaces the options.
 
     Args:
-        model: A decoder-only transformers model, on any device.
+        model: A decoder-only transformers model, on any device. One wrapped by PEFT, `torch.compile`,
+            DistributedDataParallel or DataParallel is enabled by what it wraps; so for the other functions here.
         backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
             package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
             forced one runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` stands in for ``auto``.
@@ -62,11 +63,10 @@ def enable(
 
     Raises:
         ValueError: An option is out of its bounds.
-        TypeError: `model` is not a transformers model that generates.
+        TypeError: `model` is not a transformers model that generates, and wraps none.
     """
     options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
-    _check_model(model)
-    install(model, options)
+    install(unwrapped(model), options)
     return model
 
 
@@ -83,8 +83,7 @@ def disable(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    _check_model(model)
-    uninstall(model)
+    uninstall(unwrapped(model))
     return model
 
 
@@ -96,8 +95,8 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         model: As for `enable`.
         options: As for `enable`.
     """
-    _check_model(model)
-    before = seams_of(model)
+    inner = unwrapped(model)
+    before = seams_of(inner)
     previous = before.options if before is not None else None
     enable(model, **options)
     try:
@@ -106,20 +105,19 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         if previous is None:
             disable(model)
         else:
-            install(model, previous)
+            install(inner, previous)
 
 
-def explain(model: PreTrainedModel) -> Report:
+def explain(model: nn.Module) -> Report:
     """Tell, for each layer and for the last `generate` call, which path ran and why; `print` it to read it.
 
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    _check_model(model)
-    return report_on(model)
+    return report_on(unwrapped(model))
 
 
-def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> SharedContextCache:
+def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedContextCache:
     """Compute the keys and values of prompts once, to be used by many `generate` calls.
 
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
@@ -140,7 +138,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
         ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or under
             autocast), or the inputs are not prompts.
     """
-    _check_model(model)
+    model = unwrapped(model)
     seams = seams_of(model)
     if seams is None:
         raise ValueError(f"prefill needs an enabled {type(model).__name__}; call hf_fastdecode.enable(model) first")
@@ -168,7 +166,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
-    cache.origin = Origin(model)
+    cache.fingerprint = Fingerprint(model)
     return cache
 
 
@@ -187,10 +185,3 @@ def _checked_ids(input_ids: object) -> Tensor:
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32, got {str(input_ids.dtype).removeprefix('torch.')}")
     return input_ids
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, PreTrainedModel):
-        peft = hasattr(model, "get_base_model")
-        remedy = "pass model.get_base_model()" if peft else "load one with AutoModelForCausalLM.from_pretrained"
-        raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; {remedy}")

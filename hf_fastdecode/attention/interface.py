@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .autocast import cast, no_autocast
 from .scoring import Scoring
 
 ATTENTION_NAME = "hf_fastdecode"
@@ -214,10 +215,13 @@ def shared_context_attention(
         raise UnsupportedAttentionError(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
+    cast_query = cast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    # Some models take a view of it.
-    return key.attend(query, Scoring(scale, softcap, window, sinks)).contiguous(), None
+    # The cache layer has cast keys and values, see `autocast.cast`.
+    with no_autocast(query.device):
+        out = key.attend(cast_query, Scoring(scale, softcap, window, sinks))
+    return out.contiguous(), None  # some models take a view of it
 
 
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:

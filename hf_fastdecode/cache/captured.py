@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ..attention.autocast import cast
 from ..attention.interface import SharedKV
 from ..attention.scoring import Scoring
 from ..attention.static_tables import StaticTables
@@ -41,7 +42,7 @@ class _CapturedLayer(CacheLayerMixin):
         """Nothing to set up: storage is the batch's own."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        handle = _CapturedKV(self.tables, self.index, key_states, value_states)
+        handle = _CapturedKV(self.tables, self.index, cast(key_states), cast(value_states))
         return handle, handle
 
     # A step's positions are passed as tensors; what a model would read here would be baked into the graph.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import triton_ops
+from ..attention.autocast import cast
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
@@ -104,9 +105,14 @@ class SharedContextLayer(CacheLayerMixin):
 
         Returns:
             The handle that the attention function attends with, twice.
+
+        Raises:
+            ValueError: What is stored is of another dtype, or of another number of rows.
         """
+        key_states, value_states = cast(key_states), cast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._check_dtype(key_states)
         handle: SharedKV
         if self.state.packed:
             handle = PrefillKV(self, key_states[0], value_states[0])
@@ -115,6 +121,14 @@ class SharedContextLayer(CacheLayerMixin):
             handle = DecodeKV(self, key_states, value_states, before=self.suffix_length)
             self._make_room(key_states, value_states)
         return handle, handle
+
+    def _check_dtype(self, keys: Tensor) -> None:
+        stored = self.suffix or next(iter(self.segments.values()), None)
+        if stored is not None and stored.keys.dtype != keys.dtype:
+            raise ValueError(
+                f"the cache holds keys in {stored.keys.dtype}, and this pass computes {keys.dtype}: the model was "
+                "converted, or runs under another torch.autocast than when the cache was made; make it again"
+            )
 
     def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
         start = 0

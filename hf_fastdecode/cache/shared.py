@@ -14,8 +14,8 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.operators import ALL_BACKENDS
+from .fingerprint import Fingerprint
 from .layer import PrefillItem, SharedContextLayer, SharedState
-from .origin import Origin
 
 
 class CacheBytes(NamedTuple):
@@ -63,7 +63,7 @@ class SharedContextCache(Cache):
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
         self._suffix_tokens: list[Tensor] = []
-        self.origin: Origin | None = None  # of the keys and values, where they are known to be one model's
+        self.fingerprint: Fingerprint | None = None  # of what computed the keys and values, where that is known
 
     @property
     def forest(self) -> Forest:
@@ -167,7 +167,7 @@ class SharedContextCache(Cache):
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
-        twin.state.forest, twin.origin = forest, self.origin
+        twin.state.forest, twin.fingerprint = forest, self.fingerprint
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
             fresh.segments = dict(layer.segments)
@@ -289,7 +289,7 @@ class SharedContextCache(Cache):
         """Forget all tokens and rows."""
         super().reset()
         self.state.forest, self.state.segment_lengths = None, []
-        self.segment_tokens, self._suffix_tokens, self.state.padding, self.origin = [], [], 0, None
+        self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied."""

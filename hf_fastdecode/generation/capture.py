@@ -20,13 +20,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.interface import RowLengths, active
 from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
+from ..cache.fingerprint import adapter_state, addresses
 from ..cache.shared import SharedContextCache
 from .compiled import CompiledLayers, decoder_layers
 from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
 
-_SWITCHES = {"training", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"}
-"""Private ones of adapters, and lists, that modules read on the host and a user changes."""
 _Key = tuple[int, bool, Hashable]
 """Of captured steps: bucket of rows, whether compiled, arguments."""
 
@@ -229,23 +228,24 @@ def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> _Key:
 def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
     """What a capture bakes in of a model: where its weights lie, and what modules read on the host.
 
-    That is the configs, and the modules' own numbers, words and tensors; what is private is taken for bookkeeping, but
-    for the switches of adapters.
+    That is the configs, adapters, and the modules' own numbers, words and tensors; what else is private is taken for
+    bookkeeping.
 
     Args:
         model: The model.
         configs: The config objects of its modules.
     """
     return (
-        tuple(parameter.data_ptr() for parameter in model.parameters()),
-        tuple(buffer.data_ptr() for buffer in model.buffers()),
+        addresses(model.parameters()),
+        addresses(model.buffers()),
+        adapter_state(model),
         tuple(
             (
                 id(module),
                 *(
                     (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
                     for name, value in vars(module).items()
-                    if name in _SWITCHES or (type(value) in _BAKED_IN and not name.startswith("_"))
+                    if type(value) in _BAKED_IN and not name.startswith("_")
                 ),
             )
             for module in model.modules()
@@ -271,6 +271,8 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was asked for"
+    if torch.is_autocast_enabled(model.device.type):  # its casts of weights would be kept beyond the graph's replay
+        return "torch.autocast is active around the call"
     for module in model.modules():
         if "forward" in vars(module) and module is not model:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.interface import ATTENTION_NAME
 from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
+from .foreign import foreign_code
 
 # What transformers' loop calls at every step, and ours does not.
 _OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -26,8 +28,6 @@ _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Layers whose state is keys and values of single tokens. Chunked ones run while their chunk holds every row.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Dropout in heads that do not generate.
-_OF_OTHER_HEADS = ("classifier", "pooler", "seq_classif", "summary")
 # What `generate` hands to the decode loop that shared context takes into account.
 _KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -73,7 +73,7 @@ def call_reason(
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             return f"{name}=True needs what shared context does not compute"
-    if config.cache_implementation is not None:
+    if config.cache_implementation not in (None, "dynamic"):  # which is what None means
         return f"cache_implementation={config.cache_implementation!r} was asked for"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
@@ -95,25 +95,29 @@ def call_reason(
 
 
 def switch_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot share context as it is switched now, or None when it can: by training mode or autocast."""
+    """Why this model cannot share context as it is now, or None when it can: by training mode or code of others."""
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         return "gradient checkpointing in training mode drops the cache"
-    if any(isinstance(module, nn.Dropout) and module.p for module in training):
-        return "the model is in training mode with dropout; call model.eval()"
-    if training and (noise := _noise_in_training(model.config.get_text_config(decoder=True))):
-        return f"the model is in training mode with {noise}; call model.eval()"
-    if torch.is_autocast_enabled(model.device.type if model.device.type != "meta" else "cpu"):
-        return "torch.autocast is active, under which queries and keys differ in dtype"
-    return None
+    for module in training:
+        if (noise := _noise_in_training(module)) is not None:
+            name, value = noise
+            layer = isinstance(module, _DropoutNd)
+            remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
+            return (
+                f"the model is in training mode with {type(module).__name__}.{name}={value}; call model.eval(), or load "
+                f"it without dropout: {remedy}"
+            )
+    return foreign_code(model)
 
 
-def _noise_in_training(config: PreTrainedConfig) -> str | None:
-    """A field of the config that has modules draw random numbers in training mode, as `functional.dropout` does."""
-    for name, value in vars(config).items():
-        draws = ("drop" in name or "jitter" in name) and not name.startswith(_OF_OTHER_HEADS)
-        if draws and isinstance(value, float | int) and value > 0:
-            return f"{name}={value}"
+def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
+    """By what a module draws random numbers in training mode: a dropout layer's rate, or one that functions take."""
+    if isinstance(module, _DropoutNd):
+        return ("p", module.p) if module.p else None
+    for name, value in vars(module).items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float | int) and value > 0 and value is not True:
+            return name, value
     return None
 
 

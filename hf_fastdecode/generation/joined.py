@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..cache.fingerprint import same_contents
+
 logger = logging.getLogger("hf_fastdecode")
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -92,8 +94,9 @@ def _move(parameters: Sequence[Tensor], *, joined: bool) -> None:
     else:
         places = tuple(part.clone() for part in before)
     _settle(before[0])  # other threads' streams may read the new places at once
-    for parameter, place in zip(parameters, places, strict=True):
-        parameter.data = place
+    with same_contents(parameters):  # kept caches stay valid
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.data = place
     _settle(before[0])  # and read the old ones until here
 
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.origin import Origin
+from ..cache.fingerprint import Fingerprint
 from ..cache.shared import SharedContextCache
 from .criteria import Stopping
 from .eligibility import is_nothing
@@ -75,7 +75,7 @@ def decode_shared(
         wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call).run()
     if not config.return_dict_in_generate:
         return wave.tokens
-    start.cache.origin = start.cache.origin or Origin(model)  # the user may keep it
+    start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the user may keep it
     return FastDecodeOutput(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,

@@ -200,14 +200,14 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
     segments = [segment.keys for segment in cache.layers[0].segments.values()]
     keys = segments[0] if segments else cache.layers[0].forest_kv().suffix.keys[0]
     kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
-    if keys.shape[0] != kv_heads or keys.dtype != model.dtype:
+    if keys.shape[0] != kv_heads:
         raise ValueError(
-            f"the cache holds {keys.shape[0]} KV heads in {keys.dtype}, the model has {kv_heads} in {model.dtype}; "
-            "make it with hf_fastdecode.prefill(model, ...) of this model"
+            f"the cache holds {keys.shape[0]} KV heads, the model has {kv_heads}; make it with "
+            "hf_fastdecode.prefill(model, ...) of this model"
         )
-    if cache.origin is not None and cache.origin.differs(model):
+    if cache.fingerprint is not None and (other := cache.fingerprint.difference(model)):
         raise ValueError(
-            "the cache was made with other weights, of another model or before these changed; make it again with "
+            f"the cache was made with other {other}, of another model or before these changed; make it again with "
             "hf_fastdecode.prefill(model, ...)"
         )
 

@@ -1,5 +1,9 @@
 """A call that the tests of `generate` make, and how they compare it with stock transformers."""
 
+from contextlib import contextmanager
+
+import torch
+
 import hf_fastdecode as fd
 
 from ..tiny_models import ragged_prompts, seeded
@@ -14,3 +18,20 @@ def both(model, arguments, prompt=PROMPT):
     with fd.enabled(model):
         shared = seeded(lambda: model.generate(**prompt, **arguments()))
         return stock, shared, fd.explain(model).last_call
+
+
+@contextmanager
+def tokens_embedded(model):
+    """Within, the list holds how many tokens each pass of this model looked up; by no hook, which would run stock."""
+    embeddings, forward, counted = model.get_input_embeddings(), torch.nn.Embedding.forward, []
+
+    def counting(self, ids):
+        if self is embeddings:
+            counted.append(ids.numel())
+        return forward(self, ids)
+
+    torch.nn.Embedding.forward = counting
+    try:
+        yield counted
+    finally:
+        torch.nn.Embedding.forward = forward

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
@@ -349,10 +350,10 @@ def test_hooks_and_float32_run_eagerly(on_a_gpu):
     model = on_a_gpu
     call = gpu_call(300, max_new_tokens=100)
     with fd.enabled(model):
-        hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+        add_hook_to_module(model.model.layers[0], ModelHook())
         model.generate(**call)
-        assert "forward hooks" in fd.explain(model).last_call.mode_reason
-        hook.remove()
+        assert "forward of its own" in fd.explain(model).last_call.mode_reason
+        remove_hook_from_module(model.model.layers[0])
         model.generate(**call)
         assert fd.explain(model).last_call.mode == "graph"
         model.float()

@@ -18,7 +18,7 @@ from hf_fastdecode.generation.modes import configs_of
 from hf_fastdecode.generation.shared import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, SAMPLING, both
+from .calls import PROMPT, SAMPLING, both, tokens_embedded
 
 
 class BanToken(LogitsProcessor):
@@ -208,14 +208,8 @@ def test_max_length_and_generation_config(model):
 def test_tokens_through_the_embedding(model):
     """One prompt of m tokens and n samples of t new tokens: m + n*(t-1) tokens, where stock runs n*(m + t - 1)."""
     m, n, t = 80, 8, 16
-    counted = []
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda module, args, out: counted.append(args[0].numel())
-    )
-    try:
+    with tokens_embedded(model) as counted:
         both(model, lambda: SAMPLING | {"num_return_sequences": n, "max_new_tokens": t})
-    finally:
-        hook.remove()
     total = sum(counted)
     stock = n * (m + t - 1)
     assert total - stock == m + n * (t - 1) <= m + n * (t + 1)

@@ -11,6 +11,7 @@ from hf_fastdecode.generation.steps import EagerSteps
 from hf_fastdecode.generation.watch import Watch
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .calls import tokens_embedded
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 8, "max_new_tokens": 24}
 ENDS = {"eos_token_id": list(range(3, 10))}
@@ -18,12 +19,8 @@ ENDS = {"eos_token_id": list(range(3, 10))}
 
 def embedded(model, run):
     """Tokens that went through the embedding while `run` ran."""
-    counted = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda _, args, __: counted.append(args[0].numel()))
-    try:
+    with tokens_embedded(model) as counted:
         run()
-    finally:
-        hook.remove()
     return sum(counted)
 
 

@@ -243,53 +243,9 @@ def test_attention_of_transformers_does_not():
         assert fd.explain(model).last_call.path == "shared"
 
 
-def test_autocast_runs_stock(model):
-    with torch.autocast("cpu", torch.bfloat16):
-        stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert torch.equal(shared, stock)
-
-
 def test_a_cache_of_another_model_is_an_error(model):
     other = tiny_model("llama-mqa")
     with fd.enabled(other), fd.enabled(model):
         cache = fd.prefill(other, PROMPT)
-        with pytest.raises(ValueError, match=r"the cache holds 1 KV heads in torch\.float32, the model has 2"):
+        with pytest.raises(ValueError, match="the cache holds 1 KV heads, the model has 2"):
             model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("gpt2", {}, "dropout"),
-        ("opt", {}, "dropout=0.1"),  # by a function, not a module
-        ("starcoder2", {"residual_dropout": 0.2}, "residual_dropout=0.2"),
-        ("gpt_neox", {"hidden_dropout": 0.3}, "dropout"),
-        ("mixtral-window", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-        ("llama-gqa", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-    ],
-)
-def test_training_mode_with_random_layers_runs_stock(name, options, told):
-    model = tiny_model(name, **options).train()
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert (call.path, call.reason) == ("stock", f"the model is in training mode with {told}; call model.eval()")
-    assert torch.equal(shared, stock)
-    with fd.enabled(model), pytest.raises(ValueError, match=f"is in training mode with {told}; call model.eval"):
-        fd.prefill(model, PROMPT)
-    model.eval()
-    assert both(model, lambda: SAMPLING)[2].path == "shared"
-
-
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt_neox"])
-def test_training_mode_without_them_shares(name):
-    stock, shared, call = both(tiny_model(name).train(), lambda: SAMPLING)
-    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
-
-
-def test_nothing_is_prefilled_under_autocast(model):
-    with (
-        fd.enabled(model),
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match=r"cannot share context: torch\.autocast is active"),
-    ):
-        fd.prefill(model, PROMPT)

@@ -1,0 +1,46 @@
+"""The transformers model inside of what other libraries wrap around it."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "base_model", "model")
+"""Attributes in which wrappers keep a model: torch.compile's, DDP's and DataParallel's, FSDP's, PEFT's, its tuners'."""
+
+
+def unwrapped(model: object) -> PreTrainedModel:
+    """The transformers model that `model` is or wraps, whose `generate` is the one that runs.
+
+    Args:
+        model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel,
+            in any order.
+
+    Raises:
+        TypeError: `model` is none of these.
+    """
+    found = model
+    while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
+        inner = next((part for name in _INNER if isinstance(part := _attribute(found, name), nn.Module)), None)
+        if inner is None:
+            break
+        found = inner
+    if isinstance(found, PreTrainedModel):
+        return found
+    raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; {_remedy(model)}")
+
+
+def _attribute(wrapper: nn.Module, name: str) -> object:
+    """What the wrapper itself keeps under a name, not what it passes on of its model."""
+    return wrapper._modules.get(name) or vars(wrapper).get(name)
+
+
+def _remedy(model: object) -> str:
+    for name, part in vars(model).items() if hasattr(model, "__dict__") else ():
+        if isinstance(part, PreTrainedModel):
+            return f"pass its attribute {name!r}"
+    if isinstance(model, nn.Module):
+        for name, part in model.named_modules():
+            if isinstance(part, PreTrainedModel):
+                return f"pass its attribute {name!r}"
+    return "load one with AutoModelForCausalLM.from_pretrained"

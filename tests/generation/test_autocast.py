@@ -1,0 +1,95 @@
+"""Calls under autocast share: around the call, or within a `forward` that accelerate has wrapped."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, tiny_model
+
+PROMPTS = ragged_prompts(71, 57, shared=40)
+CALL = {"max_new_tokens": 9, "num_return_sequences": 3, "do_sample": True, "top_k": 0}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+NAMES = ["llama-gqa", "gpt2", "gemma2", "gpt_oss", "mistral-window", "gpt_neox", "opt", "qwen3", "mixtral-window"]
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def errors(model, out):
+    """The largest errors of a call's logits and of stock's forward pass over its tokens, both against fp32."""
+    lengths = PROMPTS["attention_mask"].sum(1).repeat_interleave(3)
+    ours = torch.stack(out.logits, 1).float()
+    worst_ours = worst_stock = 0.0
+    for row, length in enumerate(lengths.tolist()):
+        tokens = out.sequences[row : row + 1, 71 - length : -1]
+        with torch.no_grad():
+            exact = model(tokens).logits[0, length - 1 :]
+            with autocast():
+                stock = model(tokens).logits[0, length - 1 :]
+        worst_ours = max(worst_ours, float((ours[row] - exact).abs().max()))
+        worst_stock = max(worst_stock, float((stock - exact).abs().max()))
+    return worst_ours, worst_stock
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "around") for name in NAMES),
+        ("llama-gqa", "prepared"),
+        ("llama-gqa", "prepared_after"),
+        ("gpt2", "prepared"),
+    ],
+)
+def test_calls_under_autocast_share(name, way, accelerator):
+    model, plain = tiny_model(name), tiny_model(name)
+    if way == "prepared":
+        model = accelerator.prepare(model)
+    fd.enable(model)
+    if way == "prepared_after":
+        model = accelerator.prepare(model)
+    torch.manual_seed(0)
+    with autocast() if way == "around" else torch.no_grad():
+        out = model.generate(**PROMPTS, **CALL, **LOGITS)
+        call = fd.explain(model).last_call
+        assert call.path == "shared", call.reason
+        assert call.prefilled_tokens == 71 + 57 - 40
+        row = {"input_ids": out.sequences[:1], "attention_mask": torch.ones(1, 80, dtype=torch.long)}
+        again = model.generate(**row, **CALL, **LOGITS, past_key_values=out.past_key_values)
+    assert out.past_key_values.layers[0].segments[0].keys.dtype == torch.bfloat16
+    assert len(again.logits) == 9
+    ours, stock = errors(plain, out)
+    assert 0 < ours <= 2 * stock
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_cache_is_of_one_dtype(inside):
+    """Made under autocast and used outside of it, or the other way round."""
+    model = fd.enable(tiny_model())
+    with autocast() if inside else torch.no_grad():
+        cache = fd.prefill(model, PROMPTS)
+    with (
+        torch.no_grad() if inside else autocast(),
+        pytest.raises(ValueError, match="another torch.autocast than when the cache was made"),
+    ):
+        model.generate(**PROMPTS, **CALL, past_key_values=cache)
+    with autocast() if inside else torch.no_grad():
+        assert model.generate(**PROMPTS, **CALL, past_key_values=cache).shape == (6, 80)
+
+
+def test_float64_stays_float64_under_autocast():
+    model = fd.enable(tiny_model().double())
+    with torch.no_grad(), autocast():
+        cache = fd.prefill(model, PROMPTS)
+        assert cache.layers[0].segments[0].values.dtype == torch.float64
+        assert model(PROMPTS["input_ids"][:, :3], past_key_values=cache).logits.dtype == torch.float64

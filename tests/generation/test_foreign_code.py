@@ -1,0 +1,145 @@
+"""Hooks and forwards that others put on modules: stock transformers' tokens, and calls that say why they do not share."""
+
+import functools
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.utils import prune
+from torch.nn.modules.module import register_module_forward_hook
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .calls import PROMPT, SAMPLING
+
+PROMPTS = ragged_prompts(57, 71, 40, 66, shared=33)
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+def steer(module, args, output):
+    """What users write: changes the last position of every row."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    hidden = hidden.clone()
+    hidden[:, -1] += torch.linspace(-3, 3, hidden.shape[-1])
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def per_row(module, args):
+    """Adds a vector of its own to each row."""
+    hidden = args[0]
+    return (hidden + torch.arange(len(hidden))[:, None, None] * torch.linspace(-1, 1, hidden.shape[-1]), *args[1:])
+
+
+class PerRowForward:
+    """A forward of an instance, as research code patches it."""
+
+    def __init__(self, module):
+        self.inner = module.forward
+
+    def __call__(self, *args, **kwargs):
+        return steer(None, args, self.inner(*args, **kwargs))
+
+
+class Steering(ModelHook):
+    """The same by accelerate's hooks."""
+
+    def post_forward(self, module, output):
+        return steer(module, (), output)
+
+
+def installed(model, kind):
+    """Put the code on a layer; what takes it off."""
+    layer = model.model.layers[1]
+    if kind == "hook":
+        return layer.register_forward_hook(steer).remove
+    if kind == "partial":
+        return layer.register_forward_hook(functools.partial(steer)).remove
+    if kind == "pre_hook":
+        return layer.register_forward_pre_hook(per_row).remove
+    if kind == "every":
+        only = lambda module, args, output: steer(module, args, output) if module is layer else None  # noqa: E731
+        return register_module_forward_hook(only).remove
+    if kind == "forward":
+        layer.forward = PerRowForward(layer)
+        return lambda: delattr(layer, "forward")
+    if kind == "wrapped":
+        inner = layer.forward
+        layer.forward = functools.wraps(inner)(lambda *args, **kwargs: steer(None, args, inner(*args, **kwargs)))
+        return lambda: delattr(layer, "forward")
+    add_hook_to_module(layer, Steering())
+    return lambda: remove_hook_from_module(layer)
+
+
+@pytest.mark.parametrize("kind", ["hook", "partial", "pre_hook", "every", "forward", "wrapped", "accelerate"])
+def test_what_looks_at_rows_runs_stock(kind, caplog):
+    model = tiny_model()
+    untouched = model.generate(**PROMPTS, **GREEDY)
+    undo = installed(model, kind)
+    try:
+        stock = model.generate(**PROMPTS, **GREEDY)
+        assert not torch.equal(stock, untouched), "code without an effect would show nothing"
+        with fd.enabled(model):
+            cache = None
+            assert torch.equal(model.generate(**PROMPTS, **GREEDY), stock)
+            call = fd.explain(model).last_call
+            with pytest.raises(ValueError, match="would see prompts packed into one row"):
+                cache = fd.prefill(model, PROMPTS)
+        assert cache is None
+        assert call.path == "stock"
+        assert "would see prompts packed into one row" in call.reason
+        assert any(word in call.reason for word in ("steer", "per_row", "<lambda>", "PerRowForward", "Steering"))
+        assert call.reason in caplog.text
+    finally:
+        undo()
+    with fd.enabled(model):
+        assert torch.equal(model.generate(**PROMPTS, **GREEDY), untouched)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_a_kept_cache_is_refused_while_a_hook_is_there(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT)
+        hook = model.model.layers[0].register_forward_hook(steer)
+        with pytest.raises(ValueError, match="cannot use a SharedContextCache: .* has a forward hook, .*steer"):
+            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+        hook.remove()
+        assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)
+
+
+def test_a_wrapper_around_the_model_runs_stock():
+    """Put on the instance before `enable`, or after."""
+    model = tiny_model()
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    for before in (True, False):
+        if not before:
+            fd.enable(model)
+        inner = model.forward
+        model.forward = functools.wraps(inner)(lambda *args, inner=inner, **kwargs: inner(*args, **kwargs))
+        fd.enable(model)
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert "LlamaForCausalLM has a forward of its own" in fd.explain(model).last_call.reason
+        fd.disable(model)
+        del model.forward
+
+
+def test_known_hooks_share():
+    """Of transformers, accelerate, torch.nn.utils, and PEFT's that makes inputs require a gradient."""
+    model = tiny_model()
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    model.enable_input_require_grads()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # renamed in 5.23
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    prune.identity(model.model.layers[0].mlp.down_proj, "weight")
+
+    def make_inputs_require_grad(module, args, output):
+        output.requires_grad_(True)
+
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
+    accelerate.cpu_offload(model.model.layers[1], execution_device="cpu")
+    add_hook_to_module(model, ModelHook())
+    with fd.enabled(model):
+        shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+        assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
+    assert torch.equal(shared, expected)
