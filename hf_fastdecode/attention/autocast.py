@@ -1,4 +1,4 @@
-"""Attention under `torch.autocast`, which reaches neither a cache that writes in place nor operators called by name."""
+"""Attention under `torch.autocast`, which does not reach operators called by name, nor writes into a cache."""
 
 from __future__ import annotations
 

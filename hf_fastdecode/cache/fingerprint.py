@@ -41,7 +41,7 @@ class Fingerprint:
         return self  # never written to, and about the same model
 
     def difference(self, model: nn.Module) -> str | None:
-        """``weights`` or ``adapters`` where the model's are others now, or None; one moved as a whole is not compared."""
+        """Which of ``weights`` and ``adapters`` are others now, or None; a model moved as a whole is not compared."""
         if self._adapters != adapter_state(model):
             return "adapters"
         for number, content in map(_content, _plain_parameters(model)):

@@ -105,8 +105,8 @@ def switch_reason(model: PreTrainedModel) -> str | None:
             layer = isinstance(module, _DropoutNd)
             remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
             return (
-                f"the model is in training mode with {type(module).__name__}.{name}={value}; call model.eval(), or load "
-                f"it without dropout: {remedy}"
+                f"the model is in training mode with {type(module).__name__}.{name}={value}; call model.eval(), or "
+                f"load it without dropout: {remedy}"
             )
     return foreign_code(model)
 

@@ -6,8 +6,8 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from torch.nn.utils import prune
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 
 import hf_fastdecode as fd
 
