@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "base_model", "model")
-"""Attributes in which wrappers keep a model: torch.compile's, DDP's and DataParallel's, FSDP's, PEFT's, its tuners'."""
+"""Attributes in which wrappers keep a model: of torch.compile, DDP and DataParallel, FSDP, PEFT, and its tuners."""
 
 
 def unwrapped(model: object) -> PreTrainedModel:

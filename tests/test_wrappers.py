@@ -65,7 +65,7 @@ def test_other_wrappers_are_told_what_to_pass(model):
         def __init__(self):
             self.llm = model
 
-    with pytest.raises(TypeError, match="got Policy; pass its attribute 'actor.0'"):
+    with pytest.raises(TypeError, match=r"got Policy; pass its attribute 'actor\.0'"):
         fd.enable(Policy())
     with pytest.raises(TypeError, match="got Engine; pass its attribute 'llm'"):
         fd.explain(Engine())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module):
         self._adapters = adapter_state(model)
-        self._contents = dict(map(_content, _plain_parameters(model)))
+        self._contents = {(seen := _look(parameter)).number: seen.content for parameter in _plain_parameters(model)}
         self._samples = _samples(model)
 
     def __getstate__(self) -> dict[str, object]:
@@ -44,8 +45,8 @@ class Fingerprint:
         """Which of ``weights`` and ``adapters`` are others now, or None; a model moved as a whole is not compared."""
         if self._adapters != adapter_state(model):
             return "adapters"
-        for number, content in map(_content, _plain_parameters(model)):
-            if self._contents.get(number, content) != content:
+        for seen in map(_look, _plain_parameters(model)):
+            if self._contents.get(seen.number, seen.content) != seen.content:
                 return "weights"
         now, then = _samples(model), self._samples
         if now.keys().isdisjoint(then):
@@ -68,30 +69,40 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-# For each parameter: its own number, its version and address, and a number that stands for these.
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class _Seen(NamedTuple):
+    """A parameter when it was last looked at.
+
+    Attributes:
+        number: Its own.
+        state: Version and address of its memory.
+        content: A number that is another whenever the state was.
+    """
+
+    number: int
+    state: tuple[int, int]
+    content: int
+
+
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = count()
 
 
-def _content(parameter: Tensor) -> tuple[int, int]:
-    """A parameter's number, and one that is another whenever it was written to or replaced."""
-    version = -1 if parameter.is_inference() else parameter._version
-    number, *seen, content = _known.get(parameter) or (next(_numbers), None, None, None)
-    if seen != [version, parameter.data_ptr()]:
-        content = next(_numbers)
-        _known[parameter] = (number, version, parameter.data_ptr(), content)
-    return number, content
+def _look(parameter: Tensor) -> _Seen:
+    state = -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()
+    seen: _Seen | None = _seen.get(parameter)
+    if seen is None or seen.state != state:
+        seen = _Seen(next(_numbers) if seen is None else seen.number, state, next(_numbers))
+        _seen[parameter] = seen
+    return seen
 
 
 @contextmanager
 def same_contents(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Within, parameters are moved to other addresses with what they hold."""
-    before = [(parameter, *_content(parameter)) for parameter in parameters]
+    before = [(parameter, _look(parameter)) for parameter in parameters]
     yield
-    for parameter, number, content in before:
-        _content(parameter)
-        _, version, address, _ = _known[parameter]
-        _known[parameter] = (number, version, address, content)
+    for parameter, seen in before:
+        _seen[parameter] = _look(parameter)._replace(content=seen.content)
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -33,22 +33,22 @@ _KNOWN_FUNCTIONS = ("make_inputs_require_grad", "make_inputs_require_grads")
 _KNOWN_FORWARDS = ("transformers", "accelerate", "torch", "peft", "bitsandbytes", "liger_kernel", "hf_fastdecode")
 
 
+_WHY = "which would see prompts packed into one row"
+
+
 def foreign_code(model: nn.Module) -> str | None:
     """Why code of others might not compute in a packed prefill what it does in stock, or None without such code."""
-    every = (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values())
-    for hook in every:
+    for hook in (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()):
         if not _is_known_hook(hook):
-            return f"{_name(hook)} is a forward hook of all modules, which would see prompts packed into one row"
+            return f"all modules have a forward hook, {_name(hook)}, {_WHY}"
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' {path!r}' if path else ''}"
         for hook in _hooks(module):
             if not _is_known_hook(hook):
-                return f"{where} has a forward hook, {_name(hook)}, which would see prompts packed into one row"
+                return f"{where} has a forward hook, {_name(hook)}, {_WHY}"
         for forward in _own_forwards(module):
             if not _is_of(_home(forward), _KNOWN_FORWARDS):
-                return (
-                    f"{where} has a forward of its own, {_name(forward)}, which would see prompts packed into one row"
-                )
+                return f"{where} has a forward of its own, {_name(forward)}, {_WHY}"
     return None
 
 

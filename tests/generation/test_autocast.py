@@ -12,7 +12,13 @@ from ..tiny_models import ragged_prompts, tiny_model
 PROMPTS = ragged_prompts(71, 57, shared=40)
 CALL = {"max_new_tokens": 9, "num_return_sequences": 3, "do_sample": True, "top_k": 0}
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
-NAMES = ["llama-gqa", "gpt2", "gemma2", "gpt_oss", "mistral-window", "gpt_neox", "opt", "qwen3", "mixtral-window"]
+AROUND = ["llama-gqa", "gpt2", "gemma2", "gpt_oss", "mistral-window", "gpt_neox", "opt", "qwen3", "mixtral-window"]
+CASES = [
+    *((name, "around") for name in AROUND),
+    ("llama-gqa", "prepared"),
+    ("llama-gqa", "prepared_after"),
+    ("gpt2", "prepared"),
+]
 
 
 @pytest.fixture
@@ -42,15 +48,7 @@ def errors(model, out):
     return worst_ours, worst_stock
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *((name, "around") for name in NAMES),
-        ("llama-gqa", "prepared"),
-        ("llama-gqa", "prepared_after"),
-        ("gpt2", "prepared"),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_calls_under_autocast_share(name, way, accelerator):
     model, plain = tiny_model(name), tiny_model(name)
     if way == "prepared":
@@ -80,7 +78,7 @@ def test_a_cache_is_of_one_dtype(inside):
         cache = fd.prefill(model, PROMPTS)
     with (
         torch.no_grad() if inside else autocast(),
-        pytest.raises(ValueError, match="another torch.autocast than when the cache was made"),
+        pytest.raises(ValueError, match=r"another torch\.autocast than when the cache was made"),
     ):
         model.generate(**PROMPTS, **CALL, past_key_values=cache)
     with autocast() if inside else torch.no_grad():

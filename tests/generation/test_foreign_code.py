@@ -1,4 +1,4 @@
-"""Hooks and forwards that others put on modules: stock transformers' tokens, and calls that say why they do not share."""
+"""Hooks and forwards that others put on modules: calls run stock, and say why."""
 
 import functools
 
@@ -102,7 +102,7 @@ def test_a_kept_cache_is_refused_while_a_hook_is_there(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         hook = model.model.layers[0].register_forward_hook(steer)
-        with pytest.raises(ValueError, match="cannot use a SharedContextCache: .* has a forward hook, .*steer"):
+        with pytest.raises(ValueError, match=r"cannot use a SharedContextCache: .* has a forward hook, .*steer"):
             model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
         hook.remove()
         assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)

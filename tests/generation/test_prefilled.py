@@ -267,8 +267,7 @@ def test_a_replaced_tensor_is_noticed(model):
         cache = fd.prefill(model, PROMPT)
         weight, old = model.model.norm.weight, model.model.norm.weight.data
         weight.data = old.clone()
-        with torch.no_grad(), pytest.raises(ValueError, match="the cache was made with other weights"):
-            weight.data[3] += 1
+        with pytest.raises(ValueError, match="the cache was made with other weights"):
             model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
         weight.data = old
 
