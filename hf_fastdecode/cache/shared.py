@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.interface import require_active
 from ..attention.operators import ALL_BACKENDS
 from .layer import PrefillItem, SharedContextLayer, SharedState
 from .origin import Origin
@@ -74,6 +75,11 @@ class SharedContextCache(Cache):
     def rows(self) -> int:
         """Number of rows (sequences)."""
         return self.forest.rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row holds a token."""
+        return not self.suffix_length and not any(self.forest.context_lengths)
 
     @property
     def suffix_length(self) -> int:
@@ -148,20 +154,20 @@ class SharedContextCache(Cache):
         Nodes are shared, not copied. Suffixes become nodes of the fork: they are copied, so that this cache may go on
         appending.
         """
-        fork = self.nodes_only(Forest(0), max_suffix=max_suffix, backend=backend)
+        fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         for layer, twin in zip(self.layers, fork.layers, strict=True):
             if layer.suffix_length:
                 twin.segments[len(self.segment_tokens)] = layer.suffixes_as_segment()
-        paths = list(self.forest.paths)
         if own := self.suffix_length:
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
-            paths = [(*path, Span(segment, row * own, own)) for row, path in enumerate(paths)]
-        fork.state.forest = Forest.from_paths(paths)
+            fork.state.forest = Forest.from_paths(
+                [(*path, Span(segment, row * own, own)) for row, path in enumerate(self.forest.paths)]
+            )
         fork.state.padding = self.state.padding
         return fork
 
     def nodes_only(
-        self, forest: Forest, *, max_suffix: int | None = None, backend: str | None = None
+        self, forest: Forest | None, *, max_suffix: int | None = None, backend: str | None = None
     ) -> SharedContextCache:
         """A cache over another forest of this one's segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
@@ -178,17 +184,28 @@ class SharedContextCache(Cache):
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Within, a forward pass appends tokens; when it fails half-way, no layer keeps any."""
-        lengths, empty = [layer.suffix_length for layer in self.layers], self.state.forest is None
+        """Within, a forward pass appends tokens to every layer; when it fails, no layer keeps any.
+
+        Raises:
+            ValueError: The pass appended to some layers only.
+        """
+        forest, tokens, layers = self.state.forest, list(self._suffix_tokens), list(self.layers)
+        lengths = [layer.suffix_length for layer in layers]
         try:
             yield
+            after = {layer.suffix_length for layer in self.layers}
+            if len(after) > 1:
+                raise ValueError(
+                    f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} tokens: "
+                    "the model has other layers than the cache; make it with hf_fastdecode.prefill(model, ...) of "
+                    "this model"
+                )
         except BaseException:
-            for index, layer in enumerate(self.layers):
-                layer.suffix_length = lengths[index] if index < len(lengths) else 0
-                if empty:  # the next pass may be of another number of rows
-                    layer.suffix = layer.own = None
-            if empty:
-                self.state.forest = None
+            self.state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.suffix_length = length
+                if forest is None:  # the next pass may be of another number of rows, dtype or device
+                    layer.suffix, layer.own, layer.is_initialized = None, None, False
             raise
 
     def check_mask(self, mask: Any, queries: int) -> None:
@@ -252,6 +269,15 @@ class SharedContextCache(Cache):
 
     # --- transformers' Cache -----------------------------------------------------------------------------------
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As every `Cache`, but only within a forward pass of an enabled model.
+
+        Raises:
+            NotATensorError: A model that is not enabled, or a submodule called directly, would append.
+        """
+        require_active()  # before anything is appended that attention could not read
+        return super().update(*args, **kwargs)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
         own = self.layers[layer_idx].suffix_length if layer_idx < len(self.layers) else 0
@@ -279,7 +305,7 @@ class SharedContextCache(Cache):
             self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
         for layer in self.layers:
             layer.suffix_length -= min(count, layer.suffix_length)
-        if count > own:
+        if count > own and self.state.forest is not None:
             length = self.get_seq_length()
             forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
             self.state.forest = forest
@@ -296,6 +322,8 @@ class SharedContextCache(Cache):
         out_of_range = [row for row in rows if not 0 <= row < self.rows]
         if out_of_range:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
+        if self.state.forest is None:
+            return
         length = self.get_seq_length()
         index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         self.state.forest = self.forest.select_rows(list(rows))

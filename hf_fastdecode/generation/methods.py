@@ -98,8 +98,8 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
         cache.check_mask(given.get("attention_mask"), queries)
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = seams.methods.original(model, "forward")(*args, **kwargs)
-    if not cache.state.packed and isinstance(input_ids, Tensor):
-        cache.record_tokens(input_ids)
+        if not cache.state.packed and isinstance(input_ids, Tensor):
+            cache.record_tokens(input_ids)
     call = seams.last_call
     if call is not None and call.cache is not None and call.cache() is cache:
         call.observe(cache)

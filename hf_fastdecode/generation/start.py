@@ -75,7 +75,7 @@ def start_shared(
         ValueError: A given `SharedContextCache` does not fit the prompts or the model.
     """
     given = model_kwargs.get("past_key_values")
-    given = given if isinstance(given, SharedContextCache) and given.layers else None
+    given = given if isinstance(given, SharedContextCache) and not given.is_empty else None
     try:
         return _start(model, options, call, input_ids, generation_config, model_kwargs, given)
     except UnsupportedAttentionError as error:
