@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .attention.interface import UnsupportedAttentionError
 from .cache.origin import Origin
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, is_nothing, model_reason, switch_reason
+from .generation.eligibility import input_reason, is_nothing, model_reason, rope_limit, switch_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
@@ -138,7 +138,8 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
 
     Raises:
         ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or under
-            autocast), or the inputs are not prompts.
+            autocast), or the inputs are not prompts, or too long for a position embedding that changes with the
+            length of the text.
     """
     _check_model(model)
     seams = seams_of(model)
@@ -161,6 +162,14 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
     if reason := input_reason(model, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+    longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
+    if limit is not None and longest >= limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(model).__name__} changes "
+            f"beyond {limit} tokens, so that no call could go on from it; prefill at most {limit - 1} tokens, or call "
+            "generate without a kept cache"
+        )
     cache = SharedContextCache(backend=seams.options.backend)
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)
     try:

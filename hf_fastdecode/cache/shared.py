@@ -93,6 +93,11 @@ class SharedContextCache(Cache):
         own = max(self.suffix_length + queries, self.state.max_suffix or 0)
         return max(self.forest.context_lengths, default=0) + own
 
+    def next_positions(self, queries: int) -> Tensor:
+        """Positions of the next tokens of every row: ``[rows, queries]`` int64, on the CPU."""
+        first = torch.tensor(self.forest.context_lengths, dtype=torch.long, device="cpu") + self.suffix_length
+        return first[:, None] + torch.arange(queries, device="cpu")
+
     # --- filling -----------------------------------------------------------------------------------------------
 
     def add_segment(self, tokens: Tensor) -> int:
@@ -196,8 +201,8 @@ class SharedContextCache(Cache):
             after = {layer.suffix_length for layer in self.layers}
             if len(after) > 1:
                 raise ValueError(
-                    f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} tokens: "
-                    "the model has other layers than the cache; make it with hf_fastdecode.prefill(model, ...) of "
+                    f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} "
+                    "tokens: the model has other layers than the cache; make it with hf_fastdecode.prefill(model, ...) of "
                     "this model"
                 )
         except BaseException:

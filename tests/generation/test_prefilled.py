@@ -246,3 +246,35 @@ def test_weights_that_are_no_numbers_are_still_the_same():
         model.get_input_embeddings().weight[0] = torch.nan
         model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
         assert fd.explain(model).last_call.path == "shared"
+
+
+LIMITED = {
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
+    """Where rotary frequencies change with the length of the text, keys stored beyond it would be of other ones."""
+    model = tiny_model("llama-gqa", **LIMITED[kind], max_position_embeddings=64)
+    arguments = {"do_sample": False, "max_new_tokens": 1}
+    ids = ragged_prompts(63, seed=5)["input_ids"]
+    padded = ragged_prompts(63, 63, seed=5)
+    with fd.enabled(model):
+        given = model.generate(ids, **arguments, past_key_values=fd.prefill(model, ids))
+        for longer in (64, 65, 80):
+            prompts = ragged_prompts(longer, 40)
+            with pytest.raises(ValueError, match=rf"{longer} tokens.* beyond 64 tokens.* at most 63"):
+                fd.prefill(model, prompts)
+        wide = {name: torch.cat([torch.zeros(2, 9, dtype=torch.long), part], 1) for name, part in padded.items()}
+        assert fd.prefill(model, wide).rows == 2  # padding is no text
+    assert torch.equal(given, model.generate(ids, **arguments))
