@@ -177,7 +177,7 @@ def prefill(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Sh
             prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
-    cache.origin = Origin(model)
+    cache.origin, cache.lent_segments = Origin(model), len(cache.segment_tokens)
     return cache
 
 

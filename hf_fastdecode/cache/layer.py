@@ -204,6 +204,12 @@ class SharedContextLayer(CacheLayerMixin):
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
 
+    def copied(self, spans: Iterable[Span]) -> Segment:
+        """Keys and values of stored spans, copied end to end: each ``[kv_heads, tokens, head_dim]``."""
+        views = [self.segments[span.segment].view(span) for span in spans]
+        with torch.inference_mode(False):  # as `_storage`
+            return Segment(*(torch.cat(parts, dim=1) for parts in zip(*views, strict=True)))
+
     def suffixes_as_segment(self) -> Segment:
         """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
         if self.suffix is None:

@@ -14,6 +14,7 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
+from ..attention.kv import Segment
 from ..attention.operators import ALL_BACKENDS
 from .layer import PrefillItem, SharedContextLayer, SharedState
 from .origin import Origin
@@ -23,7 +24,7 @@ class CacheBytes(NamedTuple):
     """Bytes of keys and values over all layers.
 
     Attributes:
-        stored: Tokens held: every node once, every row's suffix.
+        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
         allocated: The same with the whole preallocated suffix buffers.
         stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
             window keep no more than that.
@@ -63,6 +64,7 @@ class SharedContextCache(Cache):
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
+        self.lent_segments = 0  # so many leading segments lie in a cache that `prefill` returned, shared by its forks
         self._suffix_tokens: list[Tensor] = []
         self.origin: Origin | None = None  # of the keys and values, where they are known to be one model's
 
@@ -138,6 +140,22 @@ class SharedContextCache(Cache):
         for layer in self.layers:
             layer.suffix, layer.own, layer.suffix_length = None, None, 0
 
+    def replace_storage(
+        self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], lent: int
+    ) -> None:
+        """Show the same tokens from other segments.
+
+        Args:
+            forest: The same rows over the new segments.
+            tokens: By segment, ``[length]`` int64 token ids, on the CPU.
+            storage: By layer, keys and values by segment.
+            lent: How many leading segments lie in a cache that `prefill` returned.
+        """
+        for layer, segments in zip(self.layers, storage, strict=True):
+            layer.segments = segments
+        self.segment_tokens, self.lent_segments = tokens, lent
+        self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
+
     def reserve(self, tokens: int) -> bool:
         """Make every row's suffix hold `tokens` tokens, before a captured step writes them; whether storage moved."""
         moved = [layer.reserve(tokens) for layer in self.layers]
@@ -178,6 +196,7 @@ class SharedContextCache(Cache):
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
+        twin.lent_segments = self.lent_segments
         twin.state.forest, twin.origin = forest, self.origin
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
@@ -202,8 +221,8 @@ class SharedContextCache(Cache):
             if len(after) > 1:
                 raise ValueError(
                     f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} "
-                    "tokens: the model has other layers than the cache; make it with hf_fastdecode.prefill(model, ...) of "
-                    "this model"
+                    "tokens: the model has other layers than the cache; make it with "
+                    "hf_fastdecode.prefill(model, ...) of this model"
                 )
         except BaseException:
             self.state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
@@ -258,10 +277,15 @@ class SharedContextCache(Cache):
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
+    def node_tokens(self) -> int:
+        """Tokens held in the nodes' storage, each counted once."""
+        return sum(self.state.segment_lengths)
+
+    @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and what a stock cache would hold for the same rows."""
         per_token = sum(layer.bytes_per_token for layer in self.layers)
-        nodes = self.forest.stored_tokens * per_token
+        nodes = self.node_tokens * per_token
         allocated = sum(part.nbytes for layer in self.layers if layer.suffix is not None for part in layer.suffix)
         return CacheBytes(
             stored=nodes + self.rows * self.suffix_length * per_token,
@@ -319,6 +343,7 @@ class SharedContextCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and rows."""
         super().reset()
+        self.lent_segments = 0
         self.state.forest, self.state.segment_lengths = None, []
         self.segment_tokens, self._suffix_tokens, self.state.padding, self.origin = [], [], 0, None
 
