@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .attention.interface import UnsupportedAttentionError
 from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, is_nothing, model_reason, switch_reason
+from .generation.eligibility import input_reason, is_nothing, model_reason, rope_limit, switch_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
@@ -123,8 +123,9 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
     only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
     from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it. It holds what
-    this model's weights made of the tokens: after they have changed, as in training, prefill again; `generate` raises
-    where it can tell, a forward pass of your own does not look.
+    this model's weights and active adapters made of the tokens: after they have changed, as in training, prefill
+    again. `generate` raises where PyTorch's version counters or addresses tell (writing to ``parameter.data`` in place
+    goes around them); a forward pass of your own does not look.
 
     Args:
         model: An enabled model.
@@ -135,8 +136,9 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
         A cache with one row for each prompt; what prompts have in common is stored once.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or under
-            autocast), or the inputs are not prompts.
+        ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or with
+            forward hooks of your own), or the inputs are not prompts, or too long for a position embedding that
+            changes with the length of the text.
     """
     model = unwrapped(model)
     seams = seams_of(model)
@@ -159,6 +161,14 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
             raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
     if reason := input_reason(model, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+    longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
+    if limit is not None and longest >= limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(model).__name__} changes "
+            f"beyond {limit} tokens, so that no call could go on from it; prefill at most {limit - 1} tokens, or call "
+            "generate without a kept cache"
+        )
     cache = SharedContextCache(backend=seams.options.backend)
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)
     try:
@@ -166,7 +176,7 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
             prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
-    cache.fingerprint = Fingerprint(model)
+    cache.fingerprint, cache.lent_segments = Fingerprint(model), len(cache.segment_tokens)
     return cache
 
 

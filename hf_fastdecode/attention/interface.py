@@ -101,6 +101,16 @@ class RowLengths:
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
 
 
+def require_active() -> None:
+    """Refuse a forward pass that would write to a shared-context cache and could not read it.
+
+    Raises:
+        NotATensorError: The caller runs outside of `active`.
+    """
+    if _lengths.get() is None:
+        raise NotATensorError("update", "keys and values")
+
+
 class _Switched:
     """Configs that name our functions at the moment, with what they named before and how many passes want it so.
 

@@ -21,6 +21,9 @@ _FIRST_CAPACITY = 256
 """Suffix tokens allocated at first when no bound is known or the bound is larger."""
 
 
+_REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
+
+
 @dataclass(frozen=True)
 class PrefillItem:
     """A run of tokens whose keys and values one forward pass computes.
@@ -157,8 +160,24 @@ class SharedContextLayer(CacheLayerMixin):
                 f"the cache holds {self.state.forest.rows} rows, got keys for {rows}; expand it with "
                 "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
+        self._check_shapes(keys, values)
         self._grow_suffix(rows, self.suffix_length + queries, keys[0], values[0])
         self.suffix_length += queries
+
+    def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse keys and values ``[rows, kv_heads, queries, head_dim]`` of other heads than the stored ones."""
+        stored = next(iter(self.segments.values()), None) or self.suffix  # both end in [kv_heads, tokens, head_dim]
+        if stored is None:
+            if self.state.forest is not None and self.state.forest.nodes:
+                raise ValueError(f"the model has more layers than the cache; {_REMEDY}")
+            return
+        for new, old in zip((keys, values), stored, strict=True):
+            got, held = (new.shape[-3], new.shape[-1]), (old.shape[-3], old.shape[-1])
+            if got != held:
+                raise ValueError(
+                    f"the cache holds {held[0]} KV heads of {held[1]} numbers, the model has {got[0]} of {got[1]}; "
+                    f"{_REMEDY}"
+                )
 
     def reserve(self, tokens: int) -> bool:
         """Make every row's suffix hold `tokens` tokens; whether storage moved.
@@ -198,6 +217,12 @@ class SharedContextLayer(CacheLayerMixin):
         if self.state.forest is None or self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
+
+    def copied(self, spans: Iterable[Span]) -> Segment:
+        """Keys and values of stored spans, copied end to end: each ``[kv_heads, tokens, head_dim]``."""
+        views = [self.segments[span.segment].view(span) for span in spans]
+        with torch.inference_mode(False):  # as `_storage`
+            return Segment(*(torch.cat(parts, dim=1) for parts in zip(*views, strict=True)))
 
     def suffixes_as_segment(self) -> Segment:
         """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""

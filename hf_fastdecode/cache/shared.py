@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.interface import require_active
+from ..attention.kv import Segment
 from ..attention.operators import ALL_BACKENDS
 from .fingerprint import Fingerprint
 from .layer import PrefillItem, SharedContextLayer, SharedState
@@ -22,7 +24,7 @@ class CacheBytes(NamedTuple):
     """Bytes of keys and values over all layers.
 
     Attributes:
-        stored: Tokens held: every node once, every row's suffix.
+        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
         allocated: The same with the whole preallocated suffix buffers.
         stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
             window keep no more than that.
@@ -62,6 +64,7 @@ class SharedContextCache(Cache):
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
+        self.lent_segments = 0  # so many leading segments lie in a cache that `prefill` returned, shared by its forks
         self._suffix_tokens: list[Tensor] = []
         self.fingerprint: Fingerprint | None = None  # of what computed the keys and values, where that is known
 
@@ -76,6 +79,11 @@ class SharedContextCache(Cache):
         return self.forest.rows
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no row holds a token."""
+        return not self.suffix_length and not any(self.forest.context_lengths)
+
+    @property
     def suffix_length(self) -> int:
         """Tokens that each row holds behind its path of nodes."""
         return self.layers[0].suffix_length if self.layers else 0
@@ -86,6 +94,11 @@ class SharedContextCache(Cache):
             return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
         own = max(self.suffix_length + queries, self.state.max_suffix or 0)
         return max(self.forest.context_lengths, default=0) + own
+
+    def next_positions(self, queries: int) -> Tensor:
+        """Positions of the next tokens of every row: ``[rows, queries]`` int64, on the CPU."""
+        first = torch.tensor(self.forest.context_lengths, dtype=torch.long, device="cpu") + self.suffix_length
+        return first[:, None] + torch.arange(queries, device="cpu")
 
     # --- filling -----------------------------------------------------------------------------------------------
 
@@ -127,6 +140,22 @@ class SharedContextCache(Cache):
         for layer in self.layers:
             layer.suffix, layer.own, layer.suffix_length = None, None, 0
 
+    def replace_storage(
+        self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], lent: int
+    ) -> None:
+        """Show the same tokens from other segments.
+
+        Args:
+            forest: The same rows over the new segments.
+            tokens: By segment, ``[length]`` int64 token ids, on the CPU.
+            storage: By layer, keys and values by segment.
+            lent: How many leading segments lie in a cache that `prefill` returned.
+        """
+        for layer, segments in zip(self.layers, storage, strict=True):
+            layer.segments = segments
+        self.segment_tokens, self.lent_segments = tokens, lent
+        self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
+
     def reserve(self, tokens: int) -> bool:
         """Make every row's suffix hold `tokens` tokens, before a captured step writes them; whether storage moved."""
         moved = [layer.reserve(tokens) for layer in self.layers]
@@ -148,25 +177,26 @@ class SharedContextCache(Cache):
         Nodes are shared, not copied. Suffixes become nodes of the fork: they are copied, so that this cache may go on
         appending.
         """
-        fork = self.nodes_only(Forest(0), max_suffix=max_suffix, backend=backend)
+        fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         for layer, twin in zip(self.layers, fork.layers, strict=True):
             if layer.suffix_length:
                 twin.segments[len(self.segment_tokens)] = layer.suffixes_as_segment()
-        paths = list(self.forest.paths)
         if own := self.suffix_length:
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
-            paths = [(*path, Span(segment, row * own, own)) for row, path in enumerate(paths)]
-        fork.state.forest = Forest.from_paths(paths)
+            fork.state.forest = Forest.from_paths(
+                [(*path, Span(segment, row * own, own)) for row, path in enumerate(self.forest.paths)]
+            )
         fork.state.padding = self.state.padding
         return fork
 
     def nodes_only(
-        self, forest: Forest, *, max_suffix: int | None = None, backend: str | None = None
+        self, forest: Forest | None, *, max_suffix: int | None = None, backend: str | None = None
     ) -> SharedContextCache:
         """A cache over another forest of this one's segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
+        twin.lent_segments = self.lent_segments
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
@@ -178,17 +208,28 @@ class SharedContextCache(Cache):
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Within, a forward pass appends tokens; when it fails half-way, no layer keeps any."""
-        lengths, empty = [layer.suffix_length for layer in self.layers], self.state.forest is None
+        """Within, a forward pass appends tokens to every layer; when it fails, no layer keeps any.
+
+        Raises:
+            ValueError: The pass appended to some layers only.
+        """
+        forest, tokens, layers = self.state.forest, list(self._suffix_tokens), list(self.layers)
+        lengths = [layer.suffix_length for layer in layers]
         try:
             yield
+            after = {layer.suffix_length for layer in self.layers}
+            if len(after) > 1:
+                raise ValueError(
+                    f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} "
+                    "tokens: the model has other layers than the cache; make it with "
+                    "hf_fastdecode.prefill(model, ...) of this model"
+                )
         except BaseException:
-            for index, layer in enumerate(self.layers):
-                layer.suffix_length = lengths[index] if index < len(lengths) else 0
-                if empty:  # the next pass may be of another number of rows
-                    layer.suffix = layer.own = None
-            if empty:
-                self.state.forest = None
+            self.state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.suffix_length = length
+                if forest is None:  # the next pass may be of another number of rows, dtype or device
+                    layer.suffix, layer.own, layer.is_initialized = None, None, False
             raise
 
     def check_mask(self, mask: Any, queries: int) -> None:
@@ -236,10 +277,15 @@ class SharedContextCache(Cache):
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
+    def node_tokens(self) -> int:
+        """Tokens held in the nodes' storage, each counted once."""
+        return sum(self.state.segment_lengths)
+
+    @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and what a stock cache would hold for the same rows."""
         per_token = sum(layer.bytes_per_token for layer in self.layers)
-        nodes = self.forest.stored_tokens * per_token
+        nodes = self.node_tokens * per_token
         allocated = sum(part.nbytes for layer in self.layers if layer.suffix is not None for part in layer.suffix)
         return CacheBytes(
             stored=nodes + self.rows * self.suffix_length * per_token,
@@ -251,6 +297,15 @@ class SharedContextCache(Cache):
         )
 
     # --- transformers' Cache -----------------------------------------------------------------------------------
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As every `Cache`, but only within a forward pass of an enabled model.
+
+        Raises:
+            NotATensorError: A model that is not enabled, or a submodule called directly, would append.
+        """
+        require_active()  # before anything is appended that attention could not read
+        return super().update(*args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
@@ -279,7 +334,7 @@ class SharedContextCache(Cache):
             self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
         for layer in self.layers:
             layer.suffix_length -= min(count, layer.suffix_length)
-        if count > own:
+        if count > own and self.state.forest is not None:
             length = self.get_seq_length()
             forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
             self.state.forest = forest
@@ -288,6 +343,7 @@ class SharedContextCache(Cache):
     def reset(self) -> None:
         """Forget all tokens and rows."""
         super().reset()
+        self.lent_segments = 0
         self.state.forest, self.state.segment_lengths = None, []
         self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
 
@@ -296,6 +352,8 @@ class SharedContextCache(Cache):
         out_of_range = [row for row in rows if not 0 <= row < self.rows]
         if out_of_range:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
+        if self.state.forest is None:
+            return
         length = self.get_seq_length()
         index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         self.state.forest = self.forest.select_rows(list(rows))

@@ -96,10 +96,13 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
     queries = fed.shape[1] if isinstance(fed, Tensor) else 0
     if not cache.state.packed:
         cache.check_mask(given.get("attention_mask"), queries)
+        if isinstance(fed, Tensor) and len(fed) == cache.rows and given.get("position_ids") is None:
+            # The model would count from the longest row, padding included.
+            args, kwargs = (), given | {"position_ids": cache.next_positions(queries).to(fed.device)}
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = seams.methods.original(model, "forward")(*args, **kwargs)
-    if not cache.state.packed and isinstance(input_ids, Tensor):
-        cache.record_tokens(input_ids)
+        if not cache.state.packed and isinstance(input_ids, Tensor):
+            cache.record_tokens(input_ids)
     call = seams.last_call
     if call is not None and call.cache is not None and call.cache() is cache:
         call.observe(cache)
@@ -110,7 +113,8 @@ def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, 
     """What a forward pass is given, by name."""
     if not args:
         return kwargs
-    return dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

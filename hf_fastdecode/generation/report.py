@@ -27,7 +27,7 @@ class CallReport:
         context_width: Padded length of what the rows' nodes hold.
         cache: The call's cache, while anything else holds it.
         suffix_length: Tokens each row has appended.
-        stored_tokens: Tokens in the nodes.
+        stored_tokens: Tokens held in the nodes' storage, whether or not rows attend to all of it.
         layer_sizes: For each layer, bytes of one token's keys and values, and its window where that hides anything.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Why.

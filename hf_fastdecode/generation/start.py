@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -16,6 +17,7 @@ from ..attention.dispatch import PLAIN, Choice, Heads, choose
 from ..attention.forest import Forest
 from ..attention.interface import UnsupportedAttentionError
 from ..cache.accounting import KVShape
+from ..cache.consolidate import consolidate
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .options import Options
@@ -75,7 +77,7 @@ def start_shared(
         ValueError: A given `SharedContextCache` does not fit the prompts or the model.
     """
     given = model_kwargs.get("past_key_values")
-    given = given if isinstance(given, SharedContextCache) and given.layers else None
+    given = given if isinstance(given, SharedContextCache) and not given.is_empty else None
     try:
         return _start(model, options, call, input_ids, generation_config, model_kwargs, given)
     except UnsupportedAttentionError as error:
@@ -132,11 +134,14 @@ def _start(
         raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
-    call.rows, call.padded_length, call.forest = len(input_ids), width, repr(plan.forest)
+    call.rows, call.padded_length, call.prefilled_tokens = len(input_ids), width, len(plan.new_tokens)
     call.context_width, call.cache = width - feed_last, ref(cache)
-    call.prefilled_tokens, call.stored_tokens = len(plan.new_tokens), plan.forest.stored_tokens
     at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
     logits = prefill_nodes(model, cache, plan, max_tokens=at_once, length=width - feed_last)
+    if generation_config.return_dict_in_generate:  # the caller may keep the cache for further calls
+        with suppress(torch.OutOfMemoryError):
+            consolidate(cache)
+    call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if feed_last or logits is None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.joined import JoinedWeights
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING
@@ -249,82 +248,33 @@ def test_weights_that_are_no_numbers_are_still_the_same():
         assert fd.explain(model).last_call.path == "shared"
 
 
-def test_one_number_that_changes_is_noticed(model):
-    """Whichever it is: versions are compared, not samples of values."""
+LIMITED = {
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
+    """Where rotary frequencies change with the length of the text, keys stored beyond it would be of other ones."""
+    model = tiny_model("llama-gqa", **LIMITED[kind], max_position_embeddings=64)
+    arguments = {"do_sample": False, "max_new_tokens": 1}
+    ids = ragged_prompts(63, seed=5)["input_ids"]
+    padded = ragged_prompts(63, 63, seed=5)
     with fd.enabled(model):
-        for index in range(0, 64, 7):
-            cache = fd.prefill(model, PROMPT)
-            with torch.no_grad():
-                model.model.norm.weight[index] += 1
-            with pytest.raises(ValueError, match="the cache was made with other weights"):
-                model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
-            with torch.no_grad():
-                model.model.norm.weight[index] -= 1
-
-
-def test_a_replaced_tensor_is_noticed(model):
-    with fd.enabled(model):
-        cache = fd.prefill(model, PROMPT)
-        weight, old = model.model.norm.weight, model.model.norm.weight.data
-        weight.data = old.clone()
-        with pytest.raises(ValueError, match="the cache was made with other weights"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
-        weight.data = old
-
-
-def test_moved_weights_are_the_same(model):
-    """Captured steps lay the weights of projections end to end, and `disable` moves them apart."""
-    with fd.enabled(model):
-        cache = fd.prefill(model, PROMPT)
-        expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
-        weights = JoinedWeights()
-        for change in (lambda: weights.join(model.model.layers), weights.separate):
-            before = model.model.layers[0].self_attn.q_proj.weight.data_ptr()
-            change()
-            assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() != before
-            assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), expected)
-        weights.join(model.model.layers)
-        with torch.no_grad():
-            model.model.layers[1].self_attn.k_proj.weight[3, 5] += 1
-        with pytest.raises(ValueError, match="the cache was made with other weights"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
-
-
-class Adapted(torch.nn.Linear):
-    """A linear layer with an adapter that is switched by the attributes of PEFT's layers."""
-
-    def __init__(self, base):
-        super().__init__(base.in_features, base.out_features, bias=False)
-        self.weight = base.weight
-        self._disable_adapters, self._active_adapter, self.merged_adapters = False, ["a"], []
-        self.scaling = {"a": 1.0, "b": 2.0}
-
-    def forward(self, inputs):
-        factor = 0.0 if self._disable_adapters else sum(self.scaling[name] for name in self._active_adapter)
-        return super().forward(inputs) + factor * inputs[..., : self.out_features].sin()
-
-
-@pytest.mark.parametrize(
-    "switch",
-    [
-        {"_disable_adapters": True},
-        {"_active_adapter": ["b"]},
-        {"merged_adapters": ["a"]},
-        {"scaling": {"a": 0.5, "b": 2.0}},
-    ],
-    ids=lambda switch: next(iter(switch)),
-)
-def test_a_cache_of_other_adapters_is_an_error(switch):
-    model = tiny_model()
-    layer = model.model.layers[0].self_attn
-    layer.v_proj = adapted = Adapted(layer.v_proj)
-    with fd.enabled(model):
-        cache = fd.prefill(model, PROMPT)
-        kept = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
-        before = {name: getattr(adapted, name) for name in switch}
-        vars(adapted).update(switch)
-        for given in (cache, *kept):
-            with pytest.raises(ValueError, match="made with other adapters, of another model or before these changed"):
-                model.generate(**PROMPT, **SAMPLING, past_key_values=given)
-        vars(adapted).update(before)
-        assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)
+        given = model.generate(ids, **arguments, past_key_values=fd.prefill(model, ids))
+        for longer in (64, 65, 80):
+            prompts = ragged_prompts(longer, 40)
+            with pytest.raises(ValueError, match=rf"{longer} tokens.* beyond 64 tokens.* at most 63"):
+                fd.prefill(model, prompts)
+        wide = {name: torch.cat([torch.zeros(2, 9, dtype=torch.long), part], 1) for name, part in padded.items()}
+        assert fd.prefill(model, wide).rows == 2  # padding is no text
+    assert torch.equal(given, model.generate(ids, **arguments))

@@ -1,0 +1,128 @@
+"""Keeps a cache that is passed from call to call small: merges chains of nodes, and drops storage that no row uses.
+
+Every turn of a conversation appends nodes to the rows' paths; without merging, a step of turn ``t`` would attend to
+``O(t)`` nodes. Chains are merged by the logarithmic method (Bentley and Saxe, "Decomposable searching problems I",
+1980): every node stays more than twice as long as the next one, and over all turns a token is copied ``O(log length)``
+times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+
+from ..attention.forest import Forest, Node, Span
+from .shared import SharedContextCache
+
+
+def consolidate(cache: SharedContextCache) -> None:
+    """Merge chains of nodes with the same rows, and drop stored tokens that no row attends to.
+
+    A segment of which less than half is shown gives way to a copy of that part. Tokens that several nodes show are
+    never merged into one of them, which would store them twice, and segments lent by a prefilled cache are never
+    copied. Where nothing is gained, nothing is copied.
+
+    Args:
+        cache: Planted, with empty suffixes.
+
+    Raises:
+        torch.OutOfMemoryError: Memory does not suffice for the copies; the cache is as it was.
+    """
+    shown = _Shown(cache.forest)
+    moved = [span for merge in _merges(cache, shown) for span in merge]
+    moved += _sparse(cache, shown, set(moved))
+    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(shown.runs) - set(moved)}))}
+    if not moved and len(numbers) == len(cache.segment_tokens):
+        return
+    places: dict[Span, Span] = {}
+    length = 0
+    for run in moved:
+        places[run] = Span(len(numbers), length, run.length)
+        length += run.length
+
+    def place(span: Span) -> Span:
+        run = shown.run_of(span)
+        if run not in places:
+            return Span(numbers[span.segment], span.start, span.length)
+        return places[run][span.start - run.start : span.stop - run.start]
+
+    forest = Forest.from_paths([tuple(map(place, path)) for path in cache.forest.paths])
+    tokens = [cache.segment_tokens[old] for old in numbers]
+    storage = [{new: layer.segments[old] for old, new in numbers.items()} for layer in cache.layers]
+    if moved:
+        tokens.append(cache.path_tokens(tuple(moved)))
+        for segments, layer in zip(storage, cache.layers, strict=True):
+            segments[len(numbers)] = layer.copied(moved)
+    cache.replace_storage(forest, tokens, storage, lent=sum(old < cache.lent_segments for old in numbers))
+
+
+class _Shown:
+    """The stored tokens that nodes show.
+
+    Attributes:
+        runs: Spans in storage order, such that each node's span lies within one and none overlap.
+        nodes: By run, how many nodes show tokens of it.
+    """
+
+    def __init__(self, forest: Forest):
+        self.runs: list[Span] = []
+        for span in sorted({node.span for node in forest.nodes}, key=_start):
+            last = self.runs[-1] if self.runs else None
+            if last is not None and last.segment == span.segment and span.start < last.stop:
+                self.runs[-1] = Span(last.segment, last.start, max(last.stop, span.stop) - last.start)
+            else:
+                self.runs.append(span)
+        self._starts = [_start(run) for run in self.runs]
+        self.nodes = Counter(self.run_of(node.span) for node in forest.nodes)
+
+    def run_of(self, span: Span) -> Span:
+        """The run that a node's span lies in."""
+        return self.runs[bisect_right(self._starts, _start(span)) - 1]
+
+
+def _start(span: Span) -> tuple[int, int]:
+    return span.segment, span.start
+
+
+def _merges(cache: SharedContextCache, shown: _Shown) -> Iterator[list[Span]]:
+    """Spans that follow each other on a path and become one node."""
+    for chain in _chains(cache.forest):
+        groups: list[list[Span]] = []
+        for node in chain:
+            if node.span.segment < cache.lent_segments or shown.nodes[shown.run_of(node.span)] > 1:
+                yield from (group for group in groups if len(group) > 1)
+                groups = []
+                continue
+            groups.append([node.span])
+            while len(groups) > 1 and _length(groups[-2]) <= 2 * _length(groups[-1]):
+                groups[-2:] = [groups[-2] + groups[-1]]
+        yield from (group for group in groups if len(group) > 1)
+
+
+def _length(spans: list[Span]) -> int:
+    return sum(span.length for span in spans)
+
+
+def _chains(forest: Forest) -> list[list[Node]]:
+    """The forest's nodes in runs of a node, its only child, that one's only child, and so on, all of the same rows."""
+    chains: list[list[Node]] = []
+    ends: dict[tuple[int, int], list[Node]] = {}
+    for level in forest.levels:
+        above, ends = ends, {}
+        for node in level:
+            rows = node.row_start, node.row_count
+            if rows not in above:
+                chains.append([])
+            ends[rows] = above.get(rows, chains[-1])
+            ends[rows].append(node)
+    return chains
+
+
+def _sparse(cache: SharedContextCache, shown: _Shown, merged: set[Span]) -> list[Span]:
+    """What is left to show of segments of which that is less than half."""
+    left = [run for run in shown.runs if run not in merged and run.segment >= cache.lent_segments]
+    tokens = Counter[int]()
+    for run in left:
+        tokens[run.segment] += run.length
+    return [run for run in left if 2 * tokens[run.segment] < cache.state.segment_lengths[run.segment]]
