@@ -223,6 +223,19 @@ def test_a_cache_that_memory_does_not_suffice_to_copy_stays_as_it_is(model, monk
     assert len(found.past_key_values.forest.nodes) > len(expected.past_key_values.forest.nodes)
 
 
+def test_a_merged_cache_outlives_inference_mode(model):
+    with fd.enabled(model):
+        with torch.inference_mode():
+            cache = fd.prefill(model, ragged_prompts(40, seed=1)["input_ids"][:, :33])
+            *_, out = turns(model, 3, cache=cache, do_sample=False, max_new_tokens=6)
+        kept, token = out.past_key_values, out.sequences[:, -1:].clone()
+        assert len(kept.forest.nodes) == 2
+        found = model(token, past_key_values=kept).logits[:, -1]
+        assert found.requires_grad
+        kept.batch_repeat_interleave(2)
+    torch.testing.assert_close(found, model(out.sequences.clone()).logits[:, -1])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_captured_steps_follow(monkeypatch):
     """The tables of captured steps are pointed at the storage that took the place of what they read before."""
