@@ -27,6 +27,26 @@ class StockShared(NamedTuple):
         return self.stock / self.shared
 
 
+class CacheBytes(NamedTuple):
+    """Bytes of a cache's keys and values over all layers.
+
+    Attributes:
+        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
+        allocated: The same with the whole preallocated suffix buffers.
+        stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
+            window keep no more than that.
+    """
+
+    stored: int
+    allocated: int
+    stock: int
+
+
+def within(length: int, window: int | None) -> int:
+    """Of so many tokens, those that a window shows."""
+    return length if window is None else min(length, window)
+
+
 def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
     """Elements of K that one layer reads in one decode step; of V it reads as many.
 
