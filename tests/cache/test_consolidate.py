@@ -11,6 +11,7 @@ from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
 from hf_fastdecode.generation import modes
 
+from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .storage import held
 
@@ -198,11 +199,8 @@ def test_calls_whose_cache_is_not_returned_copy_nothing(model):
         given = out.past_key_values.fork()
         addresses = {segment.keys.data_ptr() for segment in given.layers[0].segments.values()}
         seen = []
-        hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True
-        )
-        model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
-        hook.remove()
+        with before_calls(model.model, lambda args, kwargs: seen.append(kwargs["past_key_values"])):
+            model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
     assert addresses <= {segment.keys.data_ptr() for segment in seen[-1].layers[0].segments.values()}
 
 
