@@ -22,6 +22,7 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.fingerprint import adapter_state, addresses
 from ..cache.shared import SharedContextCache
+from ..kernels.failures import Kernel, failure
 from .compiled import CompiledLayers, decoder_layers
 from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
@@ -89,10 +90,12 @@ class CapturedStep:
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
+        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
         if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
             self._step, self._ours = step, ours
+            with ours():
+                step()
         else:
-            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
             with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
@@ -281,4 +284,4 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
-    return None
+    return failure(Kernel.FOREST, model.device)
