@@ -205,4 +205,4 @@ def _window(config: Any) -> int | None:
     if not getattr(config, "use_sliding_window", True):
         return None
     sizes = (_field(config, name) for name in ("sliding_window", "attention_chunk_size"))
-    return next((size for size in sizes if isinstance(size, int)), None)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)  # 0 and -1 mean none
