@@ -26,6 +26,7 @@ from ..kernels.failures import Kernel, failure
 from .compiled import CompiledLayers, decoder_layers
 from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
+from .wrapping import own_method
 
 _Key = tuple[int, bool, Hashable]
 """Of captured steps: bucket of rows, whether compiled, arguments."""
@@ -277,7 +278,7 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     if torch.is_autocast_enabled(model.device.type):  # its casts of weights would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
     for module in model.modules():
-        if "forward" in vars(module) and module is not model:
+        if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
