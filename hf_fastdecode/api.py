@@ -32,6 +32,7 @@ def enable(
     min_shared_tokens: int = 32,
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
+    reuse_prefix: bool | int = False,
 ) -> Model:
     """Make `model.generate` share the context of its samples: prefilled once, stored once, read once per step.
 
@@ -57,6 +58,9 @@ def enable(
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
             unless its steps are captured.
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
+        reuse_prefix: Keep the prompts' keys and values of the last calls, so that a later call prefills only what is
+            new in its prompts: for prompts that come one at a time and begin alike. ``True`` keeps up to 2 GiB, a
+            number so many bytes. They are dropped when weights or active adapters change.
 
     Returns:
         The same model.
@@ -65,7 +69,7 @@ def enable(
         ValueError: An option is out of its bounds.
         TypeError: `model` is not a transformers model that generates, and wraps none.
     """
-    options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens)
+    options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens, reuse_prefix)
     install(unwrapped(model), options)
     return model
 
@@ -140,12 +144,12 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
             forward hooks of your own), or the inputs are not prompts, or too long for a position embedding that
             changes with the length of the text.
     """
-    model = unwrapped(model)
-    seams = seams_of(model)
+    inner = unwrapped(model)
+    seams = seams_of(inner)
     if seams is None:
-        raise ValueError(f"prefill needs an enabled {type(model).__name__}; call hf_fastdecode.enable(model) first")
-    if reason := model_reason(model) or switch_reason(model):
-        raise ValueError(f"{type(model).__name__} cannot share context: {reason}")
+        raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
+    if reason := model_reason(inner) or switch_reason(inner):
+        raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
     mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     if isinstance(mapping, Mapping) and not isinstance(mapping.get("attention_mask", inputs), Tensor | Mapping | None):
         found = type(mapping["attention_mask"]).__name__
@@ -159,13 +163,13 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
     for name, value in mapping.items():
         if name not in ("input_ids", "attention_mask") and not is_nothing(value):
             raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
-    if reason := input_reason(model, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
+    if reason := input_reason(inner, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
-    limit = rope_limit(model.config.get_text_config(decoder=True))
+    limit = rope_limit(inner.config.get_text_config(decoder=True))
     longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
     if limit is not None and longest >= limit:
         raise ValueError(
-            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(model).__name__} changes "
+            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(inner).__name__} changes "
             f"beyond {limit} tokens, so that no call could go on from it; prefill at most {limit - 1} tokens, or call "
             "generate without a kept cache"
         )
@@ -173,10 +177,10 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
     plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)
     try:
         with torch.no_grad():
-            prefill_nodes(model, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
+            prefill_nodes(inner, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
-        raise ValueError(f"{type(model).__name__} cannot share context: {error}") from error
-    cache.fingerprint, cache.lent_segments = Fingerprint(model), len(cache.segment_tokens)
+        raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
+    cache.fingerprint, cache.lent_segments = Fingerprint(inner), len(cache.segment_tokens)
     return cache
 
 

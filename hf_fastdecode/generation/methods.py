@@ -38,6 +38,7 @@ from .eligibility import call_reason
 from .modes import choose_mode, configs_of
 from .options import Options
 from .report import CallReport
+from .reuse import ReusedPrefixes
 from .shared import decode_shared, step_arguments
 from .start import NotSharedError, start_shared
 from .wrapping import STATE_ATTRIBUTE
@@ -72,6 +73,7 @@ class _AsItBegan:
 
     options: Options
     captures: Captures
+    reused: ReusedPrefixes
     tell_once: Callable[..., None]
 
 
@@ -209,13 +211,13 @@ def _decode(
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         seams: Seams = vars(model)[STATE_ATTRIBUTE]
-        state = _AsItBegan(seams.options, seams.captures, seams.tell_once)
+        state = _AsItBegan(seams.options, seams.captures, seams.reused, seams.tell_once)
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:
                 raise NotSharedError("synced_gpus=True: all processes must run the same number of forward passes")
-            start = start_shared(model, state.options, call, input_ids, generation_config, model_kwargs)
+            start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)
         else:

@@ -16,6 +16,7 @@ from .capture import Captures, capture_reason
 from .compiled import decoder_layers
 from .options import Options
 from .report import CallReport
+from .reuse import ReusedPrefixes
 from .steps import CapturedSteps, EagerSteps, Steps
 
 StepsMaker = Callable[[SharedContextCache], Steps]
@@ -33,6 +34,7 @@ class State(Protocol):
 
     options: Options
     captures: Captures
+    reused: ReusedPrefixes
 
     def tell_once(self, message: str, level: int = logging.WARNING) -> None: ...
 

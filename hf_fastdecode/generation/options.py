@@ -13,6 +13,9 @@ SAMPLERS = ("auto", "hf", "fast")
 """What ``sampler=`` takes."""
 
 
+_REUSED_BYTES = 2 * 2**30
+
+
 @dataclass(frozen=True)
 class Options:
     """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`, explained there.
@@ -27,6 +30,12 @@ class Options:
     min_shared_tokens: int = 32
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
+    reuse_prefix: bool | int = False
+
+    @property
+    def reused_bytes(self) -> int:
+        """Most bytes of keys and values to keep for later calls."""
+        return _REUSED_BYTES if self.reuse_prefix is True else int(self.reuse_prefix)
 
     @property
     def forced(self) -> list[str]:
@@ -43,6 +52,10 @@ class Options:
         for name, known in (("backend", ALL_BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
+            raise ValueError(
+                f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"
+            )
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

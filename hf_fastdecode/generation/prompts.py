@@ -79,8 +79,7 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
         min_shared_tokens: Shortest common run, at any depth, that is worth a node of its own.
     """
     prompts = [group.tokens for group in groups]
-    stored_rows = [(path, cache.path_tokens(path)) for path in dict.fromkeys(cache.forest.paths)]
-    known = [_longest_known(tokens, stored_rows) for tokens in prompts]
+    known = known_prefixes(groups, cache)
     segment = len(cache.segment_tokens)
     paths: list[list[Span]] = [[] for _ in prompts]
     items: list[PrefillItem] = []
@@ -149,6 +148,12 @@ def _common_prefix(left: Tensor, right: Tensor) -> int:
     length = min(len(left), len(right))
     different = (left[:length] != right[:length]).nonzero()
     return int(different[0]) if len(different) else length
+
+
+def known_prefixes(groups: Sequence[PromptGroup], cache: SharedContextCache) -> list[tuple[Path, int]]:
+    """For each group of rows, the path of the cache that begins with most of its tokens, and with how many."""
+    stored_rows = [(path, cache.path_tokens(path)) for path in dict.fromkeys(cache.forest.paths)]
+    return [_longest_known(group.tokens, stored_rows) for group in groups]
 
 
 def _longest_known(tokens: Tensor, stored_rows: Sequence[tuple[Path, Tensor]]) -> tuple[Path, int]:

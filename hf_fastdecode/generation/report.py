@@ -22,7 +22,9 @@ class CallReport:
         padded_length: Length of the rows' prompts with padding.
         forest: The nodes, in words.
         prefilled_tokens: Tokens run through the model before the decode steps.
-        known_tokens: For each prompt, how many of its tokens a given cache held; None without one.
+        known_tokens: For each prompt, how many of its tokens a given cache held, or that of an earlier call; None
+            without one.
+        kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
         layers: For each layer, what attended.
         context_width: Padded length of what the rows' nodes hold.
         cache: The call's cache, while anything else holds it.
@@ -45,6 +47,7 @@ class CallReport:
     forest: str = ""
     prefilled_tokens: int = 0
     known_tokens: tuple[int, ...] | None = None
+    kept_bytes: int = 0
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
@@ -95,6 +98,7 @@ class CallReport:
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
                 *self._given(),
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
+                *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),
@@ -107,7 +111,7 @@ class CallReport:
             return []
         least, most = min(self.known_tokens), max(self.known_tokens)
         each = f"{least}" if least == most else f"{least} to {most}"
-        return [f"  tokens of each prompt that the given cache held: {each}"]
+        return [f"  tokens of each prompt that were stored before: {each}"]
 
     def _events(self) -> list[str]:
         counts = {

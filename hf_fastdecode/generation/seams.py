@@ -21,6 +21,7 @@ from .eligibility import model_reason
 from .methods import METHODS
 from .options import Options
 from .report import CallReport, Report
+from .reuse import ReusedPrefixes
 from .wrapping import STATE_ATTRIBUTE, WrappedMethods
 
 logger = logging.getLogger("hf_fastdecode")
@@ -45,6 +46,7 @@ class Seams:
         self.leaving = False  # disabled, and a call is still under way
         self.methods = WrappedMethods(model, METHODS)
         self.captures = Captures()
+        self.reused = ReusedPrefixes()
         self._told: set[str] = set()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -109,6 +111,8 @@ def install(model: PreTrainedModel, options: Options) -> None:
             seams.methods.put_on(model, seams)
         else:
             seams.options, seams.leaving = options, False
+            if not options.reuse_prefix:
+                seams.reused.clear()
 
 
 def uninstall(model: PreTrainedModel) -> None:

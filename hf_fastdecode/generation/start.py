@@ -20,7 +20,7 @@ from ..cache.accounting import KVShape
 from ..cache.consolidate import consolidate
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
-from .options import Options
+from .modes import State
 from .passes import forward_pass, input_device
 from .prefill import prefill_nodes
 from .prompts import PromptGroup, group_prompts, plan_prompts
@@ -56,7 +56,7 @@ class Start:
 
 def start_shared(
     model: PreTrainedModel,
-    options: Options,
+    state: State,
     call: CallReport,
     input_ids: Tensor,
     generation_config: GenerationConfig,
@@ -66,7 +66,7 @@ def start_shared(
 
     Args:
         model: The enabled model.
-        options: Of `enable`.
+        state: Options of `enable`, and what earlier calls prefilled.
         call: The report to fill in, with the mode chosen.
         input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
         generation_config: The call's own, with its lengths prepared.
@@ -79,7 +79,7 @@ def start_shared(
     given = model_kwargs.get("past_key_values")
     given = given if isinstance(given, SharedContextCache) and not given.is_empty else None
     try:
-        return _start(model, options, call, input_ids, generation_config, model_kwargs, given)
+        return _start(model, state, call, input_ids, generation_config, model_kwargs, given)
     except UnsupportedAttentionError as error:
         reason, level = str(error), logging.WARNING
     except NotSharedError as error:
@@ -92,13 +92,14 @@ def start_shared(
 
 def _start(
     model: PreTrainedModel,
-    options: Options,
+    state: State,
     call: CallReport,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     given: SharedContextCache | None,
 ) -> Start:
+    options = state.options
     mask = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
     if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
@@ -108,18 +109,22 @@ def _start(
     width = input_ids.shape[1]
     groups = group_prompts(input_ids, mask)
     max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
-    cache = (SharedContextCache() if given is None else given).fork(max_suffix=max_suffix, backend=options.backend)
+    base = given
+    if base is None and options.reuse_prefix:
+        base = state.reused.find(model, groups, least=options.min_shared_tokens)
+    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
     plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
     if given is not None and not all(plan.known_lengths):
         raise ValueError(
             f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
             "the part that the cache holds"
         )
-    if given is not None:
+    if base is not None:
         call.known_tokens = plan.known_lengths
+    if given is not None:
         _warn_of_little(given, groups, plan.known_lengths)
     # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
-    feed_last = None in plan.ends or (given is not None and len(plan.new_tokens) <= len(groups))
+    feed_last = None in plan.ends or (base is not None and len(plan.new_tokens) <= len(groups))
     if feed_last:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
         plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
@@ -127,10 +132,14 @@ def _start(
 
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
+    may_save = total if options.reuse_prefix else saved  # what is prefilled now, later calls may not have to
     # Captured steps are faster than stock's whatever is shared.
-    if given is None and saved < least and call.mode == "eager":
-        raise NotSharedError(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", logging.INFO)
-    if given is None and call.mode == "eager" and (choice := plain_is_faster(model, plan.forest, max_suffix)):
+    if given is None and may_save < least and call.mode == "eager":
+        raise NotSharedError(
+            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
+        )
+    may_be_plain = given is None and not options.reuse_prefix and call.mode == "eager"
+    if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
         raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
 
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
@@ -141,6 +150,8 @@ def _start(
     if generation_config.return_dict_in_generate:  # the caller may keep the cache for further calls
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
+    if options.reuse_prefix:
+        call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
     call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)

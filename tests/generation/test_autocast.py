@@ -1,9 +1,13 @@
 """Calls under autocast share: around the call, or within a `forward` that accelerate has wrapped."""
 
+import copy
+from types import MethodType
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import convert_outputs_to_fp32
 
 import hf_fastdecode as fd
 
@@ -33,19 +37,20 @@ def autocast():
 
 
 def errors(model, out):
-    """The largest errors of a call's logits and of stock's forward pass over its tokens, both against fp32."""
-    lengths = PROMPTS["attention_mask"].sum(1).repeat_interleave(3)
-    ours = torch.stack(out.logits, 1).float()
-    worst_ours = worst_stock = 0.0
+    """The largest errors of a call's logits and of a stock forward pass over its tokens, against float32."""
+    exact, device = copy.deepcopy(model).float(), model.device.type
+    lengths = PROMPTS["attention_mask"].sum(1).repeat_interleave(CALL["num_return_sequences"])
+    logits = torch.stack(out.logits, 1).float()
+    ours = stock = 0.0
     for row, length in enumerate(lengths.tolist()):
         tokens = out.sequences[row : row + 1, 71 - length : -1]
         with torch.no_grad():
-            exact = model(tokens).logits[0, length - 1 :]
-            with autocast():
-                stock = model(tokens).logits[0, length - 1 :]
-        worst_ours = max(worst_ours, float((ours[row] - exact).abs().max()))
-        worst_stock = max(worst_stock, float((stock - exact).abs().max()))
-    return worst_ours, worst_stock
+            expected = exact(tokens).logits[0, length - 1 :]
+            with torch.autocast(device, torch.bfloat16):
+                plain = model(tokens).logits[0, length - 1 :].float()
+        ours = max(ours, float((logits[row] - expected).abs().max()))
+        stock = max(stock, float((plain - expected).abs().max()))
+    return ours, stock
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
@@ -91,3 +96,42 @@ def test_float64_stays_float64_under_autocast():
         cache = fd.prefill(model, PROMPTS)
         assert cache.layers[0].segments[0].values.dtype == torch.float64
         assert model(PROMPTS["input_ids"][:, :3], past_key_values=cache).logits.dtype == torch.float64
+
+
+def prepared(model):
+    """What `accelerator.prepare(model)` does to a model's forward on a GPU."""
+    inner = torch.autocast("cuda", torch.bfloat16)(model.forward.__func__)
+    model.forward = MethodType(convert_outputs_to_fp32(inner), model)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "way", "mode"),
+    [
+        (torch.float32, "prepared", "eager"),
+        (torch.float32, "around", "eager"),
+        (torch.bfloat16, "prepared", "graph"),
+        (torch.bfloat16, "prepared", "compile"),
+        (torch.bfloat16, "around", "eager"),
+    ],
+)
+def test_kernels_and_captured_steps_under_autocast(dtype, way, mode):
+    """Weights in fp32 take the kernels; those in half precision are captured where `forward` enters autocast."""
+    plain = tiny_model(hidden_size=256).to("cuda", dtype)
+    model = fd.enable(tiny_model(hidden_size=256).to("cuda", dtype))
+    if way == "prepared":
+        model = prepared(model)
+    fd.enable(model, mode="auto" if mode == "eager" else mode, backend="triton")
+    call = {key: value.cuda() for key, value in PROMPTS.items()} | CALL | LOGITS | {"max_new_tokens": 100}
+    for seed in range(2):  # a capture serves the second
+        torch.manual_seed(seed)
+        with torch.autocast("cuda", torch.bfloat16, enabled=way == "around"):
+            out = model.generate(**call)
+        report = fd.explain(model).last_call
+        assert (report.path, report.mode) == ("shared", mode), str(fd.explain(model))
+        assert "triton" in report.layers[0]
+        if way == "around" and dtype == torch.bfloat16:
+            assert report.mode_reason == "torch.autocast is active around the call"
+        ours, stock = errors(plain, out)
+        assert 0 < ours <= 2 * stock

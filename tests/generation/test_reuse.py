@@ -1,0 +1,113 @@
+"""`enable(model, reuse_prefix=True)`: prompts that come one at a time prefill only what is new."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+SAMPLING = {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
+BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, KV heads, head_dim, fp32
+
+
+def prompts(count, *, length=97, shared=70, seed=0):
+    """Prompts ``[1, length]`` that begin alike, one by one."""
+    ids = ragged_prompts(*[length] * count, shared=shared, seed=seed)["input_ids"]
+    return [{"input_ids": row[None], "attention_mask": torch.ones(1, length, dtype=torch.long)} for row in ids]
+
+
+def run(model, prompt, **arguments):
+    return seeded(lambda: model.generate(**prompt, **SAMPLING, **arguments))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gemma2", "mistral-window"])
+def test_only_what_is_new_is_prefilled(name):
+    model = tiny_model(name)
+    expected = [run(model, prompt) for prompt in prompts(4)]
+    with fd.enabled(model, reuse_prefix=True):
+        for index, (prompt, tokens) in enumerate(zip(prompts(4), expected, strict=True)):
+            assert torch.equal(run(model, prompt), tokens)
+            call = fd.explain(model).last_call
+            assert call.path == "shared", call.reason
+            assert call.prefilled_tokens == (97 if index == 0 else 27)
+            assert call.known_tokens == (None if index == 0 else (70,))
+        assert torch.equal(run(model, prompts(4)[2]), expected[2])  # its last token alone runs again
+        assert fd.explain(model).last_call.prefilled_tokens == 0
+        assert "stored before: 97" in str(fd.explain(model))
+
+
+def test_several_prompts_and_samples(model):
+    first, second = ragged_prompts(80, 66, 91, shared=50), ragged_prompts(90, 51, 77, shared=50)
+    expected = [run(model, batch, num_return_sequences=3) for batch in (first, second)]
+    with fd.enabled(model, reuse_prefix=True):
+        assert torch.equal(run(model, first, num_return_sequences=3), expected[0])
+        assert torch.equal(run(model, second, num_return_sequences=3), expected[1])
+        assert fd.explain(model).last_call.prefilled_tokens == 10 + 1 + 27  # the first two begin with the same 80
+
+
+def test_a_growing_prompt_has_few_nodes(model):
+    ids = ragged_prompts(400)["input_ids"]
+    with fd.enabled(model, reuse_prefix=True):
+        for length in range(70, 400, 11):
+            prompt = {"input_ids": ids[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+            shared = run(model, prompt)
+            assert fd.explain(model).last_call.prefilled_tokens == (70 if length == 70 else 11)
+            assert len(fd.explain(model).last_call.layers[0].split("node(s)")) < 12
+    assert torch.equal(shared, run(model, prompt))
+
+
+def test_memory_is_bounded(model):
+    bound = 250 * BYTES
+    with fd.enabled(model, reuse_prefix=bound):
+        for index, prompt in enumerate(prompts(12)):
+            run(model, prompt)
+            kept = fd.explain(model).last_call.kept_bytes
+            assert kept == min(97 + 27 * index, 70 + 27 * 6) * BYTES <= bound
+        assert f"kept for later calls: {kept:,}" in str(fd.explain(model))
+        run(model, prompts(1, length=300)[0])
+        assert fd.explain(model).last_call.kept_bytes == 0  # one call alone is more
+        run(model, prompts(1)[0])
+        assert fd.explain(model).last_call.prefilled_tokens == 97
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter", "autocast", "copy", "off"])
+def test_what_is_kept_is_of_this_model(change):
+    model = tiny_model()
+    model.model.layers[0].scaling = {"a": 1.0}
+    first, second = prompts(2)
+    fd.enable(model, reuse_prefix=True)
+    run(model, first)
+    if change == "weights":
+        with torch.no_grad():
+            model.model.norm.weight[17] += 1
+    elif change == "adapter":
+        model.model.layers[0].scaling = {"a": 2.0}
+    elif change == "copy":
+        model = copy.deepcopy(model)
+    elif change == "off":
+        fd.enable(model)
+        fd.enable(model, reuse_prefix=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+        shared = run(model, second)
+        assert fd.explain(model).last_call.prefilled_tokens == 97
+        fd.disable(model)
+    if change != "autocast":  # under which they agree but for rounding
+        assert torch.equal(shared, run(model, second))
+
+
+def test_a_given_cache_goes_first(model):
+    first, second = prompts(2)
+    with fd.enabled(model, reuse_prefix=True):
+        run(model, first)
+        cache = fd.prefill(model, second["input_ids"][:, :90])
+        run(model, second, past_key_values=cache)
+        assert fd.explain(model).last_call.known_tokens == (90,)
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, "yes", None])
+def test_the_option_is_checked(model, given):
+    with pytest.raises(ValueError, match=f"reuse_prefix must be True, False, or the most bytes .* got {given!r}"):
+        fd.enable(model, reuse_prefix=given)
