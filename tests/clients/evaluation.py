@@ -1,0 +1,141 @@
+"""lm-eval, evalplus and transformers' pipeline over a given model: each runs its own code and returns its samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
+
+from hf_fastdecode.assets import Task, few_shot_prompt, fewshot_tasks
+from hf_fastdecode.assets.prompt import DONE, SEPARATOR, task_prompt
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+
+
+def lm_eval_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: list[Task],
+    folder: Path,
+    *,
+    shots: int,
+    batch_size: int,
+    new_tokens: int,
+    repeats: int = 1,
+    until: tuple[str, ...] = (SEPARATOR,),
+    **wrapper: Any,
+) -> list[list[str]]:
+    """Samples of ``lm_eval.simple_evaluate`` on a few-shot task read from local JSON, sampled when repeated.
+
+    Args:
+        model: Given to `HFLM`.
+        tokenizer: Likewise.
+        tasks: The problems, in MBPP's schema.
+        folder: Where their JSON lies.
+        shots: Solved examples in front of each.
+        batch_size: As lm-eval takes it.
+        new_tokens: Most tokens of a sample.
+        repeats: Samples of each problem; one is greedy.
+        until: Where samples end.
+        wrapper: Further arguments of `HFLM`.
+
+    Returns:
+        For each problem its samples.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    files = {"test": tasks, "train": fewshot_tasks()}
+    for split, docs in files.items():
+        text = "".join(json.dumps(_document(doc)) + "\n" for doc in docs)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    sampling = SAMPLING if repeats > 1 else {"do_sample": False}
+    task = {
+        "task": "embedded",
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {split: str(folder / f"{split}.jsonl") for split in files},
+            "cache_dir": str(folder / "cache"),
+        },
+        "output_type": "generate_until",
+        "test_split": "test",
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n"},
+        "num_fewshot": shots,
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "fewshot_delimiter": SEPARATOR,
+        "repeats": repeats,
+        "generation_kwargs": {"until": list(until), "max_gen_toks": new_tokens, **sampling},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    evaluated = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **wrapper),
+        tasks=[task],
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    samples = sorted(evaluated["samples"]["embedded"], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0] for sample in samples]
+
+
+def _document(task: Task) -> dict[str, str]:
+    return {"prompt": task_prompt(task["text"], task["test_list"]), "answer": f"{task['code']}\n{DONE}"}
+
+
+def evalplus_decoder(name: str | Path, *, samples: int, new_tokens: int) -> Any:
+    """evalplus's decoder for transformers models, which loads by name; its model is ``.model``.
+
+    Args:
+        name: A folder.
+        samples: Rows of a batch.
+        new_tokens: Most tokens of a sample.
+    """
+    from evalplus.provider import make_model
+
+    decoder = make_model(
+        str(name),
+        "hf",
+        "mbpp",
+        batch_size=samples,
+        temperature=0.8,
+        dtype="float32",
+        force_base_prompt=True,
+        attn_implementation="sdpa",
+    )
+    decoder.max_new_tokens = new_tokens
+    return decoder
+
+
+def evalplus_samples(decoder: Any, tasks: list[Task], *, shots: int, samples: int) -> list[list[str]]:
+    """What evalplus's decoder generates for each problem, from one seed."""
+    torch.manual_seed(0)
+    return [decoder.codegen(few_shot_prompt(task, shots), do_sample=True, num_samples=samples) for task in tasks]
+
+
+def pipeline_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: list[Task],
+    *,
+    shots: int,
+    samples: int,
+    new_tokens: int,
+    batch_size: int = 1,
+) -> list[list[str]]:
+    """What ``pipeline("text-generation", model=model)`` returns for each problem, from one seed."""
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    torch.manual_seed(0)
+    found = generate(
+        [few_shot_prompt(task, shots) for task in tasks],
+        batch_size=batch_size,
+        num_return_sequences=samples,
+        max_new_tokens=new_tokens,
+        return_full_text=False,
+        **SAMPLING,
+    )
+    return [[sample["generated_text"] for sample in one] for one in found]

@@ -1,0 +1,130 @@
+"""TRL's trainers, unmodified: rollouts of an enabled model are shared, and training ends in stock's weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", reason="needs the packages of make test-clients")
+peft = pytest.importorskip("peft", reason="needs the packages of make test-clients")
+
+import hf_fastdecode as fd
+
+from .training import SAMPLES, Run, make_trainer, train
+
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+def assert_same_training(stock: Run, enabled: Run, rollouts: int = 3) -> None:
+    """Every rollout was shared, and the weights are stock's to the bit, which moved."""
+    assert len(stock.calls.made) == len(enabled.calls.made) == rollouts
+    assert enabled.calls.paths == {"shared"}, [call.reason for call in enabled.calls.made]
+    assert enabled.calls.prefilled_tokens < stock.calls.prefilled_tokens
+    assert_equal(stock.parameters, enabled.parameters)
+    start = dict(fd.load_embedded()[0].named_parameters())
+    trained = {name: value for name, value in enabled.parameters.items() if not torch.equal(value, start.get(name, value * 0))}
+    assert trained
+
+
+def assert_equal(stock: dict[str, Tensor], enabled: dict[str, Tensor]) -> None:
+    """Every tensor is the same to the bit."""
+    assert stock.keys() == enabled.keys()
+    assert not [name for name, value in stock.items() if not torch.equal(value, enabled[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("grpo", {}, id="grpo"),  # fp32 weights, bf16=True, gradient checkpointing
+        pytest.param("grpo", {"num_iterations": 2, "disable_dropout": True}, id="grpo-two-iterations-no-dropout"),
+        pytest.param("grpo", {"bf16": False, "gradient_checkpointing": False}, id="grpo-fp32"),
+        pytest.param("rloo", {}, id="rloo"),
+        pytest.param("online-dpo", {"gradient_checkpointing": False}, id="online-dpo"),
+    ],
+)
+def test_training_ends_in_the_weights_of_stock(name, options, tmp_path):
+    stock = train(name, tmp_path / "stock", enable=False, **options)
+    enabled = train(name, tmp_path / "enabled", enable=True, **options)
+    assert_same_training(stock, enabled, rollouts=2 if options.get("num_iterations") == 2 else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("grpo", {"gradient_checkpointing": True}, id="grpo-checkpointing"),
+        pytest.param("grpo", {"num_iterations": 2, "beta": 0.04}, id="grpo-two-iterations-reference"),
+        pytest.param("rloo", {"gradient_checkpointing": False}, id="rloo"),
+    ],
+)
+def test_training_an_adapter_ends_in_the_weights_of_stock(name, options, tmp_path):
+    runs = [
+        train(name, tmp_path / str(enable), enable=enable, peft_config=peft.LoraConfig(**LORA), **options)
+        for enable in (False, True)
+    ]
+    assert_same_training(*runs, rollouts=2 if options.get("num_iterations") == 2 else 3)
+
+
+def test_dropout_of_an_adapter_runs_stock_until_the_trainer_disables_it(tmp_path):
+    adapter = peft.LoraConfig(**LORA, lora_dropout=0.1)
+    options = {"max_steps": 1, "peft_config": adapter, "bf16": False, "gradient_checkpointing": False}
+    noisy = train("grpo", tmp_path, enable=True, **options)
+    (call,) = noisy.calls.made
+    assert call.path == "stock"
+    assert "dropout" in call.reason
+    quiet = train("grpo", tmp_path, enable=True, disable_dropout=True, **options)
+    assert quiet.calls.paths == {"shared"}
+
+
+def test_online_dpo_turns_the_cache_off_with_gradient_checkpointing(tmp_path):
+    default = train("online-dpo", tmp_path, enable=True, max_steps=1, bf16=False)
+    (call,) = default.calls.made
+    assert (call.path, call.reason) == ("stock", "use_cache=False")
+    cached = train("online-dpo", tmp_path, enable=True, max_steps=1, bf16=False, generation_kwargs={"use_cache": True})
+    assert cached.calls.paths == {"shared"}
+
+
+def test_a_checkpoint_is_that_of_stock_and_resumes_as_it_does(tmp_path):
+    options = {"bf16": False, "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 2}
+    runs, resumed = {}, {}
+    for enable in (False, True):
+        runs[enable] = train("grpo", tmp_path / str(enable), enable=enable, **options)
+        runs[enable].trainer.save_model(tmp_path / f"saved-{enable}")
+        # From the other's checkpoint: what an enabled model saves is an ordinary one.
+        checkpoint = tmp_path / str(enable) / "checkpoint-2"
+        resumed[enable] = train("grpo", tmp_path / "resumed", enable=not enable, resume=checkpoint, **options)
+    saved = [_files(tmp_path / f"saved-{enable}") for enable in (False, True)]
+    assert saved[0] == saved[1]
+    for enable in (False, True):
+        assert_equal(runs[False].parameters, resumed[enable].parameters)
+    assert resumed[False].calls.paths == {"shared"}
+    loaded = type(fd.load_embedded()[0]).from_pretrained(tmp_path / "saved-True")
+    assert_equal(runs[False].parameters, dict(loaded.named_parameters()))
+    assert not fd.explain(loaded).enabled
+
+
+def _files(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "training_args.bin"}
+
+
+def test_a_rollout_uses_the_weights_of_the_step_before(tmp_path):
+    trainer = make_trainer("grpo", tmp_path, bf16=False, gradient_checkpointing=False)
+    fd.enable(trainer.model)
+    seen = []
+
+    def generate(*args, inner=trainer.model.generate, **kwargs):
+        torch.manual_seed(5)
+        ours = inner(*args, **kwargs)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            fresh = type(trainer.model)(trainer.model.config)
+            fresh.load_state_dict(trainer.model.state_dict())
+            seen.append((ours, fresh.train().generate(*args, **kwargs)))
+        return ours
+
+    trainer.model.generate = generate
+    trainer.train()
+    assert len(seen) == 3
+    for ours, fresh in seen:
+        assert ours.shape[0] == SAMPLES
+        assert torch.equal(ours, fresh)
