@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...command_errors import CommandError, check_options
+from ...command_errors import CommandError
+from ...command_options import ENABLE_CHOICES, ENABLE_NUMBERS, check_options
+from ...interrupts import exit_on_interrupt
 from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
@@ -118,6 +120,8 @@ def generate(
         raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
+    check_options()
+    check_out(out)
     rows = run_generate(cases, ways, find_device(device), check, repeats, out)
     report(rows, out, _tables, plot=plot)
 
@@ -128,15 +132,15 @@ def run_generate(
     """Measure whole calls into `out`.
 
     Raises:
-        CommandError: A model cannot be read, a case is longer than its model, or `out` cannot be written to.
+        CommandError: A model cannot be read, or a case is longer than its model.
     """
-    from ...attention.operators import backend_of_environment
-    from ..generate import GenerateBench
-    from ..rows import provenance
-    from ..runner import run
+    with exit_on_interrupt():
+        from ...attention.operators import backend_of_environment
+        from ..generate import GenerateBench
+        from ..rows import provenance
+        from ..runner import run
 
-    check_options()
-    check_out(out)
+    _check_numbers(ways)
     _check_models(cases)
     if device.type == "cpu":
         _warn_of_size(cases)
@@ -147,8 +151,17 @@ def run_generate(
 
 def check_ways(ways: Sequence[str]) -> None:
     """Refuse options of ways that there are not."""
-    if not any("+" in way for way in ways):  # looking at options takes the imports' seconds
-        return
+    allowed = [name for name in (*ENABLE_CHOICES, *ENABLE_NUMBERS) if name != "mode"]  # that is what the way is
+    for way in ways:
+        for name, _, value in (option.partition("=") for option in way.split("+")[1:]):
+            if name not in allowed:
+                raise CommandError(f"an option of a way is one of {', '.join(allowed)}, got {name!r} in {way!r}")
+            if value not in (known := ENABLE_CHOICES.get(name, (value,))):
+                raise CommandError(f"{name} must be one of {', '.join(known)}, got {value!r} in {way!r}")
+
+
+def _check_numbers(ways: Sequence[str]) -> None:
+    """Refuse what else is no option of a way."""
     from ..generate_ways import find_way
 
     try:
