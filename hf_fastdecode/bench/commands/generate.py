@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError
-from ...command_options import ENABLE_CHOICES, ENABLE_NUMBERS, check_options
+from ...command_options import check_device, check_options
 from ...interrupts import exit_on_interrupt
-from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
+from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree, parse_way
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
 
@@ -120,6 +120,7 @@ def generate(
         raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
+    check_device(device)
     check_options()
     check_out(out)
     rows = run_generate(cases, ways, find_device(device), check, repeats, out)
@@ -150,18 +151,16 @@ def run_generate(
 
 
 def check_ways(ways: Sequence[str]) -> None:
-    """Refuse options of ways that there are not."""
-    allowed = [name for name in (*ENABLE_CHOICES, *ENABLE_NUMBERS) if name != "mode"]  # that is what the way is
-    for way in ways:
-        for name, _, value in (option.partition("=") for option in way.split("+")[1:]):
-            if name not in allowed:
-                raise CommandError(f"an option of a way is one of {', '.join(allowed)}, got {name!r} in {way!r}")
-            if value not in (known := ENABLE_CHOICES.get(name, (value,))):
-                raise CommandError(f"{name} must be one of {', '.join(known)}, got {value!r} in {way!r}")
+    """Refuse ways and options of ways that there are not."""
+    try:
+        for way in ways:
+            parse_way(way)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _check_numbers(ways: Sequence[str]) -> None:
-    """Refuse what else is no option of a way."""
+    """Refuse numbers that options of ways cannot be, which takes torch to know."""
     from ..generate_ways import find_way
 
     try:

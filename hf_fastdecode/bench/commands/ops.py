@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError
-from ...command_options import BACKEND_VARIABLE
+from ...command_options import BACKEND_VARIABLE, check_device
 from ...interrupts import exit_on_interrupt
 from ..op_cases import OP_SETS, OpCase, with_dtype
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
@@ -84,14 +84,14 @@ def ops(
     known("set", sets or [], OP_SETS)
     ways = known("way", way or [name for name in OP_WAY_NAMES if name != _COMPILES], OP_WAY_NAMES)
     check_dtype(dtype)
-    if not show:
-        check_backend()
-        check_out(out)
-    place = find_device(device)
-    found = [case for name in sets or ["tiny" if place.type == "cpu" else "small"] for case in OP_SETS[name]]
-    cases = chosen(with_dtype(found, dtype), only)
+    check_device(device)
+    names = sets or ["tiny" if find_device(device).type == "cpu" else "small"]
+    cases = chosen(with_dtype([case for name in names for case in OP_SETS[name]], dtype), only)
     if show:
         return show_cases(cases)
+    check_backend()
+    check_out(out)
+    place = find_device(device)
     from ..markdown import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ...command_errors import CommandError
-from ...command_options import check_device
 from ...interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def check_dtype(name: str | None) -> None:
 
 def find_device(name: str) -> torch.device:
     """The device of this name, if it can be measured."""
-    check_device(name)
     with exit_on_interrupt():
         from ...devices import pick_device  # torch, which takes seconds
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ...command_options import check_device
 from ...interrupts import exit_on_interrupt
 from ..sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
 from .options import CHECK, DEVICE, LIST, ONLY, check_out, chosen, find_device, known, show_cases
@@ -48,13 +49,13 @@ def sampling(
     """
     known("set", sets or [], SAMPLING_SETS)
     ways = known("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
-    if not show:
-        check_out(out)
-    place = find_device(device)
-    names = sets or ["tiny" if place.type == "cpu" else "grid"]
+    check_device(device)
+    names = sets or ["tiny" if find_device(device).type == "cpu" else "grid"]
     cases = chosen([case for name in names for case in SAMPLING_SETS[name]], only)
     if show:
         return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
     with exit_on_interrupt():
         from ..rows import provenance
         from ..runner import run

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ...command_errors import CommandError
-from ...command_options import check_options
+from ...command_options import check_device, check_options
 from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
@@ -52,6 +52,7 @@ def tables(
     if out.is_file() and not show:
         raise CommandError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
+    check_device(device)
     for name in names:  # what is refused is refused before any is measured
         _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
         if not show:
