@@ -35,7 +35,7 @@ _KNOWN_FORWARDS = (
     "accelerate",
     "torch",
     "peft",
-    "trl",
+    "trl",  # its fused head, which passes of `generate` do not ask for
     "bitsandbytes",
     "liger_kernel",
     "hf_fastdecode",

@@ -1,4 +1,4 @@
-"""GRPO with TRL's trainer and captured steps on a GPU, beside stock: ``python -m tests.clients.grpo_on_gpu --out FILE``.
+"""GRPO by TRL's trainer with captured steps, beside stock: ``python -m tests.clients.grpo_on_gpu --out FILE``.
 
 A model of the named shape with random weights in bf16 trains for some steps, once stock and once enabled. Before its
 rows are written, the enabled run shows that its rollouts use the weights that the optimizer has changed, by steps
