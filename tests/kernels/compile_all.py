@@ -3,8 +3,8 @@
 Each FOLDER holds a version of Triton; the installed one follows. For each GPU below, a process pretends to run on it:
 the package chooses its launch parameters and launches its kernels over tensors without memory, and what would be
 launched is compiled down to machine code instead. Taking more shared memory than a program can have is a failure. Of
-the launches found, those are compiled that have a new combination of tile sizes, a new option or a new pair of
-features. Triton keeps what it has compiled: a second run takes seconds.
+the launches found, as few are compiled as show every value of an option, every pair of tile sizes and the largest
+tiles. Triton keeps what it has compiled: a second run takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import combinations, cycle, product
-from random import Random
+from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -54,8 +54,6 @@ GPUS = {
     (12, 0): Gpu("NVIDIA GeForce RTX 5090", 170, 99),
 }
 CUDA = torch.device("cuda", 0)
-_TILES = "BLOCK_D", "BLOCK_N", "STAGES", "columns"
-"""Options of which every combination is compiled: they decide how much shared memory a program takes."""
 
 
 class Claimed(Tensor):
@@ -121,16 +119,21 @@ class Launch(NamedTuple):
         """Of the first tensor: queries or logits."""
         return next(argument for argument in self.arguments if isinstance(argument, torch.dtype))
 
+    @property
+    def everything(self) -> dict[str, Any]:
+        """All options, the dtype and the fields of the sampling kernel's form among them."""
+        form = self.options.get("FORM")
+        return {**self.options, "FORM": None, "dtype": self.dtype, **(form._asdict() if form is not None else {})}
+
+    @property
+    def tile(self) -> list[int]:
+        """What decides how much shared memory a program takes."""
+        return [self.everything.get(name, 1) for name in ("BLOCK_D", "BLOCK_N", "STAGES", "columns")]
+
     def facets(self) -> Iterator[tuple[Any, ...]]:
-        """What is to be compiled once: what decides the size of tiles, and each pair of all options."""
-        options = {**self.options, "dtype": self.dtype}
-        if (form := options.pop("FORM", None)) is not None:
-            options |= form._asdict()
-        name = self.kernel.__name__
-        yield name, *(options.get(size) for size in _TILES)
-        yield from ((name, option) for option in options.items())
-        features = [option for option in options.items() if isinstance(option[1], bool | torch.dtype)]
-        yield from ((name, *pair) for pair in combinations(features, 2))
+        """What is compiled at least once: every value of an option, and every pair of sizes of a tile."""
+        yield from ((self.kernel.__name__, *option) for option in self.everything.items() if option[0] != "vocab")
+        yield from ((self.kernel.__name__, *pair) for pair in combinations(enumerate(self.tile), 2))
 
 
 def launches() -> list[Launch]:
@@ -144,15 +147,16 @@ def launches() -> list[Launch]:
     with patch.object(JITFunction, "run", record):
         attend_everything()
         draw_everything()
-    Random(0).shuffle(found)  # neighbours differ in little
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
-    for launch in found:
-        facets = set(launch.facets())
-        if not facets <= seen:
-            kept.append(launch)
-            seen |= facets
-    return kept
+    unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
+    facets = {name: set(launch.facets()) for name, launch in unique.items()}
+    missing = set().union(*facets.values())
+    largest = {(launch.kernel.__name__, launch.tile[0]): name for name, launch in reversed(unique.items())}
+    kept = list(largest.values())
+    missing.difference_update(*(facets[name] for name in kept))
+    while missing:
+        kept.append(max(facets, key=lambda name: len(facets[name] & missing)))
+        missing -= facets[kept[-1]]
+    return [unique[name] for name in kept]
 
 
 def attend_everything() -> None:
