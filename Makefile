@@ -7,14 +7,17 @@ PYTHON ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
 
+# Versions of Triton that `make test-compile` compiles with, beside the one of constraints.txt: the oldest, the newest.
+TRITONS := 3.6.0 3.9.0
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint format types clean distclean
+.PHONY: help demo test test-compile lint format types clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -43,6 +46,16 @@ demo: $(STAMP)  ## run the demo on the embedded model
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
+test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every kernel for every GPU, without one
+	@$(BIN)/python -m tests.kernels.compile_all $(TRITONS:%=.venv-triton-%)
+
+# Triton alone: it goes in front of the one in .venv, and is all that differs.
+.venv-triton-%/.installed: | $(STAMP)
+	@echo "installing triton $* into .venv-triton-$*"
+	@rm -rf .venv-triton-$*
+	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
+	@touch $@
+
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -58,5 +71,5 @@ clean:  ## remove builds and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove builds, caches and .venv
-	@rm -rf .venv
+distclean: clean  ## remove builds, caches and environments
+	@rm -rf .venv .venv-triton-*
