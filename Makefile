@@ -11,10 +11,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint format types clean distclean
+.PHONY: help demo test test-architectures lint format types clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -42,6 +42,9 @@ demo: $(STAMP)  ## run the demo on the embedded model
 
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
+	@$(BIN)/python -m tests.architectures
 
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check
