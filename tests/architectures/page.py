@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 _TITLES = {
     "shared": "Shared: the context is prefilled, stored and read once",
     "stock": "Stock: transformers' own decoding, for the reason given",
-    "not compared": "Not compared: stock does not build or run them here, so nothing is known of them",
+    "not compared": "Not compared: stock itself was not built, or not run with these inputs",
     "wrong": "Wrong: other tokens than stock",
     "crashed": "Crashed: an error where stock has none",
     "blind": "Blind: the comparison shows nothing",
@@ -31,12 +31,12 @@ def written(verdicts: Mapping[str, Verdict]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"All {len(verdicts)} classes of transformers {transformers.__version__} that have `generate`, each as a tiny",
+        f"The {len(verdicts)} classes of transformers {transformers.__version__} that have `generate`, each as a tiny",
         "random model in fp32 on the CPU: left-padded prompts of unequal length that begin alike, greedy and sampled,",
-        "stock beside enabled, and over a kept cache. The tokens are equal to stock's in every row of the first two",
-        "tables. Multimodal classes are compared on text alone; calls with images run stock.",
+        "stock beside enabled, and over a kept cache. In the first two tables all tokens are equal to stock's. Multimodal",
+        "classes get text alone; their calls with images run stock.",
         "",
-        f"Written by `make test-architectures` with torch {torch.__version__}: "
+        f"`make test-architectures` wrote this page with torch {torch.__version__}: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         + ".",
     ]

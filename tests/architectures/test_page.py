@@ -27,6 +27,8 @@ CLASSES = [
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_page_says_what_the_comparison_finds(name):
+    if name not in generating_classes():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     assert listed()[name] == verdict_on(name).kind
 
 
