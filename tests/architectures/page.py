@@ -33,8 +33,8 @@ def written(verdicts: Mapping[str, Verdict]) -> str:
         "",
         f"The {len(verdicts)} classes of transformers {transformers.__version__} that have `generate`, each as a tiny",
         "random model in fp32 on the CPU: left-padded prompts of unequal length that begin alike, greedy and sampled,",
-        "stock beside enabled, and over a kept cache. In the first two tables all tokens are equal to stock's. Multimodal",
-        "classes get text alone; their calls with images run stock.",
+        "stock beside enabled, and over a kept cache. In the first two tables all tokens are equal to stock's.",
+        "Multimodal classes get text alone; their calls with images run stock.",
         "",
         f"`make test-architectures` wrote this page with torch {torch.__version__}: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
