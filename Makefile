@@ -14,10 +14,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-compile lint format types clean distclean
+.PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -55,6 +55,9 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 	@rm -rf .venv-triton-$*
 	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
 	@touch $@
+
+test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
+	@$(BIN)/python -m tests.architectures
 
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check

@@ -31,7 +31,7 @@ ATTENTION_NAME = "hf_fastdecode"
 
 # What attention classes hand on beside the arguments that the operators know, without an effect on causal attention.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict"}
+    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 
 
@@ -223,8 +223,8 @@ def shared_context_attention(
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise UnsupportedAttentionError(
-                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function; what that "
-                "changes is unknown"
+                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
+                "an unknown effect"
             )
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:

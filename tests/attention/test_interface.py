@@ -71,7 +71,5 @@ def test_a_call_says_more_than_the_module():
 def test_a_window_of_no_tokens_is_none(size):
     """Some configs write it, and models make the mask for it that no layer takes."""
     attend(sliding_window=size)
-    with pytest.raises(
-        UnsupportedAttentionError, match=f"a sliding window of None tokens, but its mask one of {size}"
-    ):
+    with pytest.raises(UnsupportedAttentionError, match=f"a sliding window of None tokens, .* one of {size}"):
         attend(sliding_window=size, mask=SlidingWindow(size))
