@@ -15,11 +15,15 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .assets import few_shot_prompt
 from .bench.app import app as bench
-from .command_errors import CommandError, check_options, forced_options
-from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, progress_bar, quiet_libraries
-from .commands.prompts import read_prompts
+from .command_errors import CommandError, forced_options
+from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file
+from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
+from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
+from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
+from .interrupts import exit_on_interrupt
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -61,6 +65,10 @@ def main(
     Many completions of one prompt read the same keys and values: hf_fastdecode computes, stores and reads them once.
 
     Start with `hf-fastdecode demo`.
+
+    Exit codes: 0; 2 for bad input, 1 for a check that failed or an error of ours, each told in one line on stderr; 130
+    after Ctrl-C; 141 when the reader of stdout went away. With HF_FASTDECODE_TRACEBACK=1 in the environment, errors
+    show their tracebacks.
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -69,12 +77,12 @@ def main(
 @app.command()
 def demo(
     n: Annotated[int, typer.Option(help="Completions to draw.")] = 32,
-    shots: Annotated[int, typer.Option(help="Solved examples before the task, of about 150 tokens each.")] = 9,
+    shots: Annotated[int, typer.Option(help="Solved examples before the task, of about 150 tokens each.")] = SHOTS,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens in one completion.")] = 96,
     temperature: Annotated[float, typer.Option(help="Divides the logits; above 0.")] = TEMPERATURE,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of this probability; 1 is off.")] = TOP_P,
     seed: Annotated[int, typer.Option(help=_SEED_HELP)] = 0,
-    task_id: Annotated[int | None, typer.Option(help="One of the embedded tasks.", show_default="127")] = None,
+    task_id: Annotated[int, typer.Option(help="One of the embedded tasks.")] = DEFAULT_TASK,
     best: Annotated[int, typer.Option(help="Completions to show, best mean log-probability first.")] = 5,
     device: Annotated[str, typer.Option(help=_DEVICE_HELP)] = "auto",
 ) -> None:
@@ -93,18 +101,19 @@ def demo(
     """
     sampling = Sampling(n, max_new_tokens, temperature, top_p, seed=seed)
     check_positive("best", best)
+    check_options()
+    check_device(device)
+    (task,) = pick_tasks([task_id], shots)
     busy = cpu_is_busy()
     with quiet_libraries():
-        from rich.console import Console
+        with exit_on_interrupt():
+            from rich.console import Console
 
-        from .commands.demo import pick_task, run_demo
-        from .commands.models import load_model, machine
-        from .commands.render import demo_text
-        from .configs import EMBEDDED
-        from .devices import pick_device
+            from .commands.demo import run_demo
+            from .commands.models import load_model, machine
+            from .commands.render import demo_text
+            from .devices import pick_device
 
-        check_options()
-        task = pick_task(task_id, shots)
         place = pick_device(device)
         model, tokenizer = load_model(EMBEDDED, "float32", place)
         with forced_options():
@@ -134,8 +143,17 @@ def generate(
         list[Path] | None,
         typer.Option(
             help="A UTF-8 text file: one prompt, taken verbatim; repeat it for more, which are padded on the left. "
-            "Without either: stdin."
+            "Without any prompt: stdin."
         ),
+    ] = None,
+    task_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="The few-shot prompt of this embedded task, which the embedded model completes; repeat it for more."
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS))
     ] = None,
     n: Annotated[
         int | None, typer.Option(help="Completions of each prompt.", show_default="4, with --greedy 1")
@@ -202,14 +220,10 @@ def generate(
 
     Examples:
 
-        hf-fastdecode generate --prompt-file prompt.txt --n 16 --explain
+        hf-fastdecode generate --task-id 127 --shots 10 --n 16 --explain
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
-
-    The embedded model completes small Python tasks, of which this prints a prompt:
-
-        python -c 'from hf_fastdecode.assets import *; print(few_shot_prompt(embedded_tasks()[0], shots=10), end="")'
     """
     sampling = sampling_from_options(
         n=n,
@@ -227,15 +241,28 @@ def generate(
         raise CommandError(f"{given} is for hf_fastdecode, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):
         raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
-    texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
+    stops = [given_text(string, "--stop") for string in stops]
+    if not stock:
+        check_options(**options)
+    check_dtype(dtype)
+    check_device(device)
+    config_file(model)
+    if shots is not None and not task_id:
+        raise CommandError(f"--shots {shots} is for the prompt of a --task-id; give one, or leave --shots out")
+    if task_id and (prompt or prompt_file):
+        raise CommandError("--task-id is a prompt, and another was given; leave one out")
+    if task_id:
+        examples = SHOTS if shots is None else shots
+        texts = [few_shot_prompt(task, examples) for task in pick_tasks(task_id, examples)]
+    else:
+        texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
-        from .commands.generate import generate as run
-        from .commands.models import load_model, machine
-        from .commands.render import completion_heading, summary
-        from .devices import pick_device
+        with exit_on_interrupt():
+            from .commands.generate import generate as run
+            from .commands.models import load_model, machine
+            from .commands.render import completion_heading, summary
+            from .devices import pick_device
 
-        if not stock:
-            check_options(**options)
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place)
         with progress_bar("generate", max_new_tokens) as on_step, forced_options():
@@ -243,14 +270,14 @@ def generate(
             generated = run(loaded, tokenizer, texts, sampling, stop=stops, options=how, on_step=on_step)
     for completion in generated.completions:
         if as_json:
-            print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}))
+            print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}), flush=True)
         else:
             if len(generated.completions) > 1:
-                print(completion_heading(completion), file=sys.stderr, flush=True)
+                note(completion_heading(completion))
             print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
     if explain:
-        print(generated.report, file=sys.stderr)
-    print(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")), file=sys.stderr)
+        note(generated.report)
+    note(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")))
 
 
 @app.command(cls=ManyValues)
@@ -282,14 +309,17 @@ def inspect(
     check_positive("context", *contexts)
     check_positive("n", *samples)
     check_positive("new-tokens", new_tokens)
+    check_dtype(dtype)
+    check_options()
+    config_file(model)
     with quiet_libraries():
-        from rich.console import Console
+        with exit_on_interrupt():
+            from rich.console import Console
 
-        from .commands.inspect import inspect_model
-        from .commands.render import inspection_text
-        from .configs import load_config
+            from .commands.inspect import inspect_model
+            from .commands.render import inspection_text
+            from .configs import load_config
 
-        check_options()
         found = inspect_model(model, load_config(model), contexts, samples, new_tokens=new_tokens, dtype=dtype)
     if as_json:
         print(json.dumps(found.to_json()))

@@ -1,4 +1,4 @@
-"""Errors that end a command in one line, and the options of `hf_fastdecode.enable` that make them."""
+"""Errors that end a command in one line."""
 
 from __future__ import annotations
 
@@ -23,16 +23,6 @@ class CommandError(ValueError):
 def one_line(error: BaseException, width: int = 400) -> str:
     """An error of another library in one line of at most so many letters."""
     return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
-
-
-def check_options(*, mode: str = "auto", backend: str = "auto", sampler: str = "auto") -> None:
-    """Refuse options of `hf_fastdecode.enable` that there are not, on the command line or in the environment."""
-    from .generation.options import Options
-
-    try:
-        Options(backend, mode, sampler)
-    except ValueError as error:
-        raise CommandError(f"{'' if str(error).startswith('$') else '--'}{error}") from error
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,10 +9,9 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoConfig
 
-from .assets import MODEL_PATH
 from .command_errors import CommandError, one_line
+from .command_options import EMBEDDED, config_file
 
-EMBEDDED: Final = "embedded"
 _HUB_TIMEOUT: Final = 10.0  # seconds
 
 
@@ -27,22 +24,11 @@ def load_config(name: str) -> Any:
     Raises:
         CommandError: There is no such model, it cannot be reached, or its config is not one that transformers knows.
     """
-    if not name:
-        raise CommandError(f"a model's name is empty; name a folder, a Hugging Face Hub id, or {EMBEDDED!r}")
-    path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            remedy = "reinstall the package" if name == EMBEDDED else "name a folder saved with save_pretrained"
-            raise CommandError(f"there is no {path}; {remedy}")
-    if path.is_file():
-        _check_json(path)
+    if (path := config_file(name)) is not None:
         config = _read_config(str(path), name)
         if name == EMBEDDED:
             config.dtype = torch.float32
         return config
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
-        raise CommandError(f"there is no file or folder {name}; name one, a Hugging Face Hub id, or {EMBEDDED!r}")
     return _read_config(name, name, local_files_only=not _hub_has(name))
 
 
@@ -50,15 +36,6 @@ def max_positions(config: Any) -> int | None:
     """Most tokens in a row, or None when the config sets no bound."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def _check_json(path: Path) -> None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{path} is not a JSON file ({one_line(error)}); name a model's config.json") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise CommandError(f"{path} has no field model_type; name a transformers model's config.json")
 
 
 def _read_config(place: str, name: str, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields
 
 import accelerate
@@ -18,6 +19,7 @@ from hf_fastdecode.attention.operators import ALL_BACKENDS
 from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 
+from .module_calls import before_calls
 from .short_calls import PROMPT, SAMPLING
 from .snapshots import snapshot
 from .tiny_models import seeded, tiny_model
@@ -52,7 +54,7 @@ def test_an_exception_leaves_nothing_behind(model, error, where):
     layer = model.model.layers[1]
     calls = []
 
-    def fail(module, args):
+    def fail(*args):
         calls.append(1)
         if len(calls) > (1 if where == "layer in decode" else 0):
             raise error("on purpose")
@@ -61,13 +63,11 @@ def test_an_exception_leaves_nothing_behind(model, error, where):
         raise error("on purpose")
 
     before = snapshot(model)
-    hook = layer.register_forward_pre_hook(fail) if where.startswith("layer") else None
-    with pytest.raises(error, match="on purpose"), fd.enabled(model):  # noqa: PT012
+    watched = before_calls(layer, fail) if where.startswith("layer") else nullcontext()
+    with pytest.raises(error, match="on purpose"), fd.enabled(model), watched:  # noqa: PT012
         extra = {"logits_processor": [processor]} if where == "processor" else {}
         model.generate(**PROMPT, **SAMPLING, **extra)
         raise error("on purpose")
-    if hook is not None:
-        hook.remove()
     assert snapshot(model) == before
     stock = tiny_model("llama-gqa")
     assert torch.equal(*(seeded(lambda m=m: m.generate(**PROMPT, **SAMPLING)) for m in (model, stock)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner, Result
 
 import hf_fastdecode
-from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode import command_options
+from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt
 from hf_fastdecode.attention.interface import ATTENTION_NAME
+from hf_fastdecode.attention.operators import ALL_BACKENDS, BACKEND_VARIABLE
 from hf_fastdecode.cli import app
+from hf_fastdecode.command_options import ENABLE_CHOICES, ENABLE_NUMBERS
+from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
 
 from .commands.checkpoint import embed, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "assert length('red') == 3\n" * 8
+MAIN = "from hf_fastdecode.__main__ import main; main()"
 needs_weights = pytest.mark.skipif(
     not (MODEL_PATH / "model.safetensors").is_file(), reason="the embedded model's weights are not installed"
 )
@@ -34,11 +41,11 @@ def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False)
 
 
-def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+def python(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
     """A fresh interpreter with this checkout on its path."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes)
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes | options)
 
 
 # --- help and version ------------------------------------------------------------------------------------------------
@@ -78,6 +85,43 @@ def test_help_does_not_import_torch():
     assert "--max-new-tokens" in output
 
 
+def test_refusals_do_not_import_torch(tmp_path):
+    lines = """
+generate --prompt x --mode graphs
+generate --prompt x --dtype half
+generate --prompt x --device nonsense
+generate --prompt x --model ./nosuch
+generate --task-id 5
+demo --shots -1
+demo --device nonsense
+inspect ./nosuch
+inspect embedded --dtype half
+bench ops --set nosuch
+bench ops --set tiny --out .
+bench sampling --way nosuch
+bench generate --way shared+foo=1
+bench generate --device nonsense
+bench tables --table hydragen-fig1 --out pyproject.toml
+"""
+    process = python(
+        f"from hf_fastdecode.cli import app\n"
+        f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
+        "    try:\n        app(line.split())\n"
+        "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
+        cwd=ROOT,
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (output, errors.count("\n")) == ("", 15)
+
+
+def test_the_choices_are_those_of_enable():
+    assert ENABLE_CHOICES == {"mode": MODES, "backend": ALL_BACKENDS, "sampler": SAMPLERS}
+    assert {*ENABLE_CHOICES, *ENABLE_NUMBERS} == {field.name for field in fields(Options)}
+    assert command_options.BACKEND_VARIABLE == BACKEND_VARIABLE
+
+
 def test_public_names_load_when_used():
     process = python(
         "import hf_fastdecode as fd\n"
@@ -110,6 +154,17 @@ def test_public_names_load_when_used():
         ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
         ("generate --prompt x --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
         ("generate --prompt x --stock --sampler hf", "--sampler hf is for hf_fastdecode"),
+        ("generate --prompt x --dtype half", "--dtype must be one of auto, float32, bfloat16, float16, got 'half'"),
+        ("generate --prompt x --task-id 127", "--task-id is a prompt, and another was given"),
+        ("generate --prompt x --shots 3", "--shots 3 is for the prompt of a --task-id"),
+        ("generate --task-id 5", "there is no task 5; the embedded tasks have ids from"),
+        ("generate --task-id 127 --shots 99", "--shots must be between 0 and"),
+        ("bench ops --set nosuch", "--set must be one of grid, "),
+        ("bench ops --device nonsense", "there is no device 'nonsense'"),
+        ("bench sampling --way nosuch", "--way must be one of "),
+        ("bench generate --way shared+foo=1", "got 'foo' in 'shared+foo=1'"),
+        ("bench generate --way shared+sampler=slow", "sampler must be one of auto, hf, fast, got 'slow'"),
+        ("bench generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
         ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
         ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
         ("generate --prompt x --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
@@ -178,10 +233,98 @@ def test_ctrl_c(monkeypatch):
 
 
 def test_a_reader_that_goes_away():
-    process = python("from hf_fastdecode.cli import app; app(prog_name='hf-fastdecode')", "--version")
+    process = python(MAIN, "--version")
     process.stdout.close()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=60) == 141, "as a program that SIGPIPE ends"
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("moment", ["package", "torch"])
+def test_ctrl_c_while_python_imports(moment):
+    # The import that is interrupted is the first of this name, which sends the signal itself.
+    name = {"package": "typer", "torch": "torch"}[moment]
+    code = f"""
+import os, signal
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+    for program in (MAIN, "import runpy; sys.argv[0] = 'x'; runpy.run_module('hf_fastdecode', run_name='__main__')"):
+        process = python(code + program, "generate", "--prompt", "x")
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_streams_that_are_closed_or_full():
+    def told(redirection: str, *words: str) -> tuple[int, str, str]:
+        command = ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-m", "hf_fastdecode", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    assert told(">&-", "--version") == (
+        2,
+        "",
+        "hf-fastdecode: stdout is closed; send it to a file, or to /dev/null\n",
+    )
+    full = "hf-fastdecode: cannot write the output: No space left on device; make room, or send it elsewhere\n"
+    assert told(">/dev/full", "--version") == (2, "", full)
+    assert told(">/dev/full", "generate", "--help") == (2, "", full)
+    code, _, errors = told("<&-", "generate")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "prompt 0 (from stdin) is empty" in errors
+    for redirection in ("2>&-", "2>/dev/full", "<&- >&- 2>&-"):
+        assert told(redirection, "generate", "--n", "0") == (2, "", "")
+
+
+def test_an_error_that_nobody_foresaw(monkeypatch):
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("by\nnothing")
+
+    monkeypatch.setattr("hf_fastdecode.cli.read_prompts", fail)
+    result = run("generate", "--prompt", "x")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "hf-fastdecode: ZeroDivisionError: by nothing; with HF_FASTDECODE_TRACEBACK=1 in the environment, the "
+        "traceback is shown\n"
+    )
+    monkeypatch.setenv("HF_FASTDECODE_TRACEBACK", "1")
+    result = run("generate", "--prompt", "x")
+    assert result.stderr.startswith("Traceback (most recent call last):")
+    assert "in fail" in result.stderr
+
+
+def test_any_encoding(checkpoint):
+    runner = CliRunner(charset="ascii")
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "é", "--max-new-tokens", "60", "--n", "8"]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert "\\ufffd" in result.stdout, "what ASCII has no letter for"
+    result = runner.invoke(app, ["inspect", str(checkpoint)], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"\d\.\dx", result.stdout), "a ratio"
+    assert "\\x" not in result.stdout
+
+
+def test_more_completions_than_memory_holds(checkpoint, monkeypatch):
+    for n in (10**9, 10**23):
+        result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", n)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+        assert f"{n:,} completions of up to 128 tokens need up to" in result.stderr
+        assert "lower --n or --max-new-tokens" in result.stderr
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", 2)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "hf-fastdecode: 2 completions of up to 128 tokens do not fit in the memory of cpu; lower --n or "
+        "--max-new-tokens\n"
+    )
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
@@ -234,6 +377,14 @@ def test_a_prompt_from_each_file(checkpoint, tmp_path):
     found = lines(run(*common, "--prompt-file", files[0], "--prompt-file", files[1]))
     assert [line["prompt"] for line in found] == [0, 1]
     assert found == lines(run(*common, "--prompt", PROMPT, "--prompt", PROMPT[9:]))
+
+
+def test_the_prompt_of_a_task(checkpoint):
+    common = ["generate", "--model", checkpoint, "--greedy", "--max-new-tokens", 3, "--json"]
+    first, second = embedded_tasks()[:2]
+    found = lines(run(*common, "--task-id", first["task_id"], "--task-id", second["task_id"], "--shots", 1))
+    texts = [few_shot_prompt(task, 1) for task in (first, second)]
+    assert found == lines(run(*common, "--prompt", texts[0], "--prompt", texts[1]))
 
 
 # --- inspect ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _LLAMA = {**_SIZES, "intermediate_size": 96}
 _WINDOWED = {**_LLAMA, "num_key_value_heads": 2, "sliding_window": 40}
 _ALTERNATING = {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,6 +32,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
     "mistral": ("mistral", {**_LLAMA, "num_key_value_heads": 2}),
     "qwen2": ("qwen2", {**_LLAMA, "num_key_value_heads": 2}),
+    # The config makes of this a window of 0 tokens, which means none.
+    "qwen2_moe": ("qwen2_moe", {**_LLAMA, **_EXPERTS, "num_key_value_heads": 2, "use_sliding_window": False}),
     "qwen3": ("qwen3", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32}),
     "gemma": ("gemma", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
     "phi3": ("phi3", {**_LLAMA, "num_key_value_heads": 2, "original_max_position_embeddings": 512}),

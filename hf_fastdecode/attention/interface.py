@@ -29,8 +29,10 @@ from .scoring import Scoring
 ATTENTION_NAME = "hf_fastdecode"
 """The name under which the two functions stand in transformers' registries."""
 
-# What an attention class may pass that changes the scores in a way the operators do not know.
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "alibi", "head_mask", "block_mask", "cache")
+# What attention classes hand on beside the arguments that the operators know, without an effect on causal attention.
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict"}
+)
 
 
 class UnsupportedAttentionError(Exception):
@@ -179,6 +181,7 @@ def shared_context_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: lets the cache layer attend where it holds shared context.
@@ -194,7 +197,8 @@ def shared_context_attention(
         softcap: Soft cap on the scores, if any.
         sliding_window: Window of the layer, if any; where it binds, the mask's must be the same.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
-        kwargs: Arguments of other attention functions.
+        is_causal: Must be True; the module's attribute of that name, if any, when None.
+        kwargs: Arguments of other attention functions: None, False, or without an effect on causal attention.
 
     Returns:
         ``[batch, queries, heads, head_dim]`` and None (no attention weights).
@@ -205,7 +209,7 @@ def shared_context_attention(
     lengths = _lengths.get()
     if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
         stock = _stock_attention(module)
-        extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux}
+        extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux, "is_causal": is_causal}
         kwargs |= {name: given for name, given in extra.items() if given is not None}
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
@@ -214,10 +218,15 @@ def shared_context_attention(
         raise UnsupportedAttentionError("the layer adds a mask of its own to the scores")
     if dropout:
         raise UnsupportedAttentionError(f"attention dropout is {dropout}, and decoding needs 0; call model.eval()")
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"the layer's attention takes {name!r}, which is not supported")
-    window = sliding_window or None  # some configs write 0 for no window
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not attend causally (is_causal=False)")
+    for name, given in kwargs.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function; what that "
+                "changes is unknown"
+            )
+    window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
         window = lengths.binding(window)
     masked = None if attention_mask is None else attention_mask.size
@@ -274,11 +283,14 @@ def shared_context_mask(
             "local_size": local_size,
         }
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
+    if local_size is not None and local_size < 1:
+        return SlidingWindow(local_size)  # hides every key; models make it for windows of 0, and no layer takes it
     window = lengths.binding(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedAttentionError("the model's mask is not plain causal attention")
     if window is None:
-        if (stored := _window_of_every_layer(kwargs.get("config"))) and lengths.binding(stored):
+        stored = _window_of_every_layer(kwargs.get("config"))
+        if lengths.binding(stored) is not None:
             raise UnsupportedAttentionError(
                 f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
                 "the model's mask has none"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.failures import KernelFailedError
 from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Capacity, Schedule
 from .forest import Forest
@@ -148,16 +149,20 @@ class StaticTables:
             KernelRefusalError: The kernels do not take these.
         """
         layout = Layout.of(query, new_keys, scoring)
-        if layout not in self._schedules:
-            if reason := refusal(query, new_keys, new_values, []):
-                raise KernelRefusalError(reason)
-            plan = self._plan(self.forest, layout)
-            room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units))
-            programs = plan.programs(self._suffix_length)
-            self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))
-        known = self._schedules[layout]
-        tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables, known.plan.config)
-        return run_kernels(query, new_keys, new_values, *tables, scoring)
+        while True:
+            if layout not in self._schedules:
+                if reason := refusal(query, new_keys, new_values, []):
+                    raise KernelRefusalError(reason)
+                plan = self._plan(self.forest, layout)
+                room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units))
+                programs = plan.programs(self._suffix_length)
+                self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))
+            known = self._schedules[layout]
+            tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
+            try:
+                return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring)
+            except KernelFailedError:  # which leaves one kernel less for the next plan
+                del self._schedules[layout]
 
     def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
         like = known.plan.config if known is not None else None

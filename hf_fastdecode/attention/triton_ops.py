@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.failures import KernelFailedError
 from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Schedule
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
@@ -131,6 +132,10 @@ class ForestTables:
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
+
+        Raises:
+            KernelFailedError: A kernel cannot be compiled or launched. Unless `refusal` now has a reason, another will
+                be used when this is called again.
         """
         rows = len(query)
         self._turn_to(nodes.forest)
@@ -140,7 +145,11 @@ class ForestTables:
         schedule = self._schedule(plan, programs)
         slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
         tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, plan.config_of(programs))
-        return run_kernels(query, new_keys, new_values, *tables, scoring)
+        try:
+            return run_kernels(query, new_keys, new_values, *tables, scoring)
+        except KernelFailedError:
+            self._plans, self._schedules = {}, {}  # which may be for the kernel that failed
+            raise
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
         """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""

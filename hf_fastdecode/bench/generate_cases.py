@@ -10,6 +10,8 @@ from itertools import count
 from math import gcd
 from typing import Any
 
+from ..command_options import ENABLE_CHOICES, ENABLE_NUMBERS
+
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
@@ -27,10 +29,35 @@ WAYS: dict[str, str] = {
 }
 """Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
+_STOCK_WAYS = ("stock", "stock-static", "generate_batch")
+
 DEFAULT_WAYS = (
     *("stock", "stock-static", "shared", "eager", "graph", "compile"),
     *("eager-no-attention", "graph-no-attention", "compile-no-attention"),
 )
+
+
+def parse_way(name: str) -> tuple[str, dict[str, str]]:
+    """The way and the options of a name such as ``graph`` or ``graph+sampler=fast``.
+
+    Raises:
+        ValueError: There is no such way or option, the option does not take this, or stock was given options.
+    """
+    base, *options = name.split("+")
+    if base not in WAYS:
+        raise ValueError(f"a way is one of {', '.join(WAYS)}, got {base!r}")
+    if options and (base in _STOCK_WAYS or not all("=" in option for option in options)):
+        raise ValueError(
+            f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
+        )
+    given = {key: value for key, _, value in (option.partition("=") for option in options)}
+    names = [known for known in (*ENABLE_CHOICES, *ENABLE_NUMBERS) if known != "mode"]  # that is what the way is
+    for key, value in given.items():
+        if key not in names:
+            raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")
+        if value not in (known := ENABLE_CHOICES.get(key, (value,))):
+            raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
+    return base, given
 
 
 SHAPE_NAMES = ("7b-mha", "7b-gqa", "8b-gqa", "13b-mha", "tiny")

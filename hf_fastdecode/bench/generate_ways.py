@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import hf_fastdecode as fd
 
 from ..generation.options import Options
 from .attention_hook import REPLACEMENTS, NotAvailableError, replaced_attention
+from .generate_cases import parse_way
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,13 @@ def find_way(name: str) -> GenerateWay:
     Raises:
         ValueError: There is no such way or option, the option does not take this, or stock was given options.
     """
-    base, *options = name.split("+")
-    if base not in _WAYS:
-        raise ValueError(f"a way is one of {', '.join(_WAYS)}, got {base!r}")
+    base, options = parse_way(name)
     way = _WAYS[base]
     if not options:
         return way
-    if way.enable is None or not all("=" in option for option in options):
-        raise ValueError(
-            f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
-        )
-    given = {key: _value(text) for key, _, text in (option.partition("=") for option in options)}
-    names = [field.name for field in fields(Options) if field.name != "mode"]  # that is what the way is
-    if unknown := [key for key in given if key not in names]:
-        raise ValueError(f"an option of a way is one of {', '.join(names)}, got {unknown[0]!r} in {name!r}")
-    Options(**way.enable | given)
-    return replace(way, enable=way.enable | given)
+    enable = {**(way.enable or {}), **{key: _value(text) for key, text in options.items()}}
+    Options(**enable)
+    return replace(way, enable=enable)
 
 
 def _value(text: str) -> int | str:

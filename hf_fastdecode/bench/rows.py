@@ -9,14 +9,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
+from .. import __version__
+from ..command_options import BACKEND_VARIABLE
 
-import hf_fastdecode
-
-from ..attention.operators import BACKEND_VARIABLE
+if TYPE_CHECKING:
+    import torch
 
 Row = dict[str, str]
 
@@ -35,6 +34,9 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
         backend: That of the environment, where it changes what runs: it then stands in front of the command, as in a
             shell.
     """
+    import torch  # here, since rows are also read where its seconds would be lost
+    import transformers
+
     device = torch.device(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -45,7 +47,7 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "hf_fastdecode": hf_fastdecode.__version__,
+        "hf_fastdecode": __version__,
         "commit": _commit(),
         "command": " ".join([*([f"{BACKEND_VARIABLE}={backend}"] if backend else []), _program(), *_arguments()]),
     }

@@ -75,6 +75,8 @@ def run(
                     kept += 1
                 bar.update()
     except KeyboardInterrupt:
+        if rows:
+            write_rows(out, list(rows.values()))  # once more, if that is what was broken off
         done = sum(_is_done(rows.get(key), head) for key, (*_, head) in zip(keys, asked, strict=True))
         print(
             f"interrupted: {done} of {len(asked)} rows are in {out}; run the same command again to go on",

@@ -47,6 +47,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 40,
     },
+    # Llama-3.2-1B's
+    "1b-gqa": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 128,

@@ -27,6 +27,26 @@ class StockShared(NamedTuple):
         return self.stock / self.shared
 
 
+class CacheBytes(NamedTuple):
+    """Bytes of a cache's keys and values over all layers.
+
+    Attributes:
+        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
+        allocated: The same with the whole preallocated suffix buffers.
+        stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
+            window keep no more than that.
+    """
+
+    stored: int
+    allocated: int
+    stock: int
+
+
+def within(length: int, window: int | None) -> int:
+    """Of so many tokens, those that a window shows."""
+    return length if window is None else min(length, window)
+
+
 def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
     """Elements of K that one layer reads in one decode step; of V it reads as many.
 
@@ -185,4 +205,4 @@ def _window(config: Any) -> int | None:
     if not getattr(config, "use_sliding_window", True):
         return None
     sizes = (_field(config, name) for name in ("sliding_window", "attention_chunk_size"))
-    return next((size for size in sizes if isinstance(size, int)), None)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)  # 0 and -1 mean none

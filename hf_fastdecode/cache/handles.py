@@ -13,6 +13,7 @@ from ..attention.kv import ForestKV, Segment
 from ..attention.operators import cannot_run
 from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
+from ..kernels.failures import KernelFailedError
 
 if TYPE_CHECKING:
     from .layer import SharedContextLayer
@@ -27,23 +28,32 @@ class DecodeKV(SharedKV):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv = self.layer.forest_kv()
         self.layer.window, self.layer.said = scoring.window, scoring.said
-        if self._by_kernels(kv, query, scoring):
-            if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
-                self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
-                did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
-                self.layer.ran["decode"] = did + self._why(kv, query, scoring.window)
-            if self.layer.own is None:
-                self.layer.own = triton_ops.SuffixTable(kv.suffix)
-            tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
-            out = tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
-            return out.transpose(1, 2)
+        while self._by_kernels(kv, query, scoring):
+            try:
+                return self._run_kernels(kv, query, scoring).transpose(1, 2)
+            except KernelFailedError:  # which leaves one kernel less to choose from
+                continue
+        return self._run_pytorch(kv, query, scoring).transpose(1, 2)
+
+    def _run_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
+        if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
+            self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
+            did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
+            self.layer.ran["decode"] = did + self._why(kv, query, scoring)
+        if self.layer.own is None:
+            self.layer.own = triton_ops.SuffixTable(kv.suffix)
+        tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
+        return tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
+
+    def _run_pytorch(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
         after = self.before + self.keys.shape[2]
         kv.suffix.keys[:, :, self.before : after] = self.keys
         kv.suffix.values[:, :, self.before : after] = self.values
         backend = self.layer.state.torch_backend
-        if "decode" not in self.layer.ran:
+        if "decode" not in self.layer.ran or self.layer.nodes is not None:
+            self.layer.nodes = None  # the kernels ran before
             did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring.window)
+            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring)
         out, _ = torch_ops.forest_attention(
             query,
             kv,
@@ -53,24 +63,31 @@ class DecodeKV(SharedKV):
             sinks=scoring.sinks,
             backend=backend,
         )
-        return out.to(query.dtype).transpose(1, 2)
+        return out.to(query.dtype)
 
     def _by_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
-        if backend not in ("auto", "triton") or (backend == "auto" and query.device.type != "cuda"):
+        if backend != "triton" and not self._chooses(query):
             return False
-        stored = [part for segment in (kv.suffix, *self.layer.segments.values()) for part in segment]
-        reason = triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
+        reason = self._refusal(kv, query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
         if reason is not None or backend == "triton":
             return reason is None
         return self._choice(kv, query, scoring.window).name == KERNELS
 
-    def _why(self, kv: ForestKV, query: Tensor, window: int | None) -> str:
-        """What the cost model predicted, where it had the choice."""
-        chooses = self.layer.state.backend == "auto" and query.device.type == "cuda"
-        return f"; {self._choice(kv, query, window)}" if chooses else ""
+    def _refusal(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> str | None:
+        stored = [part for segment in (kv.suffix, *self.layer.segments.values()) for part in segment]
+        return triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
+
+    def _chooses(self, query: Tensor) -> bool:
+        return self.layer.state.backend == "auto" and query.device.type == "cuda"
+
+    def _why(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> str:
+        """Why the kernels were not free to be chosen, or what the cost model predicted where they were."""
+        if not self._chooses(query):
+            return ""
+        return f"; {self._refusal(kv, query, scoring) or self._choice(kv, query, scoring.window)}"
 
     def _choice(self, kv: ForestKV, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape

@@ -221,7 +221,7 @@ class SharedContextLayer(CacheLayerMixin):
     def copied(self, spans: Iterable[Span]) -> Segment:
         """Keys and values of stored spans, copied end to end: each ``[kv_heads, tokens, head_dim]``."""
         views = [self.segments[span.segment].view(span) for span in spans]
-        with torch.inference_mode(False):  # as `_storage`
+        with torch.inference_mode(False), torch.no_grad():  # as `_storage`
             return Segment(*(torch.cat(parts, dim=1) for parts in zip(*views, strict=True)))
 
     def suffixes_as_segment(self) -> Segment:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +16,9 @@ from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
 from ..attention.kv import Segment
 from ..attention.operators import ALL_BACKENDS
+from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import PrefillItem, SharedContextLayer, SharedState
-
-
-class CacheBytes(NamedTuple):
-    """Bytes of keys and values over all layers.
-
-    Attributes:
-        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
-        allocated: The same with the whole preallocated suffix buffers.
-        stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
-            window keep no more than that.
-    """
-
-    stored: int
-    allocated: int
-    stock: int
-
-
-def within(length: int, window: int | None) -> int:
-    """Of so many tokens, those that a window shows."""
-    return length if window is None else min(length, window)
 
 
 class SharedContextCache(Cache):
@@ -94,11 +75,6 @@ class SharedContextCache(Cache):
             return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
         own = max(self.suffix_length + queries, self.state.max_suffix or 0)
         return max(self.forest.context_lengths, default=0) + own
-
-    def next_positions(self, queries: int) -> Tensor:
-        """Positions of the next tokens of every row: ``[rows, queries]`` int64, on the CPU."""
-        first = torch.tensor(self.forest.context_lengths, dtype=torch.long, device="cpu") + self.suffix_length
-        return first[:, None] + torch.arange(queries, device="cpu")
 
     # --- filling -----------------------------------------------------------------------------------------------
 
@@ -231,28 +207,6 @@ class SharedContextCache(Cache):
                 if forest is None:  # the next pass may be of another number of rows, dtype or device
                     layer.suffix, layer.own, layer.is_initialized = None, None, False
             raise
-
-    def check_mask(self, mask: Any, queries: int) -> None:
-        """Refuse a mask that hides tokens: rows see all of their own.
-
-        Args:
-            mask: ``attention_mask`` of a forward pass, ``[rows, tokens]``, nonzero for what is seen; or anything else,
-                which attention itself refuses.
-            queries: Tokens that the pass appends to every row.
-
-        Raises:
-            ValueError: It hides more than the padding in front of a row.
-        """
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
-            return
-        hidden = (mask == 0).cpu()
-        own = torch.tensor(self.forest.context_lengths, device="cpu") + self.suffix_length + queries
-        in_front = hidden.long().cumprod(1).sum(1)
-        if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
-            raise ValueError(
-                "attention_mask hides tokens of the cache, of which every row sees its own; leave the mask out, or "
-                "hide nothing but padding on the left"
-            )
 
     # --- what was stored ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..command_errors import CommandError
 from ..configs import max_positions
+from .memory import memory_error, out_of_memory
 from .sampling import Sampling
 
 _ANCHOR: Final = 4  # prompt tokens decoded before a completion, so that its first space is kept
@@ -62,6 +64,10 @@ class Draw:
     total_s: float
 
 
+class NotFiniteError(ArithmeticError):
+    """Logits that hold NaN or infinity, from which no token can be drawn."""
+
+
 class TokenLogProbs(LogitsProcessor):
     """Raw log-probabilities of the tokens that a `generate` call draws.
 
@@ -78,18 +84,31 @@ class TokenLogProbs(LogitsProcessor):
         self._latest: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note the logits ``[rows, vocabulary]`` and pass them on."""
+        """Note the logits ``[rows, vocabulary]`` and pass them on.
+
+        Raises:
+            NotFiniteError: At the first step, since looking waits for the GPU; `finish` looks at the others.
+        """
         self._note(input_ids[:, -1:])
         self._latest = scores.float().log_softmax(-1)
+        if not self._drawn and bool(self._latest.isnan().any()):
+            raise NotFiniteError
         self.on_step(len(self._drawn))
         return scores
 
     def finish(self, tokens: Tensor) -> Tensor:
-        """``[rows, steps]`` float32 log-probabilities of the drawn ``tokens`` ``[rows, steps]``."""
+        """``[rows, steps]`` float32 log-probabilities of the drawn ``tokens`` ``[rows, steps]``.
+
+        Raises:
+            NotFiniteError: One of them is NaN.
+        """
         # On a GPU, generate may run a step too many and drop it.
         if len(self._drawn) < tokens.shape[1]:
             self._note(tokens[:, -1:])
-        return torch.cat(self._drawn[: tokens.shape[1]], dim=1)
+        found = torch.cat(self._drawn[: tokens.shape[1]], dim=1)
+        if bool(found.isnan().any()):
+            raise NotFiniteError
+        return found
 
     def _note(self, tokens: Tensor) -> None:
         if self._latest is not None:
@@ -100,7 +119,7 @@ def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: i
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
     Raises:
-        CommandError: A prompt has no tokens, or not enough room for the completion.
+        CommandError: A prompt has no tokens, one that the model does not know, or no room for the completion.
     """
     # One line tells of a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
@@ -112,6 +131,11 @@ def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: i
             raise CommandError(
                 f"prompt {index} has {len(own)} tokens, and with {max_new_tokens} new ones that is more than the "
                 f"{limit} positions of this model (max_position_embeddings); shorten one of them"
+            )
+        if (last := max(own)) >= (vocabulary := vocabulary_of(model)):
+            raise CommandError(
+                f"prompt {index} has token {last}, and the model knows tokens 0 to {vocabulary - 1}; its tokenizer "
+                "is that of another model"
             )
     batch = tokenizer(list(prompts), padding=True, return_tensors="pt", verbose=False)
     return {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
@@ -135,6 +159,9 @@ def draw(
         stop: Strings that end a completion; they need the tokenizer.
         tokenizer: The model's.
         on_step: Called at each step with the number of tokens drawn before it.
+
+    Raises:
+        CommandError: The rows do not fit into memory, or the model's logits are not finite.
     """
     device = model.device
     first_token: list[float] = []
@@ -158,7 +185,7 @@ def draw(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         start = _now(device)
-        try:
+        with _told(model, len(inputs["input_ids"]) * sampling.n, sampling):
             out = model.generate(
                 **inputs,
                 **options,
@@ -167,16 +194,29 @@ def draw(
                 return_dict_in_generate=True,
                 logits_processor=LogitsProcessorList([log_probs]),
             )
-        except torch.OutOfMemoryError as error:
-            raise CommandError(
-                f"{len(inputs['input_ids']) * sampling.n} rows do not fit in the memory of {device}; "
-                "lower --n or --max-new-tokens",
-                exit_code=1,
-            ) from error
-        total = _now(device) - start
-    length = inputs["input_ids"].shape[1]
-    drawn = log_probs.finish(out.sequences[:, length:])
+            total = _now(device) - start
+            length = inputs["input_ids"].shape[1]
+            drawn = log_probs.finish(out.sequences[:, length:])
     return Draw(out.sequences, length, drawn, out.past_key_values, first_token[0] - start, total)
+
+
+@contextmanager
+def _told(model: Any, rows: int, sampling: Sampling) -> Iterator[None]:
+    """Within, memory that runs out and logits that are not finite are told in one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, NotFiniteError) as error:
+        if out_of_memory(error):
+            raise memory_error(rows, sampling, model.device) from error
+        # What torch.multinomial says of a later step than the first.
+        if not isinstance(error, NotFiniteError) and "probability tensor contains" not in str(error):
+            raise
+        weights = (name for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
+        if culprit := next(weights, None):
+            reason = f"its weight {culprit} holds NaN or infinity; get the checkpoint again"
+        else:
+            reason = f"numbers are too large for {str(model.dtype).removeprefix('torch.')}; try --dtype float32"
+        raise CommandError(f"the model's logits are not finite: {reason}") from error
 
 
 def read_completions(
@@ -200,6 +240,11 @@ def read_completions(
             )
         )
     return completions
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens the model has an embedding of."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def end_tokens_of(model: Any) -> list[int]:

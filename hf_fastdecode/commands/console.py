@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final, NoReturn, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..command_errors import CommandError
+from ..command_errors import CommandError, one_line
+from ..interrupts import INTERRUPTED, exit_on_interrupt
+
+TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
+"""Environment variable that has an error's traceback shown before its line."""
+
+_READER_GONE: Final = 141
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class OneLineErrors(TyperGroup):
-    """The commands, with every error that a user can set right in one line on stderr.
+    """The commands, with every error in one line on stderr.
 
-    Exit codes: 2 for bad input, 130 after Ctrl-C, 1 when the reader of stdout went away.
+    Exit codes: 2 for what the user can set right, 1 for a check that failed and for errors that were not foreseen, 130
+    after Ctrl-C, 141 when the reader of stdout went away (as shells count SIGINT and SIGPIPE).
     """
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run, and leave by `SystemExit`."""
+        words = sys.argv[1:] if args is None else list(args)
         try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-            sys.stdout.flush()
-        except CommandError as error:
-            sys.exit(_tell(error, error.exit_code))
-        except (KeyboardInterrupt, typer.Abort):
-            sys.exit(130)
-        except BrokenPipeError:
-            # What is still buffered goes nowhere, so that the interpreter's last flush does not complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        except Exception as error:
-            if not hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
-                raise
-            if not error.format_message():  # no command was named, and the help is shown
-                sys.exit(2)
-            words = list(kwargs.get("args") or (args[0] if args else None) or sys.argv[1:])
-            sys.exit(_tell(_usage_line(error, words), 2))
-        sys.exit(code if isinstance(code, int) else 0)
+            _open_streams()
+            with self.make_context(prog_name or "hf-fastdecode", list(words)) as context:
+                self.invoke(context)
+            code = 0
+        except typer.Exit as leaving:
+            code = leaving.exit_code
+        except (KeyboardInterrupt, Exception) as error:
+            code = _tell(error, words)
+        sys.exit(_flush_stdout() or code)
 
 
 class ManyValues(TyperCommand):
@@ -62,12 +66,75 @@ class ManyValues(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
-def _tell(message: object, code: int) -> int:
-    print(f"hf-fastdecode: {message}", file=sys.stderr)
+def note(text: object) -> None:
+    """A line on stderr; the command goes on where it cannot be written."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _open_streams() -> None:
+    """Let stdin and stderr be /dev/null where they are closed, and stdout take every letter.
+
+    Raises:
+        CommandError: Stdout is closed.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        # The lowest free descriptor is the closed stream's; a file opened later would get what is meant for it.
+        null = os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+        setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
+    if "stdout" in closed:
+        raise CommandError("stdout is closed; send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
+
+
+def _flush_stdout() -> int:
+    """Write what is left; 0, or the exit code where that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _tell(error, [])
+    return 0
+
+
+def _silence(stream: TextIO) -> None:
+    """Send to nowhere what is still buffered, so that the interpreter's last flush does not complain."""
+    with suppress(OSError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+def _tell(error: BaseException, words: Sequence[str]) -> int:
+    """Tell of an error in one line, and give the exit code."""
+    if os.environ.get(TRACEBACK_VARIABLE):
+        note("".join(traceback.format_exception(error)).rstrip())
+    message, code = _line_and_code(error, words)
+    if isinstance(error, OSError):
+        _silence(sys.stdout)
+    if message:
+        note(f"hf-fastdecode: {message}")
     return code
 
 
-def _usage_line(error: Any, words: list[str]) -> str:
+def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
+    if isinstance(error, CommandError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return "", _READER_GONE
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"cannot write the output: {error.strerror}; make room, or send it elsewhere", 2
+    if hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
+        # Without a message no command was named, and the help was shown.
+        return _usage_line(error, words) if error.format_message() else "", 2
+    name = type(error).__name__
+    return f"{name}: {one_line(error)}; with {TRACEBACK_VARIABLE}=1 in the environment, the traceback is shown", 1
+
+
+def _usage_line(error: Any, words: Sequence[str]) -> str:
     """What typer has to say about a command line, with the word that it complains about."""
     message = " ".join(error.format_message().split()).rstrip(".")
     names = getattr(getattr(error, "param", None), "opts", [])
@@ -76,6 +143,14 @@ def _usage_line(error: Any, words: list[str]) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "hf-fastdecode"
     return f"{message}{f', got {given[-1]!r}' if given else ''}; see {command} --help"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with three digits or more, in the largest binary unit that leaves one digit before the point."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
 
 
 def cpu_is_busy() -> bool:
@@ -92,8 +167,9 @@ def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
     Args:
         warnings: Let transformers' warnings through.
     """
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
-    from transformers.utils import logging as transformers_logging
+    with exit_on_interrupt():
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+        from transformers.utils import logging as transformers_logging
 
     ours = logging.getLogger("hf_fastdecode")
     level, verbosity = ours.level, transformers_logging.get_verbosity()

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.api import enabled, explain
-from hf_fastdecode.assets import Task, embedded_tasks, few_shot_prompt, fewshot_tasks
+from hf_fastdecode.assets import Task, few_shot_prompt
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.evals.check import CheckResult, check_many
 
 from ..command_errors import CommandError
 from .completions import Completion, Draw, draw, encode, end_tokens_of, read_completions
+from .memory import check_memory
 from .sampling import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
@@ -97,27 +98,6 @@ class Demo:
         return sum(candidate.count for candidate in self.candidates if candidate.check.passed)
 
 
-DEFAULT_TASK = 127
-"""A task that some samples solve and others do not, so that ranking them has a point."""
-
-
-def pick_task(task_id: int | None, shots: int) -> Task:
-    """The embedded task with this id, or `DEFAULT_TASK`; checks the number of shots too.
-
-    Raises:
-        CommandError: There is no such task, or there are not so many solved examples.
-    """
-    most = len(fewshot_tasks())
-    if not 0 <= shots <= most:
-        raise CommandError(f"--shots must be between 0 and {most}, the number of solved examples, got {shots}")
-    tasks = {task["task_id"]: task for task in embedded_tasks()}
-    if task_id is not None and task_id not in tasks:
-        raise CommandError(
-            f"there is no task {task_id}; the embedded tasks have ids from {min(tasks)} to {max(tasks)}"
-        )
-    return tasks[DEFAULT_TASK if task_id is None else task_id]
-
-
 def run_demo(
     model: Any,
     tokenizer: Any,
@@ -133,16 +113,18 @@ def run_demo(
     Args:
         model: From `load_model`, in float32; it is enabled for its own call only.
         tokenizer: Its tokenizer.
-        task: From `pick_task`.
+        task: From `pick_tasks`.
         sampling: What to draw.
         shots: Solved examples before the task.
         bar: Shows progress.
         check_progress: Show a bar while the tests run.
 
     Raises:
-        CommandError: The prompt is too long, or the two calls drew different tokens (exit code 1).
+        CommandError: The prompt is too long, the rows do not fit into memory, or the two calls drew different tokens
+            (exit code 1).
     """
     inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
+    check_memory(model, inputs["input_ids"], sampling, shared=False)
     _warm_up(model, inputs)
     with bar("stock transformers", sampling.max_new_tokens) as on_step:
         stock, prompt_tokens = _counted(model, inputs, sampling, on_step)

@@ -10,6 +10,7 @@ from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.generation.report import Report
 
 from .completions import Completion, draw, encode, end_tokens_of, read_completions
+from .memory import check_memory
 from .sampling import Sampling
 
 
@@ -50,6 +51,7 @@ def generate(
         on_step: Called at each step with the number of tokens drawn before it.
     """
     inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
+    check_memory(model, inputs["input_ids"], sampling, shared=options is not None)
     how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
     if options is None:
         drawn, report = draw(model, inputs, sampling, **how), None

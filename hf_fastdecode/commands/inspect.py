@@ -9,15 +9,18 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_fastdecode.api import enabled, prefill
+from hf_fastdecode.attention.interface import UnsupportedAttentionError
 from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
 from hf_fastdecode.generation.eligibility import model_reason, rope_limit
 from hf_fastdecode.generation.options import Options
 
 from ..command_errors import CommandError, one_line
+from ..command_options import check_dtype
 from ..configs import max_positions
-from .models import DTYPES
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
+_PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
 _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
 
 
@@ -95,7 +98,7 @@ def inspect_model(
         contexts: Tokens, each at least 1; when empty, up to three lengths that the model takes.
         samples: Numbers of rows, each at least 1.
         new_tokens: Tokens that each row adds, at least 1.
-        dtype: One of `DTYPES`, or ``auto``: what the config says, else float32.
+        dtype: One of `command_options.DTYPES`, or ``auto``: what the config says, else float32.
 
     Raises:
         CommandError: The config is not one that can be counted, or the dtype is unknown.
@@ -142,20 +145,33 @@ def _dtype(config: Any, name: str) -> torch.dtype:
     if name == "auto":
         given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
         return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
-    if name not in DTYPES:
-        raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+    check_dtype(name)
     return getattr(torch, name)
 
 
 def _sharing(config: Any) -> tuple[bool | None, str]:
-    """Whether the model can share, and why not; the model is built without memory for its weights."""
+    """Whether the model can share, and why not; the model is built without memory for its weights.
+
+    What `generate` finds out in the first forward pass is found out by one, whose numbers nothing can be read from.
+    """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except Exception as error:  # whatever the model's own code raises
         return None, f"the model could not be built from its config: {one_line(error)}"
-    reason = model_reason(model)
+    reason = model_reason(model) or _forward_reason(model)
     return reason is None, reason or ""
+
+
+def _forward_reason(model: Any) -> str | None:
+    """Why the model's layers cannot share context, or None."""
+    with enabled(model):
+        try:
+            prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))
+        except Exception as error:  # operators that need numbers, behind the checks of masks and layers
+            if isinstance(error.__cause__, UnsupportedAttentionError):
+                return str(error.__cause__)
+    return None
 
 
 def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.assets import load_embedded
 
 from ..command_errors import CommandError, one_line
-from ..configs import EMBEDDED, load_config
-
-DTYPES: Final = ("float32", "bfloat16", "float16")
+from ..command_options import EMBEDDED, check_dtype
+from ..configs import load_config
+from .completions import vocabulary_of
+from .console import note
+from .memory import out_of_memory
 
 
 def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
@@ -31,25 +36,72 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     Raises:
         CommandError: The model cannot be loaded, or does not generate.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     config = load_config(name)
     if config.is_encoder_decoder:
         raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
+    place = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
         if name == EMBEDDED:
             model, tokenizer = load_embedded(None if dtype == "auto" else getattr(torch, dtype), device)
         else:
-            place = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
-            model = model.to(device).eval()
-    except torch.OutOfMemoryError as error:
-        raise CommandError(f"{name} does not fit in the memory of {device}; try --dtype bfloat16", 1) from error
-    except (OSError, ValueError, ImportError) as error:
-        raise CommandError(f"cannot load {name}: {one_line(error)}") from error
+            model = _load_weights(name, place, dtype).to(device).eval()
+    except CommandError:
+        raise
+    except SafetensorError as error:
+        raise CommandError(
+            f"cannot load {name}: {_damaged(Path(place))} is cut off or no safetensors file ({one_line(error)}); copy "
+            "or download it again"
+        ) from error
+    except Exception as error:  # files that are not what they say may raise anything
+        if out_of_memory(error):
+            raise CommandError(f"{name} does not fit in the memory of {device}; try --dtype bfloat16") from error
+        kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
+        raise CommandError(f"cannot load {name}: {kind}{one_line(error)}") from error
     _prepare(model, tokenizer)
     return model, tokenizer
+
+
+def _load_weights(name: str, place: str, dtype: str) -> Any:
+    """The model, if the checkpoint holds all of its weights: transformers would draw the others at random."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its table of the weights that do not fit
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if mismatched := sorted(found["mismatched_keys"]):
+        weight, stored, expected = mismatched[0]
+        raise CommandError(
+            f"cannot load {name}: its config wants {weight} of shape {list(expected)}, the checkpoint holds "
+            f"{list(stored)}{_more(mismatched)}; config.json and weights are of different models"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise CommandError(
+            f"cannot load {name}: the checkpoint lacks {missing[0]}{_more(missing)}, which its config wants; "
+            "config.json and weights are of different models, or a file is missing"
+        )
+    if unexpected := sorted(found["unexpected_keys"]):
+        note(f"{name}: left out {unexpected[0]}{_more(unexpected)}, for which its config has no place")
+    return model
+
+
+def _more(names: Sequence[Any]) -> str:
+    return f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
+
+
+def _damaged(folder: Path) -> Path:
+    """The first file of weights that cannot be read, or the folder."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file
+    return folder
 
 
 def machine(device: torch.device) -> str:
@@ -77,10 +129,11 @@ def _prepare(model: Any, tokenizer: Any) -> None:
     tokenizer.padding_side = "left"
     given = model.generation_config
     end = given.eos_token_id if given.eos_token_id is not None else tokenizer.eos_token_id
-    if tokenizer.pad_token_id is None:
+    # Which token pads does not matter, padding is masked; but it must be one of the model's.
+    vocabulary = vocabulary_of(model)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocabulary:
         first = end[0] if isinstance(end, list) else end
-        # Which token pads does not matter: padding is masked.
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(first if first is not None else 0)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(first if first is not None and first < vocabulary else 0)
     model.generation_config = GenerationConfig(
         bos_token_id=given.bos_token_id, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
     )

@@ -12,19 +12,10 @@ from rich.text import Text
 from hf_fastdecode.cache.accounting import StockShared
 
 from .completions import Completion
+from .console import bytes_text
 from .demo import Candidate, Demo, Side
 from .generate import Generated
 from .inspect import Inspection
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def bytes_text(count: float) -> str:
-    """Bytes with three digits or more, in the largest binary unit that leaves one digit before the point."""
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
 
 
 def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
@@ -59,7 +50,7 @@ def _sides(demo: Demo, title: str) -> Table:
 
     def add(label: str, value: Callable[[Side], float], text: Callable[[float], str], style: str = "") -> None:
         stock, ours = value(demo.stock), value(demo.shared)
-        table.add_row(label, text(stock), text(ours), f"{stock / ours:.1f}×", style=style)
+        table.add_row(label, text(stock), text(ours), f"{stock / ours:.1f}x", style=style)
 
     add("prompt tokens prefilled", lambda side: side.prompt_tokens, "{:,}".format)
     add("KV cache at the end", lambda side: side.kv_bytes, bytes_text)
@@ -82,7 +73,7 @@ def _candidates(candidates: list[Candidate]) -> Table:
         table.add_row(
             str(rank),
             f"{candidate.completion.mean_logp:.3f}",
-            f"{candidate.count}×",
+            f"{candidate.count}x",
             Text("pass", style="green") if passed else Text(f"fail: {candidate.check.reason}", style="red"),
             Syntax(_printable(candidate.completion.text.strip("\n")), "python", theme="ansi_dark", word_wrap=True),
         )
@@ -135,7 +126,7 @@ def _window_fact(found: Inspection) -> Iterator[tuple[str, str]]:
 def _pair(pair: StockShared, mark: str) -> tuple[Text, Text, Text]:
     if mark:
         return Text(bytes_text(pair.stock)), Text("stock"), Text(mark)
-    return Text(bytes_text(pair.stock)), Text(bytes_text(pair.shared)), Text(f"{pair.ratio:.1f}×")
+    return Text(bytes_text(pair.stock)), Text(bytes_text(pair.shared)), Text(f"{pair.ratio:.1f}x")
 
 
 def completion_heading(completion: Completion) -> str:

@@ -22,9 +22,11 @@ from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.fingerprint import adapter_state, addresses
 from ..cache.shared import SharedContextCache
+from ..kernels.failures import Kernel, failure
 from .compiled import CompiledLayers, decoder_layers
 from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
+from .wrapping import own_method
 
 _Key = tuple[int, bool, Hashable]
 """Of captured steps: bucket of rows, whether compiled, arguments."""
@@ -89,10 +91,12 @@ class CapturedStep:
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
+        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
         if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
             self._step, self._ours = step, ours
+            with ours():
+                step()
         else:
-            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
             with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
@@ -274,11 +278,11 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     if torch.is_autocast_enabled(model.device.type):  # its casts of weights would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
     for module in model.modules():
-        if "forward" in vars(module) and module is not model:
+        if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
-    return None
+    return failure(Kernel.FOREST, model.device)

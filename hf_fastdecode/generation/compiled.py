@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .joined import share_products
+from .wrapping import own_method
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -61,18 +62,21 @@ class CompiledLayers:
         layers = decoder_layers(model)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
-        changed: list[nn.Module] = []
+        changed: list[tuple[nn.Module, Any]] = []
         try:
             for layer in layers:
-                if "forward" in vars(layer):
+                if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
+                changed.append((layer, vars(layer).get("forward")))  # accelerate leaves the class's own there
                 vars(layer)["forward"] = types.MethodType(self._compile(type(layer)), layer)
-                changed.append(layer)
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 yield
         finally:
-            for layer in changed:
-                del vars(layer)["forward"]
+            for layer, before in changed:
+                if before is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = before
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
         if kind not in self._compiled:

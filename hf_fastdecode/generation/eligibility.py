@@ -49,7 +49,7 @@ def model_reason(model: PreTrainedModel) -> str | None:
         return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
     if getattr(text, "attn_temperature_tuning", False):
         return "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
-    if getattr(text, "add_cross_attention", False):
+    if getattr(text, "add_cross_attention", False) or getattr(text, "cross_attention_layers", None):
         return "it has cross attention"
     if getattr(text, "kv_lora_rank", None):
         return "its cache holds latents from which keys and values are made (multi-head latent attention)"

@@ -32,6 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ..attention.interface import RowLengths, active
+from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
 from .capture import Captures
 from .eligibility import call_reason
@@ -97,10 +98,10 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
     fed = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = fed.shape[1] if isinstance(fed, Tensor) else 0
     if not cache.state.packed:
-        cache.check_mask(given.get("attention_mask"), queries)
+        check_mask(cache, given.get("attention_mask"), queries)
         if isinstance(fed, Tensor) and len(fed) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
-            args, kwargs = (), given | {"position_ids": cache.next_positions(queries).to(fed.device)}
+            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(fed.device)}
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = seams.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):

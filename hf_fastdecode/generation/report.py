@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 from weakref import ref
 
-from ..cache.shared import CacheBytes, SharedContextCache, within
+from ..cache.accounting import CacheBytes, within
+from ..cache.shared import SharedContextCache
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 
+from ..kernels.failures import KernelFailedError
 from ..kernels.sampling import limits
 from .chain import Chain, read_chain
 
@@ -107,9 +108,11 @@ class FastSampler:
     Args:
         chain: What the call's processors do.
         prompts: ``[rows, width]`` int64.
-        vocabulary: Columns of the logits.
+        logits: The first ones, ``[rows, vocabulary]``.
         do_sample: Draw; else take the most likely token.
-        device: Where the logits are.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched. Nothing was drawn, no generator was advanced.
     """
 
     name = "fast"
@@ -117,19 +120,23 @@ class FastSampler:
     custom = False
     generator_draws = False
 
-    def __init__(self, chain: Chain, prompts: Tensor, vocabulary: int, *, do_sample: bool, device: torch.device):
+    def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
         from ..kernels.sampling.api import sample, seen_tokens  # needs Triton
 
         self._sample = sample
-        seed = int(torch.randint(2**62, (), device="cpu")) if do_sample else 0
-        self._settings = chain.settings(device, greedy=not do_sample, seed=seed)
+        self._settings = chain.settings(logits.device, greedy=not do_sample)
         self._seen: Tensor | None = None
         if chain.repetition_penalty != 1:
             ignored = chain.prompt_ignore_length
             counts = torch.as_tensor(0 if ignored is None else ignored, device=prompts.device).reshape(-1, 1)
             keep = torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts
-            self._seen = seen_tokens(prompts, vocabulary, keep.expand_as(prompts)).to(device)
+            self._seen = seen_tokens(prompts, logits.shape[1], keep.expand_as(prompts)).to(logits.device)
         self._rows: tuple[Tensor, Tensor] | None = None
+        # A launch for a row that is skipped compiles the kernel, while others can still take its place.
+        skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
+        sample(logits[:1], skipped, self._settings, seen=self._seen)
+        if do_sample:
+            self._settings.update(seed=int(torch.randint(2**62, (), device="cpu")))
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
         if self._rows is None or self._rows[0] is not rows:
@@ -165,11 +172,13 @@ def choose_sampler(
     if asked == "auto" and reason is None and logits.dtype.itemsize > 2:
         reason = f"in {str(logits.dtype).removeprefix('torch.')} a seed draws the tokens that it draws in stock"
     if chain is not None and reason is None:
-        fast = FastSampler(chain, prompts, logits.shape[1], do_sample=config.do_sample, device=logits.device)
-        return (
-            fast,
-            "sampler='fast' was asked for" if asked == "fast" else "the kernel draws what the processors leave",
-        )
+        try:
+            fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
+        except KernelFailedError as error:
+            reason = str(error)
+        else:
+            why = "the kernel draws what the processors leave"
+            return fast, "sampler='fast' was asked for" if asked == "fast" else why
     if asked == "fast":
         raise ValueError(f"sampler='fast' cannot draw these tokens: {reason}; use sampler='auto'")
     return stock, reason or ""

@@ -35,7 +35,7 @@ class WrappedMethods:
         self._wrappers = wrappers
         self.key = next(_keys)  # a copy of the instance has the same methods, so the same key
         # An instance may carry its own versions already (accelerate puts a forward there).
-        self._saved = {name: own for name in wrappers if (own := _own_method(instance, name)) is not None}
+        self._saved = {name: own for name in wrappers if (own := own_method(instance, name)) is not None}
 
     def put_on(self, instance: object, state: object) -> None:
         """Wrap the methods; `state` has these as its ``methods``."""
@@ -95,7 +95,7 @@ def _key_of(method: object) -> int | None:
     return _OURS.get(function) if isinstance(function, types.FunctionType) else None
 
 
-def _own_method(instance: object, name: str) -> Callable[..., Any] | None:
+def own_method(instance: object, name: str) -> Callable[..., Any] | None:
     """What the instance carries for a method of its class.
 
     But for ours, which others may put back after they were taken off, and but for the class's own, bound: ours are

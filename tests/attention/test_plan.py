@@ -1,7 +1,6 @@
 """How many programs attend to nodes while others attend to suffixes, and the schedules of captured steps following."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,8 +224,7 @@ def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
 def test_only_wide_groups_are_attended_to_apart(monkeypatch):
     from hf_fastdecode.kernels.forest_decode import config
 
-    monkeypatch.setattr(config, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(config, "hopper_kernel", SimpleNamespace)
+    monkeypatch.setattr(config, "_hopper_kernel_runs", lambda _: True)
     choose = config.choose_config
     assert choose(512, 128, each=4, rows=64, kv_heads=8, overlap=True).apart
     assert not choose(512, 128, each=4, rows=63, kv_heads=8, overlap=True).apart
@@ -260,8 +258,7 @@ def on_an_h200(monkeypatch):
     """Launch parameters as an H200 has them."""
     from hf_fastdecode.kernels.forest_decode import config
 
-    monkeypatch.setattr(config, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(config, "hopper_kernel", SimpleNamespace)
+    monkeypatch.setattr(config, "_hopper_kernel_runs", lambda _: True)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(plans, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(plans, "shared_memory", lambda _: 227 * 1024)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from hf_fastdecode.bench import rows as rows_module
+from hf_fastdecode.bench import runner as runner_module
 from hf_fastdecode.bench.rows import provenance, read_rows
 from hf_fastdecode.bench.runner import brief, failed, run
 
@@ -120,6 +121,19 @@ def test_what_failed_is_not_in_the_file(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(CASES[:1], WAYS, Measure(stop=1, status="failed: x"), provenance=HERE, out=tmp_path / "rows.csv")
     assert "interrupted: 0 of 2 rows are in " in capsys.readouterr().err
+
+
+def test_a_row_is_not_lost_when_its_writing_is_interrupted(tmp_path, monkeypatch, capsys):
+    def interrupted(*args):
+        monkeypatch.setattr(runner_module, "write_rows", rows_module.write_rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner_module, "write_rows", interrupted)
+    out = tmp_path / "rows.csv"
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES[:1], WAYS, Measure(), provenance=HERE, out=out)
+    assert "interrupted: 1 of 2 rows are in " in capsys.readouterr().err
+    assert len(read_rows(out)) == 1
 
 
 def test_a_backend_of_the_environment_stands_before_the_command(monkeypatch):

@@ -97,6 +97,12 @@ def test_a_step_reads_what_the_window_shows_of_the_context():
     assert mixed.step_bytes(4, 1000, 200, 2).shared == layer * (1000 + 4 * 200) + layer * 4 * 100
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_window_of_no_tokens_is_none(size):
+    found = shape("mistral", **LLAMA, num_key_value_heads=8, sliding_window=size)
+    assert (found.local_layers, found.window) == (0, None)
+
+
 def test_a_window_not_in_use_does_not_count():
     found = shape("qwen2", **LLAMA, use_sliding_window=False, sliding_window=64)
     assert (found.local_layers, found.window) == (0, None)

@@ -9,21 +9,16 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
+from hf_fastdecode.generation import modes
 
+from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .storage import held
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama-gqa")
-
-
-def held(*caches):
-    """Bytes of the distinct storages that keys and values of caches lie in."""
-    segments = [segment for cache in caches for layer in cache.layers for segment in layer.segments.values()]
-    suffixes = [layer.suffix for cache in caches for layer in cache.layers if layer.suffix is not None]
-    storages = [part.untyped_storage() for pair in segments + suffixes for part in pair]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def planted(*lengths, layers=2):
@@ -204,11 +199,8 @@ def test_calls_whose_cache_is_not_returned_copy_nothing(model):
         given = out.past_key_values.fork()
         addresses = {segment.keys.data_ptr() for segment in given.layers[0].segments.values()}
         seen = []
-        hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["past_key_values"]), with_kwargs=True
-        )
-        model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
-        hook.remove()
+        with before_calls(model.model, lambda args, kwargs: seen.append(kwargs["past_key_values"])):
+            model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
     assert addresses <= {segment.keys.data_ptr() for segment in seen[-1].layers[0].segments.values()}
 
 
@@ -227,3 +219,35 @@ def test_a_cache_that_memory_does_not_suffice_to_copy_stays_as_it_is(model, monk
         found = model.generate(more, **arguments, past_key_values=first.past_key_values)
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.past_key_values.forest.nodes) > len(expected.past_key_values.forest.nodes)
+
+
+def test_a_merged_cache_outlives_inference_mode(model):
+    with fd.enabled(model):
+        with torch.inference_mode():
+            cache = fd.prefill(model, ragged_prompts(40, seed=1)["input_ids"][:, :33])
+            *_, out = turns(model, 3, cache=cache, do_sample=False, max_new_tokens=6)
+        kept, token = out.past_key_values, out.sequences[:, -1:].clone()
+        assert len(kept.forest.nodes) == 2
+        found = model(token, past_key_values=kept).logits[:, -1]
+        assert found.requires_grad
+        kept.batch_repeat_interleave(2)
+    torch.testing.assert_close(found, model(out.sequences.clone()).logits[:, -1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_captured_steps_follow(monkeypatch):
+    """The tables of captured steps are pointed at the storage that took the place of what they read before."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)  # the steps run uncaptured, and interpreted
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "rows": 2}
+    model = tiny_model("llama-gqa", num_hidden_layers=1)
+    stock = seeded(lambda: [out.sequences for out in turns(model, 3, **arguments)])
+    with fd.enabled(model, mode="graph", backend="triton"):
+        cache = fd.prefill(model, ragged_prompts(40, seed=1)["input_ids"][:, :33])
+        torch.manual_seed(0)
+        nodes = []
+        for turn, out in enumerate(turns(model, 3, cache=cache, **arguments)):
+            assert torch.equal(out.sequences, stock[turn])
+            assert fd.explain(model).last_call.mode == "graph"
+            nodes.append(len(out.past_key_values.forest.nodes))
+        assert nodes == [2, 2, 2]  # two more in every turn, were they not merged

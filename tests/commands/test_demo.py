@@ -6,8 +6,9 @@ import torch
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import Completion
-from hf_fastdecode.commands.demo import DEFAULT_TASK, _rank, check_same, pick_task, run_demo
+from hf_fastdecode.commands.demo import _rank, check_same, run_demo
 from hf_fastdecode.commands.sampling import Sampling
+from hf_fastdecode.commands.tasks import DEFAULT_TASK, pick_tasks
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
 
@@ -15,7 +16,9 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, floa
 def test_both_sides_are_measured(loaded):
     model, tokenizer = loaded
     forward, hooks = model.forward, len(model.get_input_embeddings()._forward_hooks)
-    found = run_demo(model, tokenizer, pick_task(None, 1), Sampling(n=3, max_new_tokens=5, top_p=1.0), shots=1)
+    found = run_demo(
+        model, tokenizer, pick_tasks([DEFAULT_TASK], 1)[0], Sampling(n=3, max_new_tokens=5, top_p=1.0), shots=1
+    )
     m, n, steps = found.prompt_length, 3, found.steps
     assert (found.stock.path, found.shared.path) == ("stock", "shared")
     assert found.stock.prompt_tokens == n * m
@@ -33,7 +36,7 @@ def test_both_sides_are_measured(loaded):
 
 def test_a_call_that_cannot_share_says_so(loaded):
     model, tokenizer = loaded
-    found = run_demo(model, tokenizer, pick_task(None, 0), Sampling(n=1, max_new_tokens=2), shots=0)
+    found = run_demo(model, tokenizer, pick_tasks([DEFAULT_TASK], 0)[0], Sampling(n=1, max_new_tokens=2), shots=0)
     assert found.shared.path == "stock"
     assert "sharing would save 0 tokens" in found.shared.reason
 
@@ -65,11 +68,10 @@ def test_candidates_are_distinct_ranked_and_checked():
 
 def test_tasks_and_shots():
     first, other = embedded_tasks()[0], embedded_tasks()[7]
-    assert pick_task(None, 3)["task_id"] == DEFAULT_TASK
-    assert pick_task(first["task_id"], 3) == first
-    assert pick_task(other["task_id"], 0) == other
+    assert [task["task_id"] for task in pick_tasks([DEFAULT_TASK], 3)] == [DEFAULT_TASK]
+    assert pick_tasks([first["task_id"], other["task_id"]], 0) == [first, other]
     with pytest.raises(CommandError, match="there is no task 99999; the embedded tasks have ids from"):
-        pick_task(99999, 3)
+        pick_tasks([DEFAULT_TASK, 99999], 3)
     for shots in (-1, 1000):
         with pytest.raises(CommandError, match=f"--shots must be between 0 and .* got {shots}"):
-            pick_task(None, shots)
+            pick_tasks([DEFAULT_TASK], shots)

@@ -85,7 +85,7 @@ def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
     Console(width=120).print(inspection_text(found))
     shown = capsys.readouterr().out
     assert (f"[1] {note}\n" in shown) == (f"[1] {context} " in shown) == (context == 503)
-    assert f"{row.kv_bytes.ratio:.1f}×" in shown and "stock:" not in shown
+    assert f"{row.kv_bytes.ratio:.1f}x" in shown and "stock:" not in shown
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).eval()
     with fd.enabled(model):
@@ -135,6 +135,23 @@ def test_a_model_that_cannot_share():
     assert found.can_share is False
     assert "attention interface" in found.reason
     assert found.rows[0].stock_reason == found.reason
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama", "qwen2_moe", "gemma3_text", "xglm"])
+def test_what_is_told_is_what_generate_does(model_type):
+    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 64}
+    names = {"d_model": 64, "attention_heads": 4, "num_layers": 2} if model_type == "xglm" else LLAMA | sizes
+    config = AutoConfig.for_model(model_type, **names | {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": None})
+    found = inspect_model("tiny", config, [100], [8], new_tokens=4, dtype="auto")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with fd.enabled(model):
+        prompt = torch.randint(3, 97, (1, 100))
+        options = {"attention_mask": torch.ones_like(prompt), "do_sample": True, "num_return_sequences": 8}
+        model.generate(prompt, **options, max_new_tokens=4)
+        call = fd.explain(model).last_call
+    assert found.can_share == (call.path == "shared")
+    # A reason may name the length of the rows, of which there are none yet.
+    assert found.reason.split()[:3] == (call.reason.split()[:3] if call.path == "stock" else [])
 
 
 def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):

@@ -47,3 +47,10 @@ def test_what_is_no_prompt(tmp_path: Path):
     ):
         with pytest.raises(CommandError, match=message):
             read_prompts(*arguments)
+
+
+def test_an_argument_is_utf8_whatever_the_locale():
+    as_ascii = "é".encode().decode("ascii", "surrogateescape")
+    assert read_prompts([as_ascii], [], stdin()) == ["é"]
+    with pytest.raises(CommandError, match="--prompt is not UTF-8 text"):
+        read_prompts([b"a\xff".decode("ascii", "surrogateescape")], [], stdin())

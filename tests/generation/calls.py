@@ -2,10 +2,9 @@
 
 from contextlib import contextmanager
 
-import torch
-
 import hf_fastdecode as fd
 
+from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded
 
 PROMPT = ragged_prompts(80)
@@ -22,16 +21,7 @@ def both(model, arguments, prompt=PROMPT):
 
 @contextmanager
 def tokens_embedded(model):
-    """Within, the list holds how many tokens each pass of this model looked up; by no hook, which would run stock."""
-    embeddings, forward, counted = model.get_input_embeddings(), torch.nn.Embedding.forward, []
-
-    def counting(self, ids):
-        if self is embeddings:
-            counted.append(ids.numel())
-        return forward(self, ids)
-
-    torch.nn.Embedding.forward = counting
-    try:
+    """Within, the list holds how many tokens each pass of this model looked up."""
+    counted = []
+    with before_calls(model.get_input_embeddings(), lambda args, kwargs: counted.append(args[0].numel())):
         yield counted
-    finally:
-        torch.nn.Embedding.forward = forward

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.criteria import Stopping
@@ -36,6 +37,31 @@ def test_rows_that_ended_are_not_computed(model):
     ended = torch.isin(stock[:, 70:], torch.tensor(ENDS["eos_token_id"])).int().cummax(1).values.bool()
     alive = (~ended).sum(0)[:steps].tolist()
     assert sum(alive) <= count - 90 <= sum(rows * 4 / 3 + 1 for rows in alive) < 16 * steps
+
+
+class EndsAtItsOwnLength(StoppingCriteria):
+    """A criterion of the user's own, row by row."""
+
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, input_ids, scores, **kwargs):
+        drawn = input_ids.shape[1] - self.width
+        return torch.arange(len(input_ids), device=input_ids.device) * 3 + 2 <= drawn
+
+
+def test_rows_that_a_criterion_has_finished_are_not_computed(model):
+    """In stock they are padded and computed until the last one ends."""
+    prompt = ragged_prompts(70)
+    arguments = SAMPLING | {"eos_token_id": 96, "stopping_criteria": [EndsAtItsOwnLength(70)]}
+    stock = seeded(lambda: model.generate(**prompt, **arguments))
+    with fd.enabled(model):
+        with tokens_embedded(model) as counted:
+            shared = seeded(lambda: model.generate(**prompt, **arguments))
+        assert fd.explain(model).last_call.compactions >= 2
+    assert torch.equal(shared, stock)
+    assert stock.shape[1] - 70 >= 20
+    assert sum(counted) - 70 < 8 * 19 * 3 / 4  # of which stock computes all
 
 
 def test_a_returned_cache_keeps_all_rows(model):

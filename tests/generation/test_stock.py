@@ -188,6 +188,41 @@ def test_latent_attention_runs_stock():
     assert torch.equal(shared, stock)
 
 
+def test_a_text_model_with_cross_attention_runs_stock():
+    from transformers import MllamaForCausalLM
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MllamaTextConfig(
+        vocab_size=VOCABULARY, intermediate_size=64, **sizes, cross_attention_layers=[1], pad_token_id=0
+    )
+    model = MllamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "cross attention" in call.reason
+    assert torch.equal(shared, stock)
+    with fd.enabled(model), pytest.raises(ValueError, match="cannot share context: it has cross attention"):
+        fd.prefill(model, PROMPT)
+
+
+def test_attention_over_some_keys_only_runs_stock(model, monkeypatch):
+    """As of layers that hand on which keys a query sees."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    plain = LlamaAttention.forward
+
+    def sparse(self, hidden_states, *args, **kwargs):
+        return plain(self, hidden_states, *args, **kwargs, block_indices=torch.zeros(1, 1, 8, dtype=torch.long))
+
+    monkeypatch.setattr(LlamaAttention, "forward", sparse)
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "LlamaAttention passes 'block_indices' (Tensor)" in call.reason
+    assert torch.equal(shared, stock)
+
+
 def test_attention_that_takes_the_cache_for_a_tensor_runs_stock():
     from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 

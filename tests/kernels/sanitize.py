@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.kernels.forest_decode.api import Config
-from hf_fastdecode.kernels.forest_decode.hopper import group_barrier
+from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.sampling.api import sample
 
 from ..attention.forests import make_inputs

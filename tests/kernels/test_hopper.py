@@ -1,7 +1,6 @@
 """The kernel for Hopper GPUs: where its descriptor of all memory serves, and where a node needs its own."""
 
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,8 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from ..attention.forests import make_inputs, random_forest
 
 pytest.importorskip("triton")
-import triton
-
 from hf_fastdecode.kernels.forest_decode import memory
 from hf_fastdecode.kernels.forest_decode.api import choose_config
-from hf_fastdecode.kernels.forest_decode.config import hopper_kernel
 
 from .operator_runs import check
 
@@ -50,18 +46,6 @@ def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
     widest = 4 * max(node.row_count for node in forest.nodes)
     assert choose_config(widest, head_dim, overlap=True).hopper == (torch.cuda.get_device_capability()[0] == 9)
     return make_inputs(forest, 20, heads=8, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
-
-
-def test_this_triton_has_the_kernel():
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    assert hopper_kernel() is not None
-
-
-def test_a_triton_without_it_is_told(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "hf_fastdecode.kernels.forest_decode.hopper", None)
-    assert hopper_kernel.__wrapped__() is None
-    (told,) = caplog.messages
-    assert f"which Triton 3.6 and 3.7 can compile and {triton.__version__} cannot: import of" in told
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

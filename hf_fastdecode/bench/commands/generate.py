@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...command_errors import CommandError, check_options
-from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree
+from ...command_errors import CommandError
+from ...command_options import check_device, check_options
+from ...interrupts import exit_on_interrupt
+from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree, parse_way
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
 
@@ -118,6 +120,9 @@ def generate(
         raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
+    check_device(device)
+    check_options()
+    check_out(out)
     rows = run_generate(cases, ways, find_device(device), check, repeats, out)
     report(rows, out, _tables, plot=plot)
 
@@ -128,15 +133,15 @@ def run_generate(
     """Measure whole calls into `out`.
 
     Raises:
-        CommandError: A model cannot be read, a case is longer than its model, or `out` cannot be written to.
+        CommandError: A model cannot be read, or a case is longer than its model.
     """
-    from ...attention.operators import backend_of_environment
-    from ..generate import GenerateBench
-    from ..rows import provenance
-    from ..runner import run
+    with exit_on_interrupt():
+        from ...attention.operators import backend_of_environment
+        from ..generate import GenerateBench
+        from ..rows import provenance
+        from ..runner import run
 
-    check_options()
-    check_out(out)
+    _check_numbers(ways)
     _check_models(cases)
     if device.type == "cpu":
         _warn_of_size(cases)
@@ -146,9 +151,16 @@ def run_generate(
 
 
 def check_ways(ways: Sequence[str]) -> None:
-    """Refuse options of ways that there are not."""
-    if not any("+" in way for way in ways):  # looking at options takes the imports' seconds
-        return
+    """Refuse ways and options of ways that there are not."""
+    try:
+        for way in ways:
+            parse_way(way)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _check_numbers(ways: Sequence[str]) -> None:
+    """Refuse numbers that options of ways cannot be, which takes torch to know."""
     from ..generate_ways import find_way
 
     try:

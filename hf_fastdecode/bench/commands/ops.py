@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError
+from ...command_options import BACKEND_VARIABLE, check_device
+from ...interrupts import exit_on_interrupt
 from ..op_cases import OP_SETS, OpCase, with_dtype
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
 from .report import report
@@ -78,30 +81,28 @@ def ops(
         hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours --way recipe
         hf-fastdecode bench ops --set two-level --set ragged --list
     """
-    place = find_device(device)
-    names = sets or ["tiny" if place.type == "cpu" else "small"]
+    known("set", sets or [], OP_SETS)
     ways = known("way", way or [name for name in OP_WAY_NAMES if name != _COMPILES], OP_WAY_NAMES)
-    found = [case for name in known("set", names, OP_SETS) for case in OP_SETS[name]]
     check_dtype(dtype)
-    cases = chosen(with_dtype(found, dtype), only)
+    check_device(device)
+    names = sets or ["tiny" if find_device(device).type == "cpu" else "small"]
+    cases = chosen(with_dtype([case for name in names for case in OP_SETS[name]], dtype), only)
     if show:
         return show_cases(cases)
+    check_backend()
+    check_out(out)
+    place = find_device(device)
     from ..markdown import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
 
 
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
-    """Measure operators into `out`.
-
-    Raises:
-        CommandError: `out` cannot be written to, or as `check_backend`.
-    """
-    check_backend()
-    check_out(out)
-    from ..ops import OpBench
-    from ..rows import provenance
-    from ..runner import run
+    """Measure operators into `out`."""
+    with exit_on_interrupt():
+        from ..ops import OpBench
+        from ..rows import provenance
+        from ..runner import run
 
     return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
 
@@ -112,7 +113,5 @@ def check_backend() -> None:
     Raises:
         CommandError: ``$HF_FASTDECODE_BACKEND`` is set.
     """
-    from ...attention.operators import BACKEND_VARIABLE, backend_of_environment
-
-    if forced := backend_of_environment():
+    if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):
         raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")

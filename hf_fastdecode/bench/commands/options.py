@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ...command_errors import CommandError
+from ...interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,8 @@ def check_dtype(name: str | None) -> None:
 
 def find_device(name: str) -> torch.device:
     """The device of this name, if it can be measured."""
-    from ...devices import pick_device  # torch, which takes seconds
+    with exit_on_interrupt():
+        from ...devices import pick_device  # torch, which takes seconds
 
     device = pick_device(name)
     if device.type not in ("cpu", "cuda"):

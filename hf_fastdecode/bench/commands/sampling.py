@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ...command_options import check_device
+from ...interrupts import exit_on_interrupt
 from ..sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
 from .options import CHECK, DEVICE, LIST, ONLY, check_out, chosen, find_device, known, show_cases
 from .report import report
@@ -45,17 +47,20 @@ def sampling(
         hf-fastdecode bench sampling --set grid --only top_p0.95 --list
         hf-fastdecode bench sampling --out runs/sampling-h200.csv
     """
-    place = find_device(device)
-    names = known("set", sets or ["tiny" if place.type == "cpu" else "grid"], SAMPLING_SETS)
+    known("set", sets or [], SAMPLING_SETS)
     ways = known("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
+    check_device(device)
+    names = sets or ["tiny" if find_device(device).type == "cpu" else "grid"]
     cases = chosen([case for name in names for case in SAMPLING_SETS[name]], only)
     if show:
         return show_cases(cases)
     check_out(out)
-    from ..rows import provenance
-    from ..runner import run
-    from ..sampling import SamplingBench
-    from ..sampling_table import sampling_table
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ..rows import provenance
+        from ..runner import run
+        from ..sampling import SamplingBench
+        from ..sampling_table import sampling_table
 
     rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
     report(rows, out, sampling_table, plot=False)

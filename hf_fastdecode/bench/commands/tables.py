@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from ...command_errors import CommandError
+from ...command_options import check_device, check_options
 from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
 from .generate import check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_out, chosen, find_device, known, show_cases
 from .report import report
 
 
@@ -51,13 +52,16 @@ def tables(
     if out.is_file() and not show:
         raise CommandError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
+    check_device(device)
     for name in names:  # what is refused is refused before any is measured
         _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
+        if not show:
+            check_out(_file(out, name))
     for name in names:
         setting = PAPER_TABLES[name]
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
         ways = way or list(setting.ways)
-        file = out / f"{name}.csv"
+        file = _file(out, name)
         if show:
             show_cases(cases[name])
             continue
@@ -71,6 +75,10 @@ def tables(
             report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)
 
 
+def _file(out: Path, name: str) -> Path:
+    return out / f"{name}.csv"
+
+
 def _of_operators(name: str) -> bool:
     return isinstance(PAPER_TABLES[name].cases[0], OpCase)
 
@@ -79,6 +87,7 @@ def _check(ways: Sequence[str], *, of_operators: bool, show: bool) -> None:
     """Refuse ways that a table does not have, and a backend that operators would not heed."""
     known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
     if not of_operators:
+        check_options()
         check_ways(ways)
     elif not show:
         check_backend()

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..failures import Kernel, launching
 from .arguments import check_numbers, check_schedule, check_table, check_tokens
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import shared_memory
@@ -71,6 +72,8 @@ def forest_decode(
     Raises:
         ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
             the Hopper kernel.
+        KernelFailedError: A kernel cannot be compiled or launched here. Nothing of the step is lost: it can be run
+            again, by others too.
     """
     check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = query.shape
@@ -119,55 +122,56 @@ def forest_decode(
         options["launch_pdl"] = True
     unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
     results = (out, lse if lse is not None else out)
-    attend_suffixes[(rows * kv_heads,)](
-        query,
-        new_keys,
-        new_values,
-        suffix,
-        slots,
-        lengths,
-        *unit_tables,
-        *partials,
-        own_out,
-        own_lse,
-        *results,
-        schedule.apart,
-        sinks if sinks is not None else out,
-        rows,
-        kv_heads,
-        scale,
-        soft_cap or 0.0,
-        window or 0,
-        *query.stride()[:3],
-        *new_keys.stride()[:3],
-        *new_values.stride()[:3],
-        BLOCK_P=block_p,
-        BLOCK_Q=1 if block_p == 1 else 16,
-        BLOCK_N=own_config.block_n,
-        STAGES=own_config.stages,
-        MERGE=own_config.merge,
-        SOFT_CAP=soft_cap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        APART=apart,
-        num_warps=own_config.warps,
-        **options,
-    )
-    if apart:
-        merging = choose_merge_config(each, head_dim)
-        merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+    with launching(Kernel.FOREST, query.device):
+        attend_suffixes[(rows * kv_heads,)](
+            query,
+            new_keys,
+            new_values,
+            suffix,
             slots,
+            lengths,
             *unit_tables,
             *partials,
             own_out,
             own_lse,
             *results,
             schedule.apart,
+            sinks if sinks is not None else out,
             rows,
             kv_heads,
-            ROWS=merging.rows,
-            MERGE=merging.merge,
-            num_warps=merging.warps,
+            scale,
+            soft_cap or 0.0,
+            window or 0,
+            *query.stride()[:3],
+            *new_keys.stride()[:3],
+            *new_values.stride()[:3],
+            BLOCK_P=block_p,
+            BLOCK_Q=1 if block_p == 1 else 16,
+            BLOCK_N=own_config.block_n,
+            STAGES=own_config.stages,
+            MERGE=own_config.merge,
+            SOFT_CAP=soft_cap is not None,
+            WINDOW=window is not None,
+            SINKS=sinks is not None,
+            APART=apart,
+            num_warps=own_config.warps,
             **options,
         )
+        if apart:
+            merging = choose_merge_config(each, head_dim)
+            merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+                slots,
+                *unit_tables,
+                *partials,
+                own_out,
+                own_lse,
+                *results,
+                schedule.apart,
+                rows,
+                kv_heads,
+                ROWS=merging.rows,
+                MERGE=merging.merge,
+                num_warps=merging.warps,
+                **options,
+            )
     return out, lse

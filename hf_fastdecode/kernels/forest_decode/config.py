@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from ..failures import Kernel, failure
 from ..installed import interpreted
 from .limits import compute_capability
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def choose_config(
     measured = 1 < each <= 8 and head_dim == 128  # with the suffixes' parameters for long contexts
     wide = packed > 64 and head_dim in (64, 128) and not windowed
     keys = 0 if windowed else keys  # what a window leaves of them is not known, and mostly little
-    if overlap and wide and _is_hopper(device) and hopper_kernel() is not None:
+    if overlap and wide and _hopper_kernel_runs(device):
         suffixes = rows * kv_heads
         # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
         apart = each > 1 and suffixes >= _APART
@@ -235,23 +232,9 @@ def choose_merge_config(each: int, head_dim: int) -> MergeConfig:
     return MergeConfig(rows, warps, merge=max(1, min(4, 2048 * warps // numbers)))
 
 
-def _is_hopper(device: torch.device | None) -> bool:
-    if not torch.cuda.is_available() or interpreted():
+def _hopper_kernel_runs(device: torch.device | None) -> bool:
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is None or device.type != "cuda" or interpreted():
         return False
-    return compute_capability(device or torch.device("cuda", torch.cuda.current_device()))[0] == 9
-
-
-@lru_cache
-def hopper_kernel() -> Any:
-    """`hopper_node_partials`; None where this Triton lacks the language that it is written in, which is told."""
-    try:
-        from .hopper import hopper_node_partials
-    except (ImportError, AttributeError) as error:
-        logger.warning(
-            "wide batches decode without the kernel for Hopper GPUs, which Triton 3.6 and 3.7 can compile and %s "
-            "cannot: %s",
-            triton.__version__,
-            error,
-        )
-        return None
-    return hopper_node_partials
+    return compute_capability(device)[0] == 9 and failure(Kernel.HOPPER, device) is None

@@ -16,10 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_tiles import begin_of, produce
+from .hopper_tiles import begin_of, group_barrier, produce
 from .triton import LOG2E, cap_scores, prefetch
-
-group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed after Triton 3.6
 
 
 @gluon.jit

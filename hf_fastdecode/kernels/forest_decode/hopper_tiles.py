@@ -5,6 +5,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+# Names that Gluon has changed. Remove the first when Triton >= 3.7 is required, the second when Triton >= 3.8 is.
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 
 @gluon.jit
 def begin_of(tile, length, BLOCK_N: gl.constexpr):
@@ -20,12 +24,11 @@ def _bring(rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM
     ``plane`` and ``row`` are those of all memory, or the KV head and the token in a descriptor of a node.
     """
     ring, full, free = rings
-    box: gl.constexpr = gl.NVMMASharedLayout(ring.index(0).layout.swizzle_byte_width, 16, rank=3)
     stage = count % STAGES
-    place = ring.index(stage)._reinterpret(ring.dtype, [1, BLOCK_N, HEAD_DIM], box)
+    place = ring.index(stage).reshape([1, BLOCK_N, HEAD_DIM])
     mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(descriptor, [plane, row, 0], full.index(stage), place)
+    load_tile(descriptor, [plane, row, 0], full.index(stage), place)
 
 
 @gluon.jit

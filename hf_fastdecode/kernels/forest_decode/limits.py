@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..failures import Kernel, failure
 from ..installed import interpreted, triton_is_installed
 
 MAX_QUERIES = 16
@@ -47,7 +48,7 @@ def refusal(
         return f"it takes head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}"
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
-    return None
+    return failure(Kernel.FOREST, keys.device)
 
 
 @lru_cache

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .config import Config, hopper_kernel
+from ..failures import Kernel, launching
+from .config import Config
 from .limits import compute_capability
 from .memory import ADDRESS_BITS, PLANE, all_memory
 from .schedule import Schedule
@@ -54,6 +55,7 @@ def attend_nodes(
 
     Raises:
         ValueError: There is a window, and the configuration is of the Hopper kernel.
+        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if window is not None and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
@@ -81,20 +83,21 @@ def attend_nodes(
     if overlap:
         options["launch_pdl"] = True
     if not config.hopper:
-        node_partials[(schedule.programs,)](
-            *tensors,
-            schedule.contexts,
-            lengths,
-            nodes.shape[1],
-            scale,
-            soft_cap or 0.0,
-            window or 0,
-            *strides,
-            **options,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            WINDOW=window is not None,
-            num_warps=config.warps,
-        )
+        with launching(Kernel.FOREST, query.device):
+            node_partials[(schedule.programs,)](
+                *tensors,
+                schedule.contexts,
+                lengths,
+                nodes.shape[1],
+                scale,
+                soft_cap or 0.0,
+                window or 0,
+                *strides,
+                **options,
+                BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                WINDOW=window is not None,
+                num_warps=config.warps,
+            )
         return partials
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -105,11 +108,14 @@ def attend_nodes(
         return schedule.scratch
 
     def launch() -> None:
+        from .hopper import hopper_node_partials  # needs Gluon
+
         triton.set_allocator(scratch)
         numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
         memory = all_memory(query.dtype, schedule.block_n, head_dim, PLANE)
         options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
-        hopper_kernel()[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
+        hopper_node_partials[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
 
-    copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
+    with launching(Kernel.HOPPER, query.device):
+        copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
     return partials

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..failures import Kernel, launching
 from .triton import sample_rows
 
 _FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
@@ -179,6 +180,7 @@ def sample(
 
     Raises:
         ValueError: For shapes, strides or types that do not fit, or a missing ``seen``.
+        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits must be [rows, vocabulary], got shape {list(logits.shape)}")
@@ -225,7 +227,7 @@ def sample(
         eos=settings.eos_count,
     )
     scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits), launching(Kernel.SAMPLING, logits.device):
         sample_rows[(rows,)](
             logits,
             row_ids,

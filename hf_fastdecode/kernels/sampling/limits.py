@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..failures import Kernel, failure
 from ..installed import interpreted, triton_is_installed
 
 
@@ -15,4 +16,4 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it runs on CUDA devices, got {device.type!r}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes logits in float32 and half precision, got {str(dtype).removeprefix('torch.')}"
-    return None
+    return failure(Kernel.SAMPLING, device)

@@ -1,0 +1,85 @@
+"""Checks of options that need neither torch nor transformers, which take seconds to import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from .assets import MODEL_PATH
+from .command_errors import CommandError, one_line
+
+ENABLE_CHOICES: Final = {
+    "mode": ("auto", "eager", "graph", "compile"),
+    "backend": ("auto", "triton", "flash", "cudnn", "efficient", "cpu", "plain"),
+    "sampler": ("auto", "hf", "fast"),
+}
+"""Options of `hf_fastdecode.enable` and what they take; `generation.options` holds the same."""
+
+ENABLE_NUMBERS: Final = ("min_shared_tokens", "min_saved_tokens", "max_prefill_tokens")
+"""The others, which take integers."""
+
+BACKEND_VARIABLE: Final = "HF_FASTDECODE_BACKEND"
+DTYPES: Final = ("float32", "bfloat16", "float16")
+EMBEDDED: Final = "embedded"
+_DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
+
+
+def check_options(**options: str) -> None:
+    """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment.
+
+    Args:
+        options: By the names in `ENABLE_CHOICES`.
+    """
+    variable = os.environ.get(BACKEND_VARIABLE) or "auto"
+    if options.get("backend", "auto") == "auto" and variable not in (known := ENABLE_CHOICES["backend"]):
+        raise CommandError(f"${BACKEND_VARIABLE} must be one of {', '.join(known)}, got {variable!r}")
+    for name, value in options.items():
+        if value not in ENABLE_CHOICES[name]:
+            raise CommandError(f"--{name} must be one of {', '.join(ENABLE_CHOICES[name])}, got {value!r}")
+
+
+def check_dtype(name: str) -> None:
+    """Refuse a dtype that models are not loaded in."""
+    if name not in ("auto", *DTYPES):
+        raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+
+
+def check_device(name: str) -> None:
+    """Refuse what torch knows as no device; whether this machine has it, `pick_device` finds out."""
+    kind = re.fullmatch(r"([a-z]+)(:\d+)?", name)
+    if name != "auto" and (kind is None or kind[1] not in _DEVICES):
+        raise CommandError(f"there is no device {name!r}; try auto or cpu, or cuda:0 for the first GPU")
+
+
+def config_file(name: str) -> Path | None:
+    """The config.json that a model's name stands for, or None for an id on the Hugging Face Hub.
+
+    Raises:
+        CommandError: There is no such file, or it is none of a transformers model.
+    """
+    if not name:
+        raise CommandError(f"a model's name is empty; name a folder, a Hugging Face Hub id, or {EMBEDDED!r}")
+    path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            remedy = "reinstall the package" if name == EMBEDDED else "name a folder saved with save_pretrained"
+            raise CommandError(f"there is no {path}; {remedy}")
+    if path.is_file():
+        _check_json(path)
+        return path
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+        raise CommandError(f"there is no file or folder {name}; name one, a Hugging Face Hub id, or {EMBEDDED!r}")
+    return None
+
+
+def _check_json(path: Path) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} is not a JSON file ({one_line(error)}); name a model's config.json") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise CommandError(f"{path} has no field model_type; name a transformers model's config.json")

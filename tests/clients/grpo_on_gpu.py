@@ -1,0 +1,144 @@
+"""GRPO with TRL's trainer and captured steps on a GPU, beside stock: ``python -m tests.clients.grpo_on_gpu --out FILE``.
+
+A model of the named shape with random weights in bf16 trains for some steps, once stock and once enabled. Before its
+rows are written, the enabled run shows that its rollouts use the weights that the optimizer has changed, by steps
+captured before the change, and that what it saves is an ordinary checkpoint of these weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer
+
+import hf_fastdecode as fd
+from hf_fastdecode.bench.rows import provenance, write_rows
+from hf_fastdecode.bench.shapes import random_model
+
+from .recording import Calls, recorded
+from .training import make_trainer
+
+_ERROR_OF_STOCK = 2.0
+"""How many times stock's own rounding error that of an enabled model may be, see the package's invariants."""
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="CSV file of rows to write.")],
+    shape: Annotated[str, typer.Option(help="A shape of `hf-fastdecode bench generate`.")] = "1b-gqa",
+    samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 16,
+    prompts: Annotated[int, typer.Option(help="Prompts in a rollout.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a completion.")] = 256,
+    shots: Annotated[int, typer.Option(help="Solved examples in front of each prompt.")] = 6,
+    steps: Annotated[int, typer.Option(help="Rollouts, each followed by a step of the optimizer.")] = 4,
+    device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
+) -> None:
+    """Train stock and enabled, check, and write a row for each."""
+    rows = []
+    for way in ("stock", "enabled"):
+        model = random_model(shape, device, torch.bfloat16)
+        before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(
+                "grpo",
+                Path(folder),
+                model=model,
+                shots=shots,
+                use_cpu=device == "cpu",
+                max_completion_length=new_tokens,
+                num_generations=samples,
+                per_device_train_batch_size=samples,
+                gradient_accumulation_steps=prompts,
+                max_steps=steps,
+                learning_rate=1e-4,
+                optim="sgd",
+            )
+            if way == "enabled":
+                fd.enable(trainer.model)
+            with recorded(trainer.model) as calls:
+                trainer.train()
+            ran = _checked(trainer, before, Path(folder)) if way == "enabled" else ""
+        rows.append(_row(way, shape, samples * prompts, new_tokens, calls, ran, device))
+        print({name: rows[-1][name] for name in ("way", "first_rollout_s", "rollout_s", "prefilled_tokens", "ran")})
+        del trainer, model
+        gc.collect()
+        torch.cuda.empty_cache()
+    write_rows(out, rows)
+
+
+def _checked(trainer: Trainer, before: dict[str, Tensor], folder: Path) -> str:
+    """How an enabled model's steps ran, after a look at its weights, logits and checkpoint."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    changed = [name for name, value in model.named_parameters() if not torch.equal(value.cpu(), before[name])]
+    assert len(changed) > len(before) // 2, "training changed too little to show anything"
+
+    prompt = torch.randint(3, model.config.vocab_size, (1, 300), device=model.device)
+    # As many rows as in the rollouts, so that the steps captured before the last change serve them.
+    call = fd.explain(model).last_call
+    arguments: dict[str, Any] = {"num_return_sequences": call.rows, "do_sample": True, "top_k": 0, "max_new_tokens": 64}
+    found = model.generate(prompt, **arguments, return_dict_in_generate=True, output_logits=True)
+    report = fd.explain(model).last_call
+    assert report.path == "shared"
+    assert report.captures == 0, "the steps of earlier rollouts would have served"
+    _compare_logits(model, before, prompt.shape[1], found)
+
+    trainer.save_model(folder / "saved")
+    loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16)
+    for name, value in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), value.cpu()), name
+    return f"{call.mode}, sampler {call.sampler}"
+
+
+@torch.no_grad()
+def _compare_logits(model: PreTrainedModel, before: dict[str, Tensor], width: int, found: Any) -> None:
+    """The logits of an enabled call are those of the weights now, and not of those before training."""
+    stock = type(model)(model.config).to(model.device, torch.bfloat16).eval()
+    stock.load_state_dict(model.state_dict())
+    ours = torch.stack(found.logits, 1)[0].float()
+    exact, plain, old = [
+        _logits(one, found.sequences[:1], width)
+        for one in (copy.deepcopy(stock).float(), stock, _with(stock, before))
+    ]
+    error, of_stock, of_old = ((part - exact).abs().max().item() for part in (ours, plain, old))
+    print(f"largest error of logits: {error:.4f}, stock's {of_stock:.4f}, with the weights before {of_old:.4f}")
+    assert error <= _ERROR_OF_STOCK * of_stock < of_old
+
+
+def _with(model: PreTrainedModel, weights: dict[str, Tensor]) -> PreTrainedModel:
+    model = copy.deepcopy(model)
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor, width: int) -> Tensor:
+    return model(tokens[:, :-1]).logits[0, width - 1 :].float()
+
+
+def _row(
+    way: str, shape: str, rows: int, new_tokens: int, calls: Calls, ran: str, device: str
+) -> dict[str, Any]:
+    first, *later = [call.seconds for call in calls.made]
+    assert {call.path for call in calls.made} == {"stock" if way == "stock" else "shared"}
+    assert {call.rows for call in calls.made} == {rows}
+    return provenance(device) | {
+        "program": "TRL GRPO",
+        "model": shape,
+        "rows": rows,
+        "prompt_tokens": calls.made[0].padded_length,
+        "new_tokens": new_tokens,
+        "way": way,
+        "first_rollout_s": first,
+        "rollout_s": sorted(later)[len(later) // 2],
+        "prefilled_tokens": calls.prefilled_tokens,
+        "ran": ran,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
