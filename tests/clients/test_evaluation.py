@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="needs the packages of make test-clients")
-pytest.importorskip("evalplus", reason="needs the packages of make test-clients")
-
 import hf_fastdecode as fd
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
 
 from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples
+from .models import load
 from .recording import Calls, recorded
 
 TASKS = embedded_tasks()[:3]
@@ -20,9 +18,7 @@ TASKS = embedded_tasks()[:3]
 
 @pytest.fixture(scope="module")
 def embedded():
-    model, tokenizer = fd.load_embedded()
-    model.generation_config.max_new_tokens = None  # it would go before the max_length that lm-eval gives
-    return model, tokenizer
+    return load("embedded")
 
 
 def stock_and_enabled(model, run: Callable[[], list[list[str]]], **options) -> tuple[Calls, Calls]:
@@ -65,7 +61,7 @@ def test_lm_eval_ends_samples_at_strings_of_several_tokens(embedded, tmp_path):
     model, tokenizer = embedded
     options = {"shots": 1, "batch_size": 4, "new_tokens": 24, "repeats": 4}
     whole = lm_eval_samples(model, tokenizer, TASKS, tmp_path, **options)
-    stock, enabled = stock_and_enabled(
+    _, enabled = stock_and_enabled(
         model, lambda: lm_eval_samples(model, tokenizer, TASKS, tmp_path, until=("\n    return",), **options)
     )
     assert enabled.paths == {"shared"}
@@ -82,7 +78,7 @@ def test_lm_eval_one_prompt_at_a_time_prefills_the_examples_once(embedded, tmp_p
         lambda: lm_eval_samples(model, tokenizer, TASKS, tmp_path, shots=2, batch_size=1, new_tokens=24),
         reuse_prefix=True,
     )
-    first, *later = enabled.made
+    later = enabled.made[1:]
     assert len(later) == 2
     for call in later:
         assert call.path == "shared", call.reason
@@ -116,3 +112,15 @@ def test_pipeline(embedded, samples, batch_size):
     )
     assert enabled.paths == {"shared"}, enabled.made
     assert enabled.prefilled_tokens < stock.prefilled_tokens / 2
+
+
+def test_lm_eval_with_smollm2(tmp_path):
+    model, tokenizer = load("smollm2")
+    stock, enabled = stock_and_enabled(
+        model,
+        lambda: lm_eval_samples(
+            model, tokenizer, TASKS[:1], tmp_path, shots=1, batch_size=4, new_tokens=12, repeats=4
+        ),
+    )
+    assert enabled.paths == {"shared"}, enabled.made
+    assert enabled.prefilled_tokens * 4 == stock.prefilled_tokens

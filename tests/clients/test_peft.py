@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
-
-peft = pytest.importorskip("peft", reason="needs the packages of make test-clients")
 
 import hf_fastdecode as fd
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("trl", reason="needs the packages of make test-clients")
-peft = pytest.importorskip("peft", reason="needs the packages of make test-clients")
 
 import hf_fastdecode as fd
 
