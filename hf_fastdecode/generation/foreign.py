@@ -30,7 +30,16 @@ _FOREIGN_ALL_THE_SAME = ("transformers.integrations.neftune",)
 # PEFT's hooks choose an adapter for each row; of other packages, only these functions are known not to look at rows.
 _KNOWN_FUNCTIONS = ("make_inputs_require_grad", "make_inputs_require_grads")
 # Packages whose `forward`s of an instance compute what the class's does, position by position.
-_KNOWN_FORWARDS = ("transformers", "accelerate", "torch", "peft", "bitsandbytes", "liger_kernel", "hf_fastdecode")
+_KNOWN_FORWARDS = (
+    "transformers",
+    "accelerate",
+    "torch",
+    "peft",
+    "trl",  # its fused head, which passes of `generate` do not ask for
+    "bitsandbytes",
+    "liger_kernel",
+    "hf_fastdecode",
+)
 
 
 _WHY = "which would see prompts packed into one row"

@@ -1,4 +1,4 @@
-"""GRPO with TRL's trainer and captured steps on a GPU, beside stock: ``python -m tests.clients.grpo_on_gpu --out FILE``.
+"""GRPO by TRL's trainer with captured steps, beside stock: ``python -m tests.clients.grpo_on_gpu --out FILE``.
 
 A model of the named shape with random weights in bf16 trains for some steps, once stock and once enabled. Before its
 rows are written, the enabled run shows that its rollouts use the weights that the optimizer has changed, by steps
@@ -56,8 +56,6 @@ def main(
                 per_device_train_batch_size=samples,
                 gradient_accumulation_steps=prompts,
                 max_steps=steps,
-                learning_rate=1e-4,
-                optim="sgd",
             )
             if way == "enabled":
                 fd.enable(trainer.model)
@@ -78,10 +76,17 @@ def _checked(trainer: Trainer, before: dict[str, Tensor], folder: Path) -> str:
     changed = [name for name, value in model.named_parameters() if not torch.equal(value.cpu(), before[name])]
     assert len(changed) > len(before) // 2, "training changed too little to show anything"
 
+    # As the trainer does around its rollouts; the name changed in transformers 5.23.
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     prompt = torch.randint(3, model.config.vocab_size, (1, 300), device=model.device)
     # As many rows as in the rollouts, so that the steps captured before the last change serve them.
     call = fd.explain(model).last_call
-    arguments: dict[str, Any] = {"num_return_sequences": call.rows, "do_sample": True, "top_k": 0, "max_new_tokens": 64}
+    arguments: dict[str, Any] = {
+        "num_return_sequences": call.rows,
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": 64,
+    }
     found = model.generate(prompt, **arguments, return_dict_in_generate=True, output_logits=True)
     report = fd.explain(model).last_call
     assert report.path == "shared"
@@ -102,8 +107,7 @@ def _compare_logits(model: PreTrainedModel, before: dict[str, Tensor], width: in
     stock.load_state_dict(model.state_dict())
     ours = torch.stack(found.logits, 1)[0].float()
     exact, plain, old = [
-        _logits(one, found.sequences[:1], width)
-        for one in (copy.deepcopy(stock).float(), stock, _with(stock, before))
+        _logits(one, found.sequences[:1], width) for one in (copy.deepcopy(stock).float(), stock, _with(stock, before))
     ]
     error, of_stock, of_old = ((part - exact).abs().max().item() for part in (ours, plain, old))
     print(f"largest error of logits: {error:.4f}, stock's {of_stock:.4f}, with the weights before {of_old:.4f}")
@@ -120,9 +124,7 @@ def _logits(model: PreTrainedModel, tokens: Tensor, width: int) -> Tensor:
     return model(tokens[:, :-1]).logits[0, width - 1 :].float()
 
 
-def _row(
-    way: str, shape: str, rows: int, new_tokens: int, calls: Calls, ran: str, device: str
-) -> dict[str, Any]:
+def _row(way: str, shape: str, rows: int, new_tokens: int, calls: Calls, ran: str, device: str) -> dict[str, Any]:
     first, *later = [call.seconds for call in calls.made]
     assert {call.path for call in calls.made} == {"stock" if way == "stock" else "shared"}
     assert {call.rows for call in calls.made} == {rows}
