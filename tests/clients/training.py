@@ -32,11 +32,13 @@ class Run:
 
     Attributes:
         trainer: The trainer, its model trained.
-        parameters: All parameters of its model, by name.
+        start: All parameters of its model before, by name.
+        parameters: The same after.
         calls: The rollouts.
     """
 
     trainer: Trainer
+    start: dict[str, Tensor]
     parameters: dict[str, Tensor]
     calls: Calls
 
@@ -109,7 +111,8 @@ def train(name: str, folder: Path, *, enable: bool, resume: Path | None = None, 
     trainer = make_trainer(name, folder, **options)
     if enable:
         fd.enable(trainer.model)
+    start = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
     torch.manual_seed(0)
     with recorded(base_of(trainer.model)) as calls:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return Run(trainer, {key: value.detach() for key, value in trainer.model.named_parameters()}, calls)
+    return Run(trainer, start, {key: value.detach() for key, value in trainer.model.named_parameters()}, calls)

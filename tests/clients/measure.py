@@ -1,0 +1,179 @@
+"""Programs that call `generate`, stock and enabled: ``HF_HUB_OFFLINE=1 python -m tests.clients.measure --out FILE``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_fastdecode as fd
+from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
+from hf_fastdecode.bench.rows import RESULTS, provenance
+from hf_fastdecode.bench.runner import failed, run
+
+from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples
+from .models import load
+from .recording import Calls, recorded
+
+WAYS = ("stock", "enabled")
+
+
+@dataclass(frozen=True)
+class ClientCase:
+    """A program, a model and a setting.
+
+    Attributes:
+        program: As a table shows it.
+        model: Of `models.load`.
+        setting: What of the program was set, in words.
+        run: Runs the program on the model, enabled or not; returns its samples or weights, and its calls.
+        repeats: Timed runs.
+    """
+
+    program: str
+    model: str
+    setting: str
+    run: Callable[[bool], tuple[Any, Calls]] = field(compare=False)
+    repeats: int = 3
+
+    def columns(self) -> dict[str, Any]:
+        """What of the case stands in a row."""
+        return {"program": self.program, "model": self.model, "setting": self.setting}
+
+
+def evaluated(
+    name: str, generate: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Any], **options: Any
+) -> Callable[[bool], tuple[Any, Calls]]:
+    """A run of a program that is given the model `name`; `options` are those of `enable`."""
+
+    def once(enable: bool) -> tuple[Any, Calls]:
+        model, tokenizer = _loaded(name)
+        with fd.enabled(model, **options) if enable else nullcontext(), recorded(model) as calls:
+            return generate(model, tokenizer), calls
+
+    return once
+
+
+def lm_eval(problems: int, **options: Any) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Any]:
+    """lm-eval on so many problems; `options` as for `lm_eval_samples`."""
+
+    def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return lm_eval_samples(model, tokenizer, embedded_tasks()[:problems], Path(folder), **options)
+
+    return generate
+
+
+def evalplus(enable: bool) -> tuple[Any, Calls]:
+    """evalplus's decoder, which loads its model by name."""
+    decoder = evalplus_decoder(MODEL_PATH, samples=16, new_tokens=64)
+    with fd.enabled(decoder.model) if enable else nullcontext(), recorded(decoder.model) as calls:
+        return evalplus_samples(decoder, embedded_tasks()[:4], shots=6, samples=16), calls
+
+
+def grpo(enable: bool, **options: Any) -> tuple[Any, Calls]:
+    """Three steps of GRPO with TRL's defaults; the weights stand for the samples that led to them."""
+    from .training import train  # TRL takes seconds to import
+
+    sizes = {"shots": 3, "num_generations": 16, "per_device_train_batch_size": 16, "max_completion_length": 48}
+    with tempfile.TemporaryDirectory() as folder:
+        ran = train("grpo", Path(folder), enable=enable, **sizes, **options)
+    return {name: value.numpy().tobytes() for name, value in ran.parameters.items()}, ran.calls
+
+
+def cases() -> list[ClientCase]:
+    """What is measured; cases of one model stand together."""
+    batch = lm_eval(4, shots=6, batch_size=16, new_tokens=64, repeats=16)
+    single = lm_eval(12, shots=8, batch_size=1, new_tokens=32)
+    pipe = {"shots": 6, "samples": 16, "new_tokens": 64}
+    small = lm_eval(2, shots=3, batch_size=8, new_tokens=32, repeats=8)
+    reuse = {"reuse_prefix": True}
+    one = "reuse_prefix=True"
+    return [
+        ClientCase("TRL GRPO", "embedded", "bf16 autocast, 1 prompt x 16", grpo, repeats=1),
+        ClientCase("lm-eval", "embedded", "6 shots, 16 repeats, batches of 16", evaluated("embedded", batch)),
+        ClientCase("lm-eval", "embedded", f"8 shots, greedy, batch size 1, {one}", evaluated("embedded", single, **reuse)),
+        ClientCase("evalplus", "embedded", "6 shots, 16 samples", evalplus),
+        ClientCase(
+            "pipeline",
+            "embedded",
+            "6 shots, 16 samples",
+            evaluated("embedded", lambda *given: pipeline_samples(*given, embedded_tasks()[:4], **pipe)),
+        ),
+        ClientCase("lm-eval", "smollm2", "3 shots, 8 repeats, batches of 8", evaluated("smollm2", small), repeats=1),
+        ClientCase(
+            "lm-eval",
+            "smollm2",
+            f"3 shots, greedy, batch size 1, {one}",
+            evaluated("smollm2", lm_eval(4, shots=3, batch_size=1, new_tokens=16), **reuse),
+            repeats=1,
+        ),
+        ClientCase(
+            "pipeline",
+            "smollm2",
+            "3 shots, 16 samples",
+            evaluated(
+                "smollm2",
+                lambda *given: pipeline_samples(*given, embedded_tasks()[:1], shots=3, samples=16, new_tokens=48),
+            ),
+            repeats=1,
+        ),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = load(name)
+    model.generate(**tokenizer("warm up", return_tensors="pt"), max_new_tokens=4)
+    return model, tokenizer
+
+
+@lru_cache(maxsize=1)
+def _stock(case: ClientCase) -> tuple[Any, list[Calls]]:
+    """What stock transformers gives, and the calls of each run."""
+    runs = [case.run(False) for _ in range(case.repeats)]
+    return runs[0][0], [calls for _, calls in runs]
+
+
+def measure(case: ClientCase, way: str) -> dict[str, Any]:
+    """The measured columns of a row; the status tells other samples than stock's, and calls that were not shared."""
+    expected, runs = _stock(case)
+    status = "ok"
+    if way == "enabled":
+        found = [case.run(True) for _ in range(case.repeats)]
+        runs = [calls for _, calls in found]
+        stock = [call for calls in runs for call in calls.made if call.path != "shared"]
+        if any(samples != expected for samples, _ in found):
+            status = "wrong: other samples than stock"
+        elif stock and "reuse_prefix" not in case.setting:
+            status = f"failed: a call ran {stock[0].path}: {stock[0].reason}"
+    return {
+        "calls": len(runs[0].made),
+        "rows": sum(call.rows for call in runs[0].made),
+        "prefilled_tokens": runs[0].prefilled_tokens,
+        "generate_s": round(median(calls.seconds for calls in runs), 3),
+        "runs": len(runs),
+        "status": status,
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="CSV file of rows to write.")] = RESULTS / "clients-cpu.csv",
+    only: Annotated[str, typer.Option(help="Measure the cases whose columns contain this.")] = "",
+) -> None:
+    """Measure the programs, stock and enabled, and write a row for each."""
+    chosen = [case for case in cases() if only in " ".join(map(str, case.columns().values()))]
+    if bad := failed(run(chosen, WAYS, measure, provenance=provenance("cpu"), out=out)):
+        raise typer.Exit(len(bad))
+
+
+if __name__ == "__main__":
+    typer.run(main)
