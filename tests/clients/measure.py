@@ -100,7 +100,9 @@ def cases() -> list[ClientCase]:
     return [
         ClientCase("TRL GRPO", "embedded", "bf16 autocast, 1 prompt x 16", grpo, repeats=1),
         ClientCase("lm-eval", "embedded", "6 shots, 16 repeats, batches of 16", evaluated("embedded", batch)),
-        ClientCase("lm-eval", "embedded", f"8 shots, greedy, batch size 1, {one}", evaluated("embedded", single, **reuse)),
+        ClientCase(
+            "lm-eval", "embedded", f"8 shots, greedy, batch size 1, {one}", evaluated("embedded", single, **reuse)
+        ),
         ClientCase("evalplus", "embedded", "6 shots, 16 samples", evalplus),
         ClientCase(
             "pipeline",

@@ -133,14 +133,16 @@ def test_transformers_draws_where_the_sampling_kernel_cannot(monkeypatch, caplog
     settings = GenerationConfig(do_sample=True)
     state = torch.random.get_rng_state()
     for _ in range(2):
-        sampler, reason = choose_sampler("auto", LogitsProcessorList(), settings, prompts, logits)
+        sampler, reason = choose_sampler(
+            "auto", LogitsProcessorList(), settings, prompts, logits, computed_in=logits.dtype
+        )
         assert sampler.name == "hf"
         assert reason == "the sampling kernel cannot run on cpu: AttributeError: no _reinterpret"
     assert torch.equal(torch.random.get_rng_state(), state), "draws are no longer stock's for the same seed"
     assert kernel.launches == 1
     assert caplog.messages == [f"{reason}; where it is not forced, transformers' sampler will be used instead"]
     with pytest.raises(ValueError, match="sampler='fast' cannot draw these tokens: the sampling kernel cannot run"):
-        choose_sampler("fast", LogitsProcessorList(), settings, prompts, logits)
+        choose_sampler("fast", LogitsProcessorList(), settings, prompts, logits, computed_in=logits.dtype)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("Triton Error [CUDA]: out of memory")])
