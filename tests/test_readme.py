@@ -37,7 +37,14 @@ def _without_numbers(text: str) -> str:
     return " ".join(re.sub(r"[\d,]+", "#", text).split())
 
 
-@pytest.mark.parametrize("page", ["README.md", "hf_fastdecode/bench/results/README.md"])
+PAGES = [
+    "README.md",
+    "hf_fastdecode/bench/results/README.md",
+    *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     page = ROOT / page
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", page.read_text()):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from .clients_table import evaluation_table, training_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
     cases_of,
@@ -30,8 +31,9 @@ from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
 PICTURE = RESULTS / "generate.png"
-PAGES = (RESULTS.parents[2] / "README.md", RESULTS / "README.md")
-"""Of a clone; an installed package has no README."""
+_ROOT = RESULTS.parents[2]
+PAGES = (_ROOT / "README.md", RESULTS / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
+"""Of a clone; an installed package has none."""
 
 _MARKER = re.compile(r"(<!-- rows: (?P<file>[\w.-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL)
 
@@ -92,6 +94,8 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "trees": trees_table,
     "fixed parts": fixed_parts_table,
     "steps apart": steps_apart_table,
+    "training": training_table,
+    "evaluation": evaluation_table,
 }
 """What a marker can ask for behind the file's name."""
 

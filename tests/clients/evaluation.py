@@ -47,6 +47,7 @@ def lm_eval_samples(
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     files = {"test": tasks, "train": fewshot_tasks()}
     for split, docs in files.items():
@@ -76,6 +77,7 @@ def lm_eval_samples(
     evaluated = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **wrapper),
         tasks=[task],
+        task_manager=TaskManager(include_defaults=False),  # reading lm-eval's own thousands of tasks takes a minute
         log_samples=True,
         bootstrap_iters=0,
     )

@@ -1,4 +1,4 @@
-"""Programs that call `generate`, stock and enabled: ``HF_HUB_OFFLINE=1 python -m tests.clients.measure --out FILE``."""
+"""Programs that call `generate`, stock and enabled: ``HF_HUB_OFFLINE=1 python -m tests.clients.measure``."""
 
 from __future__ import annotations
 
@@ -91,43 +91,32 @@ def grpo(enable: bool, **options: Any) -> tuple[Any, Calls]:
 
 def cases() -> list[ClientCase]:
     """What is measured; cases of one model stand together."""
+    reuse = {"reuse_prefix": True}
+
+    def pipelined(problems: int, **options: Any) -> Callable[[PreTrainedModel, PreTrainedTokenizerBase], Any]:
+        return lambda *given: pipeline_samples(*given, embedded_tasks()[:problems], **options)
+
     batch = lm_eval(4, shots=6, batch_size=16, new_tokens=64, repeats=16)
     single = lm_eval(12, shots=8, batch_size=1, new_tokens=32)
-    pipe = {"shots": 6, "samples": 16, "new_tokens": 64}
-    small = lm_eval(2, shots=3, batch_size=8, new_tokens=32, repeats=8)
-    reuse = {"reuse_prefix": True}
-    one = "reuse_prefix=True"
+    pipe = pipelined(4, shots=6, samples=16, new_tokens=64)
+    of_embedded = [
+        ("lm-eval", "6 shots, 16 repeats, batches of 16", evaluated("embedded", batch)),
+        ("lm-eval", "8 shots, greedy, batch size 1, reuse_prefix=True", evaluated("embedded", single, **reuse)),
+        ("evalplus", "6 shots, 16 samples", evalplus),
+        ("pipeline", "6 shots, 16 samples", evaluated("embedded", pipe)),
+    ]
+    batch = lm_eval(2, shots=3, batch_size=8, new_tokens=32, repeats=8)
+    single = lm_eval(4, shots=3, batch_size=1, new_tokens=16)
+    pipe = pipelined(1, shots=3, samples=16, new_tokens=48)
+    of_smollm2 = [
+        ("lm-eval", "3 shots, 8 repeats, batches of 8", evaluated("smollm2", batch)),
+        ("lm-eval", "3 shots, greedy, batch size 1, reuse_prefix=True", evaluated("smollm2", single, **reuse)),
+        ("pipeline", "3 shots, 16 samples", evaluated("smollm2", pipe)),
+    ]
     return [
-        ClientCase("TRL GRPO", "embedded", "bf16 autocast, 1 prompt x 16", grpo, repeats=1),
-        ClientCase("lm-eval", "embedded", "6 shots, 16 repeats, batches of 16", evaluated("embedded", batch)),
-        ClientCase(
-            "lm-eval", "embedded", f"8 shots, greedy, batch size 1, {one}", evaluated("embedded", single, **reuse)
-        ),
-        ClientCase("evalplus", "embedded", "6 shots, 16 samples", evalplus),
-        ClientCase(
-            "pipeline",
-            "embedded",
-            "6 shots, 16 samples",
-            evaluated("embedded", lambda *given: pipeline_samples(*given, embedded_tasks()[:4], **pipe)),
-        ),
-        ClientCase("lm-eval", "smollm2", "3 shots, 8 repeats, batches of 8", evaluated("smollm2", small), repeats=1),
-        ClientCase(
-            "lm-eval",
-            "smollm2",
-            f"3 shots, greedy, batch size 1, {one}",
-            evaluated("smollm2", lm_eval(4, shots=3, batch_size=1, new_tokens=16), **reuse),
-            repeats=1,
-        ),
-        ClientCase(
-            "pipeline",
-            "smollm2",
-            "3 shots, 16 samples",
-            evaluated(
-                "smollm2",
-                lambda *given: pipeline_samples(*given, embedded_tasks()[:1], shots=3, samples=16, new_tokens=48),
-            ),
-            repeats=1,
-        ),
+        ClientCase("TRL GRPO", "embedded", "bf16 autocast, 3 shots, 16 completions", grpo, repeats=1),
+        *(ClientCase(program, "embedded", setting, run) for program, setting, run in of_embedded),
+        *(ClientCase(program, "smollm2", setting, run, repeats=1) for program, setting, run in of_smollm2),
     ]
 
 

@@ -41,7 +41,8 @@ def stock_and_enabled(model, run: Callable[[], list[list[str]]], **options) -> t
         pytest.param(4, 4, {}, id="repeats"),
         pytest.param(5, 4, {}, id="batches-across-problems"),
         pytest.param(3, 1, {}, id="greedy"),
-        pytest.param(4, 4, {"mixed_precision_dtype": "bfloat16"}, id="autocast"),
+        # Greedy: a draw that rounding changes would shift all later ones.
+        pytest.param(3, 1, {"mixed_precision_dtype": "bfloat16"}, id="autocast"),
     ],
 )
 def test_lm_eval(embedded, batch_size, repeats, wrapper, tmp_path):

@@ -1,0 +1,41 @@
+"""Rows of programs that call `generate` as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .markdown import head, line
+from .rows import Row
+
+
+def training_table(rows: Sequence[Row]) -> str:
+    """The trainers' lines."""
+    return clients_table([row for row in rows if row["program"].startswith("TRL")], same="weights")
+
+
+def evaluation_table(rows: Sequence[Row]) -> str:
+    """The lines of all others."""
+    return clients_table([row for row in rows if not row["program"].startswith("TRL")], same="samples")
+
+
+def clients_table(rows: Sequence[Row], *, same: str) -> str:
+    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case.
+
+    Args:
+        rows: For each program, model and setting a stock row and an enabled one.
+        same: What an enabled row whose status is ok has in common with stock's.
+    """
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in ("program", "model", "setting")), {})[row["way"]] = row
+    lines = head(["program", "model", "setting", "seconds in generate", "tokens prefilled", f"same {same}"])
+    for case, ways in found.items():
+        stock, enabled = ways["stock"], ways["enabled"]
+        seconds = [float(row["generate_s"]) for row in (stock, enabled)]
+        tokens = [int(row["prefilled_tokens"]) for row in (stock, enabled)]
+        cells = [f"{seconds[0]:.1f} → {seconds[1]:.1f} ({seconds[0] / seconds[1]:.1f}x)"]
+        cells += [f"{tokens[0]:,} → {tokens[1]:,}", "yes" if enabled["status"] == "ok" else enabled["status"]]
+        lines.append(line([*case, *cells]))
+    first = rows[0]
+    where = f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}"
+    return "\n".join(lines) + f"\n\n{where}; stock → enabled; medians where a case was run more than once.\n"
