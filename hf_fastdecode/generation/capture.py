@@ -92,12 +92,10 @@ class CapturedStep:
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
-        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
         if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
             self._step, self._ours = step, ours
-            with ours():
-                step()
         else:
+            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
             with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())

@@ -12,6 +12,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.dispatch import KERNELS, Choice
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation import modes
+from hf_fastdecode.generation.capture import CapturedStep
 from hf_fastdecode.generation.sampler import choose_sampler
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure, launching
@@ -51,6 +52,14 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(DecodeKV, "_chooses", lambda self, query: self.layer.state.backend == "auto")
     monkeypatch.setattr(DecodeKV, "_choice", lambda *_: Choice(KERNELS, {KERNELS: 0.0}))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    make = CapturedStep.__init__
+
+    def make_and_run(self, *args):
+        make(self, *args)
+        with self._ours():
+            self._step()  # as on a GPU, where it compiles the kernels
+
+    monkeypatch.setattr(CapturedStep, "__init__", make_and_run)
 
 
 def broken(monkeypatch, module, name, **options):
