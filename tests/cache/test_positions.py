@@ -7,6 +7,7 @@ import torch
 
 import hf_fastdecode as fd
 
+from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, tiny_model
 
 LENGTHS = (63, 90, 55)
@@ -65,11 +66,8 @@ def test_given_positions_stay_as_they_are(model, call, offset):
         tokens = STEPS[1]
         own = torch.tensor(LENGTHS)[:, None] + torch.arange(tokens.shape[1])
         seen = []
-        hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
-        )
-        call(model, tokens, fd.prefill(model, PROMPTS), None if offset is None else own + offset)
-        hook.remove()
+        with before_calls(model.model, lambda args, kwargs: seen.append(kwargs["position_ids"])):
+            call(model, tokens, fd.prefill(model, PROMPTS), None if offset is None else own + offset)
     assert torch.equal(seen[-1], own + (offset or 0))
 
 
