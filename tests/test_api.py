@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.operators import ALL_BACKENDS
+from hf_fastdecode.attention.backends import ALL_BACKENDS
 from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner, Result
 
 import hf_fastdecode
-from hf_fastdecode import command_options
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt
 from hf_fastdecode.attention.interface import ATTENTION_NAME
-from hf_fastdecode.attention.operators import ALL_BACKENDS, BACKEND_VARIABLE
 from hf_fastdecode.cli import app
-from hf_fastdecode.command_options import ENABLE_CHOICES, ENABLE_NUMBERS
-from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
 
 from .commands.checkpoint import embed, save_checkpoint
 
@@ -114,12 +109,6 @@ bench tables --table hydragen-fig1 --out pyproject.toml
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert (output, errors.count("\n")) == ("", 15)
-
-
-def test_the_choices_are_those_of_enable():
-    assert ENABLE_CHOICES == {"mode": MODES, "backend": ALL_BACKENDS, "sampler": SAMPLERS}
-    assert {*ENABLE_CHOICES, *ENABLE_NUMBERS} == {field.name for field in fields(Options)}
-    assert command_options.BACKEND_VARIABLE == BACKEND_VARIABLE
 
 
 def test_public_names_load_when_used():

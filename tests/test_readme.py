@@ -18,19 +18,29 @@ def test_architectures_listed_are_the_tested_ones():
     assert names == sorted({model_type for model_type, _ in ARCHITECTURES.values()})
 
 
-def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which would let kernels run on the CPU
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def run_examples(page: str) -> dict:
+    """Run a page's examples from the first one on the embedded model on; the names that they leave."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     first = next(index for index, block in enumerate(blocks) if "load_embedded" in block)
     torch.manual_seed(0)
     names: dict = {}
     for block in blocks[first:]:
         exec(block, names)
-    shown = re.search(r"```text\n(LlamaForCausalLM: enabled.*?)```", README, re.DOTALL)[1]
+    return names
+
+
+def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which would let kernels run on the CPU
+    names = run_examples("README.md")
+    options = (ROOT / "docs/options.md").read_text()
+    shown = re.search(r"```text\n(LlamaForCausalLM: enabled.*?)```", options, re.DOTALL)[1]
     assert _without_numbers(shown) in _without_numbers(capsys.readouterr().out)
     assert len(names["completions"]) == 8
     assert len(set(names["completions"])) > 1
-    assert names["out"].shape[0] == 4
+
+
+def test_the_example_of_a_kept_cache_runs():
+    assert run_examples("docs/kept-caches.md")["out"].shape[0] == 4
 
 
 def _without_numbers(text: str) -> str:

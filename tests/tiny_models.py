@@ -71,6 +71,8 @@ def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> P
     special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **{**arguments, **special, **overrides})
     model = AutoModelForCausalLM.from_config(config).eval()
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

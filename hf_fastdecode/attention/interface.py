@@ -31,7 +31,7 @@ ATTENTION_NAME = "hf_fastdecode"
 
 # What attention classes hand on beside the arguments that the operators know, without an effect on causal attention.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict"}
+    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 
 
@@ -223,8 +223,8 @@ def shared_context_attention(
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise UnsupportedAttentionError(
-                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function; what that "
-                "changes is unknown"
+                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
+                "an unknown effect"
             )
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
@@ -234,12 +234,24 @@ def shared_context_attention(
         raise UnsupportedAttentionError(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
-    cast_query = cast(query)
+    if window is None and lengths is not None:
+        stored = _window_of_every_layer(getattr(module, "config", None))
+        if lengths.binding(stored) is not None:
+            raise UnsupportedAttentionError(
+                f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
+                f"{type(module).__name__} attends without one"
+            )
+    ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
+    if ignored and lengths is not None and _switched.before(module.config) == "sdpa":
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or "
+            "refuses; call model.set_attn_implementation('eager')"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    # The cache layer has cast keys and values, see `autocast.cast`.
+    query = cast(query)  # as the cache layer did with keys and values
     with no_autocast(query.device):
-        out = key.attend(cast_query, Scoring(scale, softcap, window, sinks))
+        out = key.attend(query, Scoring(scale, softcap, window, sinks))
     return out.contiguous(), None  # some models take a view of it
 
 
@@ -289,12 +301,6 @@ def shared_context_mask(
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedAttentionError("the model's mask is not plain causal attention")
     if window is None:
-        stored = _window_of_every_layer(kwargs.get("config"))
-        if lengths.binding(stored) is not None:
-            raise UnsupportedAttentionError(
-                f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
-                "the model's mask has none"
-            )
         return None
     if not _slides(mask_function, window):
         raise UnsupportedAttentionError(

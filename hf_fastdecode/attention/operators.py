@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
 from .partial import Partial, empty_partial, merge
-
-BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
-"""PyTorch's operators: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
-
-What some queries of one call see and others do not is two matrix products under any of them: the small causal square
-among a row's last tokens, and keys at the edge of a window.
-"""
-
-ALL_BACKENDS = ("auto", "triton", *BACKENDS[1:])
-"""What `hf_fastdecode.enable` takes: those, and this package's kernels."""
 
 # On an H200, cuDNN overtakes flash over a long context from 512 packed queries with 32 KV heads, between 512 and 4096
 # with eight, and not by 8192 with one: below, flash is faster because it also splits the keys. cuDNN plans each new
 # shape for up to a second, so it never serves a growing suffix.
 _CUDNN_MIN_QUERIES = 1024
 _CUDNN_MIN_KEYS = 1024
-
-BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
-"""Environment variable that stands in for ``backend=`` where that is ``auto``."""
-
-
-def backend_of_environment() -> str | None:
-    """The backend that the variable forces, or None where it is not set, empty or ``auto``."""
-    given = os.environ.get(BACKEND_VARIABLE, "")
-    return None if given in ("", "auto") else given
 
 
 class BackendError(ValueError):

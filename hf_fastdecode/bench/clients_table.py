@@ -18,6 +18,21 @@ def evaluation_table(rows: Sequence[Row]) -> str:
     return clients_table([row for row in rows if not row["program"].startswith("TRL")], same="samples")
 
 
+def rollouts_table(rows: Sequence[Row]) -> str:
+    """Rollouts on a GPU, stock → enabled: the first one compiles kernels and captures steps, the others do not."""
+    stock, enabled = (next(row for row in rows if row["way"] == way) for way in ("stock", "enabled"))
+    seconds = [
+        [float(row[name]) for row in (stock, enabled)] for name in ("first_rollout_s", "rollout_s")
+    ]  # [first or later][stock or enabled]
+    cells = [f"{before:.1f} → {now:.1f} s ({before / now:.1f}x)" for before, now in seconds]
+    tokens = [f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled)]
+    lines = head(["program", "model", "a rollout", "the first", "later ones", "tokens prefilled, all rollouts"])
+    what = f"{stock['rows']} completions of {stock['new_tokens']} tokens, prompts of up to {stock['prompt_tokens']}"
+    lines.append(line([stock["program"], stock["model"], what, *cells, " → ".join(tokens)]))
+    where = f"{stock['device']}, torch {stock['torch']}, transformers {stock['transformers']}"
+    return "\n".join(lines) + f"\n\n{where}, bf16 weights; stock → enabled, which ran: {enabled['ran']}.\n"
+
+
 def clients_table(rows: Sequence[Row], *, same: str) -> str:
     """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case.
 

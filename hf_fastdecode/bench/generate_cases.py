@@ -5,12 +5,12 @@ Nothing here needs torch, so that the command line can list them at once.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from math import gcd
 from typing import Any
 
-from ..command_options import ENABLE_CHOICES, ENABLE_NUMBERS
+from ..generation.options import CHOICES, Options
 
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
@@ -51,16 +51,16 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
             f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
         )
     given = {key: value for key, _, value in (option.partition("=") for option in options)}
-    names = [known for known in (*ENABLE_CHOICES, *ENABLE_NUMBERS) if known != "mode"]  # that is what the way is
+    names = [field.name for field in fields(Options) if field.name != "mode"]  # that is what the way is
     for key, value in given.items():
         if key not in names:
             raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")
-        if value not in (known := ENABLE_CHOICES.get(key, (value,))):
+        if value not in (known := CHOICES.get(key, (value,))):
             raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
     return base, given
 
 
-SHAPE_NAMES = ("7b-mha", "7b-gqa", "8b-gqa", "13b-mha", "tiny")
+SHAPE_NAMES = ("7b-mha", "7b-gqa", "8b-gqa", "13b-mha", "1b-gqa", "tiny")
 """The named shapes of `shapes.SHAPES`."""
 
 _TREE = " tree "  # between shape and tree in a row

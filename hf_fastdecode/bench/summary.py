@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from .clients_table import evaluation_table, training_table
+from .clients_table import evaluation_table, rollouts_table, training_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
     cases_of,
@@ -96,6 +96,7 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "steps apart": steps_apart_table,
     "training": training_table,
     "evaluation": evaluation_table,
+    "rollouts": rollouts_table,
 }
 """What a marker can ask for behind the file's name."""
 

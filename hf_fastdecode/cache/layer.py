@@ -50,7 +50,7 @@ class SharedState:
         forest: Which rows attend to which spans; None while the number of rows is unknown.
         padding: By how much the rows' ``input_ids`` are wider than the longest row.
         max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
-        backend: One of `operators.ALL_BACKENDS`.
+        backend: One of `backends.ALL_BACKENDS`.
         tables: What the kernels read beside keys and values.
         packed: While prefilling, the items whose tokens lie end to end in the forward pass.
         segment_lengths: Tokens of each storage segment.

@@ -24,6 +24,7 @@ from ..cache.fingerprint import adapter_state, addresses
 from ..cache.shared import SharedContextCache
 from ..kernels.failures import Kernel, failure
 from .compiled import CompiledLayers, decoder_layers
+from .foreign import only_requires_grad
 from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
 from .wrapping import own_method
@@ -91,12 +92,10 @@ class CapturedStep:
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
-        # A pass writes the rows' new keys and values, at a place that the first real step writes again.
         if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
             self._step, self._ours = step, ours
-            with ours():
-                step()
         else:
+            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
             with ours(), torch.cuda.device(device):
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
@@ -280,7 +279,8 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     for module in model.modules():
         if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not all(map(only_requires_grad, hooks)) or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):

@@ -27,8 +27,8 @@ _KNOWN_HOOKS = (
 )
 # Noise whose scale depends on the length of a row.
 _FOREIGN_ALL_THE_SAME = ("transformers.integrations.neftune",)
-# PEFT's hooks choose an adapter for each row; of other packages, only these functions are known not to look at rows.
-_KNOWN_FUNCTIONS = ("make_inputs_require_grad", "make_inputs_require_grads")
+_REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
+"""Names that transformers and PEFT give the hook by which embeddings require a gradient."""
 # Packages whose `forward`s of an instance compute what the class's does, position by position.
 _KNOWN_FORWARDS = (
     "transformers",
@@ -78,9 +78,14 @@ def _own_forwards(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_known_hook(hook: Any) -> bool:
-    if getattr(_bare(hook), "__name__", "") in _KNOWN_FUNCTIONS:
+    if only_requires_grad(hook):
         return True
     return _is_of(_home(hook), _KNOWN_HOOKS) and not _is_of(_home(hook), _FOREIGN_ALL_THE_SAME)
+
+
+def only_requires_grad(hook: Any) -> bool:
+    """Whether a hook does nothing where no gradient is wanted."""
+    return getattr(_bare(hook), "__name__", "") in _REQUIRE_GRAD
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:

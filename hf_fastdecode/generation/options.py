@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.operators import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
+from ..attention.backends import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
 """What ``mode=`` takes."""
@@ -12,6 +12,8 @@ MODES = ("auto", "eager", "graph", "compile")
 SAMPLERS = ("auto", "hf", "fast")
 """What ``sampler=`` takes."""
 
+CHOICES = {"backend": ALL_BACKENDS, "mode": MODES, "sampler": SAMPLERS}
+"""Options that take one of some words, by name."""
 
 _REUSED_BYTES = 2 * 2**30
 
@@ -40,8 +42,7 @@ class Options:
     @property
     def forced(self) -> list[str]:
         """Those that were not left to ``auto``, as they were written."""
-        choices = ("backend", "mode", "sampler")
-        return [f"{name}={getattr(self, name)!r}" for name in choices if getattr(self, name) != "auto"]
+        return [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
 
     def __post_init__(self) -> None:
         forced = backend_of_environment()
@@ -49,7 +50,7 @@ class Options:
             if forced not in ALL_BACKENDS:
                 raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(ALL_BACKENDS)}, got {forced!r}")
             object.__setattr__(self, "backend", forced)
-        for name, known in (("backend", ALL_BACKENDS), ("mode", MODES), ("sampler", SAMPLERS)):
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:

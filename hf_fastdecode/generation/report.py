@@ -130,14 +130,14 @@ class Report:
     Attributes:
         model: The model's class.
         enabled: Whether `enable` is in effect.
-        layer_count: Number of decoder layers.
+        layer_count: Number of decoder layers; None where the config does not say, as of models without a decoder.
         model_reason: Why this model never shares, or None when it can.
         last_call: The last `generate` call since `enable`, or None.
     """
 
     model: str
     enabled: bool
-    layer_count: int
+    layer_count: int | None
     model_reason: str | None
     last_call: CallReport | None
 
@@ -146,7 +146,8 @@ class Report:
             return f"{self.model}: not enabled; call hf_fastdecode.enable(model)"
         able = "stock decoding" if self.model_reason else "shared-context KV"
         why = f" ({self.model_reason})" if self.model_reason else ""
-        lines = [f"{self.model}: enabled, {self.layer_count} layers, {able}{why}"]
+        layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
+        lines = [f"{self.model}: enabled, {layers}{able}{why}"]
         lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
         return "\n".join(lines)
 

@@ -152,6 +152,8 @@ def choose_sampler(
     config: GenerationConfig,
     prompts: Tensor,
     logits: Tensor,
+    *,
+    computed_in: torch.dtype,
 ) -> tuple[Sampler, str]:
     """Who draws the tokens of a call, and why.
 
@@ -161,6 +163,7 @@ def choose_sampler(
         config: The call's generation config.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
+        computed_in: The dtype of keys and values: under autocast logits may be float32 all the same.
 
     Raises:
         ValueError: ``fast`` was asked for and cannot draw this call's tokens.
@@ -169,8 +172,8 @@ def choose_sampler(
     if asked == "hf":
         return stock, "sampler='hf' was asked for"
     reason, chain = _refusal(processors, config, prompts, logits)
-    if asked == "auto" and reason is None and logits.dtype.itemsize > 2:
-        reason = f"in {str(logits.dtype).removeprefix('torch.')} a seed draws the tokens that it draws in stock"
+    if asked == "auto" and reason is None and computed_in.itemsize > 2:
+        reason = f"in {str(computed_in).removeprefix('torch.')} a seed draws the tokens that it draws in stock"
     if chain is not None and reason is None:
         try:
             fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)

@@ -138,7 +138,7 @@ def report_on(model: PreTrainedModel) -> Report:
     return Report(
         model=type(model).__name__,
         enabled=seams is not None,
-        layer_count=model.config.get_text_config(decoder=True).num_hidden_layers,
+        layer_count=getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None),
         model_reason=model_reason(model),
         last_call=seams.last_call if seams else None,
     )

@@ -62,7 +62,9 @@ def decode_shared(
     arguments = step_arguments(model_kwargs)
     input_ids = input_ids.long()  # as those that are drawn
     stopping = Stopping(criteria, input_ids.device)
-    sampler, call.sampler_reason = choose_sampler(state.options.sampler, processors, config, input_ids, start.logits)
+    sampler, call.sampler_reason = choose_sampler(
+        state.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.layers[0].dtype
+    )
     call.sampler = sampler.name
 
     def eager(cache: SharedContextCache) -> EagerSteps:

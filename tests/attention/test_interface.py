@@ -3,11 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_fastdecode.attention.interface import (
+    RowLengths,
     SharedKV,
     SlidingWindow,
     UnsupportedAttentionError,
+    active,
     shared_context_attention,
 )
 
@@ -67,11 +70,23 @@ def test_a_call_says_more_than_the_module():
     assert attend(Attention(False), is_causal=True)[0].shape == (1, 3, 4, 16)
 
 
+def test_a_window_that_only_the_cache_keeps_is_refused():
+    """transformers' cache forgets what the window hides, whoever makes the mask, or none."""
+    module = Attention()
+    module.config = PreTrainedConfig()
+    module.config.sliding_window = 5
+    with active([], RowLengths(5)):
+        attend(module)
+    message = (
+        "a sliding window of 5 tokens, beyond which transformers' cache forgets, but Attention attends without one"
+    )
+    with active([], RowLengths(6)), pytest.raises(UnsupportedAttentionError, match=message):
+        attend(module)
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_window_of_no_tokens_is_none(size):
     """Some configs write it, and models make the mask for it that no layer takes."""
     attend(sliding_window=size)
-    with pytest.raises(
-        UnsupportedAttentionError, match=f"a sliding window of None tokens, but its mask one of {size}"
-    ):
+    with pytest.raises(UnsupportedAttentionError, match=f"a sliding window of None tokens, .* one of {size}"):
         attend(sliding_window=size, mask=SlidingWindow(size))

@@ -97,7 +97,7 @@ def _checked(trainer: Trainer, before: dict[str, Tensor], folder: Path) -> str:
     loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16)
     for name, value in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), value.cpu()), name
-    return f"{call.mode}, sampler {call.sampler}"
+    return f"{call.mode} ({call.mode_reason}), sampler {call.sampler}"
 
 
 @torch.no_grad()

@@ -223,6 +223,16 @@ def test_attention_over_some_keys_only_runs_stock(model, monkeypatch):
     assert torch.equal(shared, stock)
 
 
+def test_what_stock_attention_leaves_out_runs_stock():
+    """transformers' sdpa function ignores attention sinks, and in some versions soft caps."""
+    model = tiny_model("gpt_oss")
+    model.config._attn_implementation_internal = "sdpa"
+    stock, shared, call = both(model, lambda: SAMPLING)
+    assert call.path == "stock"
+    assert "GptOssAttention passes 's_aux', which transformers' sdpa attention leaves out" in call.reason
+    assert torch.equal(shared, stock)
+
+
 def test_attention_that_takes_the_cache_for_a_tensor_runs_stock():
     from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 

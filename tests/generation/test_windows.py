@@ -278,7 +278,7 @@ def test_a_window_that_only_the_cache_has_runs_stock(name):
     model = tiny_model("llama-gqa", **{name: 40})
     stock, shared, call = both(model, lambda: CALL, PROMPTS)
     assert call.path == "stock"
-    assert "the model's mask has none" in call.reason
+    assert "LlamaAttention attends without one" in call.reason
     assert torch.equal(shared, stock)
     stock, shared, call = both(model, lambda: CALL | {"max_new_tokens": 4}, ragged_prompts(36))
     assert call.path == "shared", call.reason

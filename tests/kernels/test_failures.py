@@ -12,6 +12,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.dispatch import KERNELS, Choice
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation import modes
+from hf_fastdecode.generation.capture import CapturedStep
 from hf_fastdecode.generation.sampler import choose_sampler
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure, launching
@@ -51,6 +52,14 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(DecodeKV, "_chooses", lambda self, query: self.layer.state.backend == "auto")
     monkeypatch.setattr(DecodeKV, "_choice", lambda *_: Choice(KERNELS, {KERNELS: 0.0}))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    make = CapturedStep.__init__
+
+    def make_and_run(self, *args):
+        make(self, *args)
+        with self._ours():
+            self._step()  # as on a GPU, where it compiles the kernels
+
+    monkeypatch.setattr(CapturedStep, "__init__", make_and_run)
 
 
 def broken(monkeypatch, module, name, **options):
@@ -133,14 +142,16 @@ def test_transformers_draws_where_the_sampling_kernel_cannot(monkeypatch, caplog
     settings = GenerationConfig(do_sample=True)
     state = torch.random.get_rng_state()
     for _ in range(2):
-        sampler, reason = choose_sampler("auto", LogitsProcessorList(), settings, prompts, logits)
+        sampler, reason = choose_sampler(
+            "auto", LogitsProcessorList(), settings, prompts, logits, computed_in=logits.dtype
+        )
         assert sampler.name == "hf"
         assert reason == "the sampling kernel cannot run on cpu: AttributeError: no _reinterpret"
     assert torch.equal(torch.random.get_rng_state(), state), "draws are no longer stock's for the same seed"
     assert kernel.launches == 1
     assert caplog.messages == [f"{reason}; where it is not forced, transformers' sampler will be used instead"]
     with pytest.raises(ValueError, match="sampler='fast' cannot draw these tokens: the sampling kernel cannot run"):
-        choose_sampler("fast", LogitsProcessorList(), settings, prompts, logits)
+        choose_sampler("fast", LogitsProcessorList(), settings, prompts, logits, computed_in=logits.dtype)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("Triton Error [CUDA]: out of memory")])

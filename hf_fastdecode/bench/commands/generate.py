@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...attention.backends import backend_of_environment
 from ...command_errors import CommandError
 from ...command_options import check_device, check_options
 from ...interrupts import exit_on_interrupt
@@ -136,7 +137,6 @@ def run_generate(
         CommandError: A model cannot be read, or a case is longer than its model.
     """
     with exit_on_interrupt():
-        from ...attention.operators import backend_of_environment
         from ..generate import GenerateBench
         from ..rows import provenance
         from ..runner import run

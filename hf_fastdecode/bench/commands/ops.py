@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...attention.backends import BACKEND_VARIABLE
 from ...command_errors import CommandError
-from ...command_options import BACKEND_VARIABLE, check_device
+from ...command_options import check_device
 from ...interrupts import exit_on_interrupt
 from ..op_cases import OP_SETS, OpCase, with_dtype
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases

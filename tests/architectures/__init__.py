@@ -1,0 +1,1 @@
+"""Every generating class of transformers, tiny and random: stock's tokens beside those of the enabled model."""

@@ -1,0 +1,112 @@
+"""One class: `generate` of its tiny model, stock and enabled."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, seeded
+from .classes import tiny_model_of
+from .overrides import INPUTS
+
+_SHARED = 40
+_PROMPTS = ragged_prompts(57, 71, 64, shared=_SHARED)
+_CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+}
+_NEW_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a class.
+
+    Attributes:
+        kind: ``shared`` and ``stock`` are how it ran, with stock's tokens; ``wrong`` gave other tokens, ``crashed``
+            raised where stock does not, ``blind`` gives the same tokens over a spoilt cache, so that the comparison
+            shows nothing; ``not compared`` is a class that stock transformers does not build or run here.
+        reason: Why, for all but ``shared``.
+        model_type: Of its config, where it was built.
+    """
+
+    kind: str
+    reason: str = ""
+    model_type: str = ""
+
+
+def verdict_on(name: str) -> Verdict:
+    """Compare a class with stock: several left-padded prompts that begin alike, greedy and sampled, also over a kept
+    cache."""
+    logging.getLogger("hf_fastdecode").setLevel(logging.ERROR)  # the verdict tells
+    model_type = ""
+    try:
+        model = tiny_model_of(name)
+        model_type = model.config.model_type
+        inputs = _inputs(name, model)
+        stock = {call: _generate(model, inputs, call) for call in _CALLS}
+    except Exception as error:
+        return Verdict("not compared", _line(error), model_type)
+    try:
+        return Verdict(*_compared(model, inputs, stock), model_type)
+    except Exception as error:
+        return Verdict("crashed", _line(error), model_type)
+
+
+def _compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[str, str]:
+    """The verdict's kind and reason."""
+    with fd.enabled(model, min_saved_tokens=1):
+        for call in _CALLS:
+            tokens = _generate(model, inputs, call)
+            report = fd.explain(model).last_call
+            if not torch.equal(tokens, stock[call]):
+                return "wrong", f"{call}, {report.path if report else 'not seen'}"
+        if report is None:
+            return "stock", f"{type(model).__name__}.generate decodes by itself"
+        if report.path == "stock":
+            return "stock", report.reason
+        for call in _CALLS:
+            if not torch.equal(_generate(model, inputs, call, _kept(model)), stock[call]):
+                return "wrong", f"{call}, with a kept cache"
+        # One call suffices: some classes' sampled tokens are near uniform, and some repeat one token when greedy.
+        if all(torch.equal(_generate(model, inputs, call, _spoilt(_kept(model))), stock[call]) for call in _CALLS):
+            return "blind", "tokens do not depend on the shared context"
+        return "shared", ""
+
+
+def _kept(model: PreTrainedModel) -> fd.SharedContextCache:
+    return fd.prefill(model, _PROMPTS["input_ids"][1:2, :_SHARED])  # the longest prompt has no padding
+
+
+def _spoilt(cache: fd.SharedContextCache) -> fd.SharedContextCache:
+    """With other values in its nodes: whoever compares must see it."""
+    for layer in cache.layers:
+        for segment in layer.segments.values():
+            segment.values.neg_()
+    return cache
+
+
+def _inputs(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    other = {key: torch.randn(shape, generator=generator) for key, shape in INPUTS.get(name, {}).items()}
+    return {**(_PROMPTS if not other or model.main_input_name == "input_ids" else {}), **other}
+
+
+def _generate(
+    model: PreTrainedModel, inputs: dict[str, Tensor], call: str, cache: fd.SharedContextCache | None = None
+) -> Tensor:
+    arguments = _CALLS[call] | ({} if cache is None else {"past_key_values": cache})
+    tokens = seeded(lambda: model.generate(**inputs, **arguments, max_new_tokens=_NEW_TOKENS))
+    return tokens if isinstance(tokens, Tensor) else tokens[0]  # some classes give more
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"

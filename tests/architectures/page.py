@@ -1,0 +1,73 @@
+"""``docs/architectures.md``: the verdicts on all generating classes, as tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+
+from .classes import generating_classes
+from .compare import Verdict
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+_TITLES = {
+    "shared": "Shared: the context is prefilled, stored and read once",
+    "stock": "Stock: transformers' own decoding, for the reason given",
+    "not compared": "Not compared: stock itself was not built, or not run with these inputs",
+    "wrong": "Wrong: other tokens than stock",
+    "crashed": "Crashed: an error where stock has none",
+    "blind": "Blind: the comparison shows nothing",
+}
+_LONGEST_REASON = 220
+
+
+def written(verdicts: Mapping[str, Verdict]) -> str:
+    """The page's text."""
+    counts = {kind: sum(verdict.kind == kind for verdict in verdicts.values()) for kind in _TITLES}
+    lines = [
+        "# Architectures",
+        "",
+        f"The {len(verdicts)} classes of transformers {transformers.__version__} that have `generate`, each as a tiny",
+        "random model in fp32 on the CPU: left-padded prompts of unequal length that begin alike, greedy and sampled,",
+        "stock beside enabled, and over a kept cache. In the first two tables all tokens are equal to stock's.",
+        "Multimodal classes get text alone; their calls with images run stock.",
+        "",
+        f"`make test-architectures` wrote this page with torch {torch.__version__}: "
+        + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        + ".",
+    ]
+    for kind, title in _TITLES.items():
+        names = sorted(name for name, verdict in verdicts.items() if verdict.kind == kind)
+        if names:
+            lines += ["", f"## {title}", "", *_table(names, verdicts)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(names: list[str], verdicts: Mapping[str, Verdict]) -> list[str]:
+    reasons = any(verdicts[name].reason for name in names)
+    head = ["class", "model type", *["reason"] * reasons]
+    rows = [[name, _family(name, verdicts[name]), *[_cell(verdicts[name].reason)] * reasons] for name in names]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _family(name: str, verdict: Verdict) -> str:
+    return verdict.model_type or generating_classes()[name].split(".")[2]
+
+
+def _cell(reason: str) -> str:
+    short = reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
+    return short.replace("|", "\\|").replace("<", "&lt;")
+
+
+def listed() -> dict[str, str]:
+    """Class name -> kind, as the committed page has them."""
+    kinds = {title: kind for kind, title in _TITLES.items()}
+    found: dict[str, str] = {}
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        title, _, table = section.partition("\n")
+        found |= dict.fromkeys(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:], kinds[title])
+    return found

@@ -1,0 +1,71 @@
+"""The committed table of architectures, and that the comparison behind it can fail."""
+
+import re
+
+import pytest
+import transformers
+
+from hf_fastdecode.cache.layer import SharedContextLayer
+
+from ..test_readme import README
+from ..tiny_models import ARCHITECTURES
+from . import compare
+from .classes import generating_classes
+from .compare import verdict_on
+from .page import PAGE, listed
+
+CLASSES = [
+    "LlamaForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GotOcr2ForConditionalGeneration",  # passes logits_to_keep to its attention function
+    "GraniteSpeech5ForCTC",  # names no num_hidden_layers
+    "MllamaForCausalLM",
+    "T5ForConditionalGeneration",
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_page_says_what_the_comparison_finds(name):
+    if name not in generating_classes():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    assert listed()[name] == verdict_on(name).kind
+
+
+def test_no_class_is_wrong():
+    assert set(listed().values()) == {"shared", "stock", "not compared"}
+
+
+def test_the_page_lists_every_class_of_its_transformers():
+    version = re.search(r"of transformers (\S+) that", PAGE.read_text())[1]
+    if version != transformers.__version__:
+        pytest.skip(f"the page is of transformers {version}")
+    assert sorted(listed()) == sorted(generating_classes())
+
+
+def test_the_page_shares_what_the_readme_lists():
+    assert "docs/architectures.md" in README
+    rows = re.findall(r"^\| \w+ \| ([\w-]+) \|", PAGE.read_text().split("\n## Stock")[0], re.MULTILINE)
+    assert {model_type for model_type, _ in ARCHITECTURES.values()} <= set(rows)
+
+
+def test_other_keys_give_a_wrong_verdict(monkeypatch):
+    store = SharedContextLayer._store_nodes
+    monkeypatch.setattr(SharedContextLayer, "_store_nodes", lambda self, keys, values: store(self, keys, -values))
+    verdict = verdict_on("LlamaForCausalLM")
+    assert (verdict.kind, verdict.reason) == ("wrong", "greedy, shared")
+
+
+def test_an_error_gives_a_crashed_verdict(monkeypatch):
+    def fail(*args):
+        raise AttributeError("no attribute 'numel'")
+
+    monkeypatch.setattr(SharedContextLayer, "_store_nodes", fail)
+    verdict = verdict_on("LlamaForCausalLM")
+    assert (verdict.kind, verdict.reason) == ("crashed", "AttributeError: no attribute 'numel'")
+
+
+def test_tokens_without_a_context_give_a_blind_verdict(monkeypatch):
+    """As of a model whose tokens do not depend on what is shared, by which no comparison would show anything."""
+    monkeypatch.setattr(compare, "_spoilt", lambda cache: cache)
+    assert verdict_on("LlamaForCausalLM").kind == "blind"

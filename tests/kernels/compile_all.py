@@ -1,0 +1,262 @@
+"""Every kernel and launch configuration compiled, without a GPU: ``python -m tests.kernels.compile_all [FOLDER ...]``.
+
+Each FOLDER holds a version of Triton; the installed one follows. For each GPU below, a process pretends to run on it:
+the package chooses its launch parameters and launches its kernels over tensors without memory, and what would be
+launched is compiled down to machine code instead. Taking more shared memory than a program can have is a failure. Of
+the launches found, as few are compiled as show every value of an option, every pair of tile sizes and the largest
+tiles. Triton keeps what it has compiled: a second run takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import combinations, cycle, product
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.attention.triton_ops import run_kernels
+from hf_fastdecode.kernels.sampling.api import Settings, sample
+
+
+class Gpu(NamedTuple):
+    """A GPU as CUDA describes it: name, multiprocessors, KiB of shared memory that one program can take."""
+
+    name: str
+    multiprocessors: int
+    shared_memory: int
+
+
+GPUS = {
+    (8, 0): Gpu("NVIDIA A100-SXM4-80GB", 108, 163),
+    (8, 6): Gpu("NVIDIA A10", 72, 99),
+    (8, 9): Gpu("NVIDIA L4", 58, 99),
+    (9, 0): Gpu("NVIDIA H100 80GB HBM3", 132, 227),
+    (10, 0): Gpu("NVIDIA B200", 148, 227),
+    (12, 0): Gpu("NVIDIA GeForce RTX 5090", 170, 99),
+}
+CUDA = torch.device("cuda", 0)
+
+
+class Claimed(Tensor):
+    """A tensor without memory that claims to be on a GPU."""
+
+    device = CUDA
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Claiming(TorchFunctionMode):
+    """Within, tensors that are made on a GPU, or moved there, only claim to be. (FakeTensorMode takes much longer.)"""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.to and args[1:] == (CUDA,):
+            return args[0].to("meta").as_subclass(Claimed)
+        if (kwargs or {}).get("device") == CUDA:
+            return function(*args, **kwargs | {"device": "meta"}).as_subclass(Claimed)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def pretending(capability: tuple[int, int]) -> Iterator[None]:
+    """Within, torch and Triton see one GPU, whose tensors have no memory."""
+    name, multiprocessors, kib = GPUS[capability]
+    properties = SimpleNamespace(
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=1024 * kib,
+        shared_memory_per_block=48 << 10,
+        L2_cache_size=40 << 20,
+        memory_clock_rate=1_500_000,
+        memory_bus_width=4096,
+    )
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0
+    )
+    triton.runtime.driver.set_active(driver)
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.get_device_properties", lambda _: properties))
+        stack.enter_context(patch("torch.cuda.get_device_capability", lambda _: capability))
+        stack.enter_context(patch("torch.cuda.device_of", lambda _: nullcontext()))
+        stack.enter_context(Claiming())
+        yield
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel; tensors are their dtypes."""
+
+    kernel: JITFunction
+    arguments: tuple[Any, ...]
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.kernel.__name__}({self.dtype}, {self.options})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor: queries or logits."""
+        return next(argument for argument in self.arguments if isinstance(argument, torch.dtype))
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """All options, the dtype and the fields of the sampling kernel's form among them."""
+        form = self.options.get("FORM")
+        return {**self.options, "FORM": None, "dtype": self.dtype, **(form._asdict() if form is not None else {})}
+
+    @property
+    def tile(self) -> list[int]:
+        """What decides how much shared memory a program takes."""
+        return [self.everything.get(name, 1) for name in ("BLOCK_D", "BLOCK_N", "STAGES", "columns")]
+
+    def facets(self) -> Iterator[tuple[Any, ...]]:
+        """What is compiled at least once: every value of an option, and every pair of sizes of a tile."""
+        yield from ((self.kernel.__name__, *option) for option in self.everything.items() if option[0] != "vocab")
+        yield from ((self.kernel.__name__, *pair) for pair in combinations(enumerate(self.tile), 2))
+
+
+def launches() -> list[Launch]:
+    """What the package launches on the GPU that is pretended, as far as it must be compiled."""
+    found: list[Launch] = []
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        tensors = tuple(part.dtype if isinstance(part, Tensor) else part for part in arguments)
+        found.append(Launch(kernel, tensors, grid, options))
+
+    with patch.object(JITFunction, "run", record):
+        attend_everything()
+        draw_everything()
+    unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
+    facets = {name: set(launch.facets()) for name, launch in unique.items()}
+    missing = set().union(*facets.values())
+    largest = {(launch.kernel.__name__, launch.tile[0]): name for name, launch in reversed(unique.items())}
+    kept = list(largest.values())
+    missing.difference_update(*(facets[name] for name in kept))
+    while missing:
+        kept.append(max(facets, key=lambda name: len(facets[name] & missing)))
+        missing -= facets[kept[-1]]
+    return [unique[name] for name in kept]
+
+
+def attend_everything() -> None:
+    """Decode steps of many layouts over contexts of many lengths, in turn with everything that scores can undergo."""
+    dtypes = cycle((torch.bfloat16, torch.float16))
+    scorings = cycle(
+        Scoring(0.1, softcap=softcap, window=window, sinks=sinks)
+        for softcap, window, sinks in product((None, 30.0), (None, 500), (None, torch.zeros(1)))
+    )
+    layouts = product(
+        (64, 80, 96, 128, 192, 256),  # head_dim
+        ((1, 8), (1, 32), (3, 3), (4, 8), (8, 1), (16, 2)),  # query heads of a KV head, KV heads
+        (1, 7, 33, 128, 1024),  # rows
+        (300, 20_000),  # tokens of the node that all rows share
+        (1, 3),  # tokens of a row
+    )
+    for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
+        attend(dtype, head_dim, group, kv_heads, rows, context, queries, scoring)
+
+
+def attend(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    rows: int,
+    context: int,
+    queries: int,
+    scoring: Scoring,
+) -> None:
+    """One decode step of a layer, with suffixes that are short and long."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
+    query = empty(rows, group * kv_heads, queries, head_dim)
+    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
+    forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
+    if scoring.sinks is not None:
+        scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
+    addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
+    rows_of = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+    plan = Plan(forest, Layout.of(query, new[0], scoring), CUDA)
+    for programs in {plan.programs(0), plan.programs(2000)}:
+        schedule = plan.schedule(programs)
+        for config in {plan.config, plan.config_of(programs)}:
+            run_kernels(query, *new, *addresses, *rows_of, schedule, config, scoring)
+
+
+def draw_everything() -> None:
+    """A token from vocabularies of all sizes, with every feature of the sampling kernel."""
+    switches = product((1000, 32_000, 151_936), (torch.bfloat16, torch.float16, torch.float32), *[(False, True)] * 5)
+    for vocabulary, dtype, greedy, top_k, typical, penalty, ends in switches:
+        settings = Settings(
+            "cpu", greedy=greedy, top_k=top_k, typical=typical, penalty=penalty, eos_token_ids=[1, 2] * ends
+        )
+        logits = torch.empty(3, vocabulary, dtype=dtype, device=CUDA)
+        seen = torch.empty(3, (vocabulary + 31) // 32, dtype=torch.int32, device=CUDA)
+        sample(logits, torch.empty(3, dtype=torch.int32, device=CUDA), settings, seen=seen)
+
+
+def compile_for(capability: tuple[int, int]) -> int:
+    """Compile everything for one GPU with the Triton at hand. Prints a line; returns how much failed."""
+    most, failed = 0, 0
+    with pretending(capability):
+        found = launches()
+        for launch in found:
+            try:
+                kernel = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+            except Exception as error:
+                failed += 1
+                print(f"{launch}: {error}", flush=True)
+                continue
+            used = kernel.metadata.shared
+            most = max(most, used)
+            if used > 1024 * GPUS[capability].shared_memory:
+                failed += 1
+                print(f"{launch}: takes {used} bytes of shared memory", flush=True)
+    gpu = f"Triton {triton.__version__}, sm_{capability[0]}{capability[1]}"
+    room = f"up to {most / 1024:.0f} of {GPUS[capability].shared_memory} KiB of shared memory"
+    print(f"{gpu}: {len(found) - failed} of {len(found)} kernels compiled, {room}", flush=True)
+    return failed
+
+
+def main() -> None:
+    """Compile for every GPU by every Triton, each in a process of its own."""
+    if sys.argv[1:2] == ["--gpu"]:
+        major, minor = map(int, sys.argv[2].split("."))
+        sys.exit(compile_for((major, minor)) > 0)
+
+    def compiles(folder: str, capability: tuple[int, int]) -> bool:
+        path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH")) if part)
+        command = [sys.executable, "-m", "tests.kernels.compile_all", "--gpu", ".".join(map(str, capability))]
+        ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+        print(ran.stdout if ran.stdout else ran.stderr[-4000:], end="", flush=True)
+        return ran.returncode == 0
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        sys.exit(not all([*threads.map(compiles, *zip(*product((*sys.argv[1:], ""), GPUS)))]))
+
+
+if __name__ == "__main__":
+    main()
