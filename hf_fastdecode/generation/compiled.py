@@ -67,8 +67,9 @@ class CompiledLayers:
             for layer in layers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
+                forward = types.MethodType(self._compile(type(layer)), layer)
                 changed.append((layer, vars(layer).get("forward")))  # accelerate leaves the class's own there
-                vars(layer)["forward"] = types.MethodType(self._compile(type(layer)), layer)
+                vars(layer)["forward"] = forward
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 yield
         finally:
