@@ -117,6 +117,7 @@ def forest_decode(
         "DEPTHS": depths,
         "LSE": return_lse,
         "PDL": overlap,
+        "enable_fp_fusion": True,  # as in `attend_nodes`
     }
     if overlap:
         options["launch_pdl"] = True

@@ -79,6 +79,7 @@ def attend_nodes(
         "SOFT_CAP": soft_cap is not None,
         "STAGES": config.stages,
         "PDL": overlap,
+        "enable_fp_fusion": True,  # Triton 3.9 warns where this is left to its default, which 3.10 changes
     }
     if overlap:
         options["launch_pdl"] = True
