@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .attention.interface import UnsupportedAttentionError
 from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, is_nothing, model_reason, rope_limit, switch_reason
+from .generation.eligibility import input_reason, is_nothing, method_reason, model_reason, rope_limit, switch_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
@@ -60,7 +60,8 @@ def enable(
         max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
         reuse_prefix: Keep the prompts' keys and values of the last calls, so that a later call prefills only what is
             new in its prompts: for prompts that come one at a time and begin alike. ``True`` keeps up to 2 GiB, a
-            number so many bytes. They are dropped when weights or active adapters change.
+            number so many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts
+            of at least `min_saved_tokens` then run shared although nothing is saved yet.
 
     Returns:
         The same model.
@@ -148,7 +149,7 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
     seams = seams_of(inner)
     if seams is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    if reason := model_reason(inner) or switch_reason(inner):
+    if reason := model_reason(inner) or method_reason(inner) or switch_reason(inner):
         raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
     mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     if isinstance(mapping, Mapping) and not isinstance(mapping.get("attention_mask", inputs), Tensor | Mapping | None):

@@ -46,7 +46,11 @@ def config_file(name: str) -> Path | None:
     """
     if not name:
         raise CommandError(f"a model's name is empty; name a folder, a Hugging Face Hub id, or {EMBEDDED!r}")
-    path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
+    try:
+        path = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, an unknown user
+        raise CommandError(f"{name[:80]!r} cannot be a path ({one_line(error)}); name a folder or a Hub id") from error
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -19,7 +20,8 @@ def exit_on_interrupt() -> Iterator[None]:
     An import that a KeyboardInterrupt breaks off shows a traceback, turns it into another error or swallows it. A
     handler that is not Python's own stays, and with it an ignored signal.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    main_thread = threading.current_thread() is threading.main_thread()  # others may set no handlers
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

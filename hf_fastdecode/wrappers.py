@@ -13,11 +13,11 @@ def unwrapped(model: object) -> PreTrainedModel:
     """The transformers model that `model` is or wraps, whose `generate` is the one that runs.
 
     Args:
-        model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel,
-            in any order.
+        model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel, DataParallel or
+            any module that keeps it under the same name as one of these, in any order.
 
     Raises:
-        TypeError: `model` is none of these.
+        TypeError: `model` is none of these; the message names the attribute to pass, if one holds a model.
     """
     found = model
     while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
@@ -27,7 +27,11 @@ def unwrapped(model: object) -> PreTrainedModel:
         found = inner
     if isinstance(found, PreTrainedModel):
         return found
-    raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}; {_remedy(model)}")
+    raise TypeError(f"expected a transformers PreTrainedModel, got {_name(model)}; {_remedy(model)}")
+
+
+def _name(model: object) -> str:
+    return f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
 
 
 def _attribute(wrapper: nn.Module, name: str) -> object:

@@ -1,15 +1,13 @@
-"""What a model computes with: its weights and adapters, as they were when they filled a cache or were captured."""
+"""What a model computes with: its weights, adapters and modules, when they filled a cache or were captured."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 _SAMPLES = 4
 """Numbers remembered of each parameter, spread over it."""
@@ -17,39 +15,47 @@ _SAMPLES = 4
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """By which PEFT's layers say, on the host, which adapters they apply and how strongly."""
 
+_BAKED_IN = (bool, int, float, str, type(None), Tensor)
+"""Types of a module's own values that decide what it computes."""
+
+_NOT_IN_KEYS = ("training", "gradient_checkpointing")
+"""Flags under which keys and values are the same: dropout in training mode does not share."""
+
 
 class Fingerprint:
     """Whether keys and values that a model computed before are those that it would compute now.
 
-    A parameter that was written to in place is noticed by PyTorch's version counter (optimizers, ``load_state_dict``,
-    any in-place operation), one whose tensor was replaced by its address. What goes around both, writing to
-    ``parameter.data`` in place, is noticed only where it changes one of a few numbers of each parameter, by which
-    copies of a model or of a cache are compared too.
+    A tensor that was written to in place is noticed by PyTorch's version counter (optimizers, ``load_state_dict``, any
+    in-place operation), a replaced one by its address or identity, a replaced module or setting by itself. What goes
+    around these, such as writing to ``parameter.data`` in place, is noticed only where it changes one of a few numbers
+    of each parameter, by which copies of a model or of a cache are compared too.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: nn.Module):
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
+        self._own = _own_state(model)
         self._adapters = adapter_state(model)
-        self._contents = {(seen := _look(parameter)).number: seen.content for parameter in _plain_parameters(model)}
         self._samples = _samples(model)
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_contents": {}}  # objects of this process
+        return vars(self) | {"_model": None, "_own": None}  # of this process
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fingerprint:
         return self  # never written to, and about the same model
 
     def difference(self, model: nn.Module) -> str | None:
-        """Which of ``weights`` and ``adapters`` are others now, or None; a model moved as a whole is not compared."""
+        """What is other than it was, ``weights``, ``adapters`` or ``modules``, or None."""
         if self._adapters != adapter_state(model):
             return "adapters"
-        for seen in map(_look, _plain_parameters(model)):
-            if self._contents.get(seen.number, seen.content) != seen.content:
-                return "weights"
+        if self._model is not None and self._model() is model:
+            tensors, modules = _own_state(model)
+            if self._own != (tensors, modules):
+                return "weights" if self._own[0] != tensors else "modules"
         now, then = _samples(model), self._samples
-        if now.keys().isdisjoint(then):
+        if now.keys().isdisjoint(then):  # moved or converted as a whole
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
@@ -57,10 +63,34 @@ class Fingerprint:
 
 def adapter_state(model: nn.Module) -> Hashable:
     """Which adapters the model's layers apply, by the layers' names."""
+    found = []
+    for path, module in model.named_modules():
+        switches = {name: value for name in _ADAPTER_SWITCHES if (value := vars(module).get(name)) is not None}
+        if not isinstance(switches.get("scaling"), dict):  # by adapter; a number is something else's
+            switches.pop("scaling", None)
+        if switches:
+            found.append((path, *((name, str(value)) for name, value in switches.items())))
+    return tuple(found)
+
+
+def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
+    """What modules read on the host: their own numbers, words and tensors, and a `forward` of the instance.
+
+    Args:
+        model: The model.
+        without: Names of values to leave out. Private ones are taken for bookkeeping.
+    """
     return tuple(
-        (path, *((name, str(vars(module)[name])) for name in _ADAPTER_SWITCHES if name in vars(module)))
-        for path, module in model.named_modules()
-        if any(name in vars(module) for name in _ADAPTER_SWITCHES)
+        (
+            id(module),
+            id(getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))),
+            *(
+                (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
+                for name, value in vars(module).items()
+                if type(value) in _BAKED_IN and not name.startswith("_") and name not in without
+            ),
+        )
+        for module in model.modules()
     )
 
 
@@ -69,44 +99,44 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-class _Seen(NamedTuple):
-    """A parameter when it was last looked at.
+_TensorState = tuple[int, int, int]
+"""Identity, version and address of a tensor."""
 
-    Attributes:
-        number: Its own.
-        state: Version and address of its memory.
-        content: A number that is another whenever the state was.
-    """
-
-    number: int
-    state: tuple[int, int]
-    content: int
-
-
-_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_numbers = count()
-
-
-def _look(parameter: Tensor) -> _Seen:
-    state = -1 if parameter.is_inference() else parameter._version, parameter.data_ptr()
-    seen: _Seen | None = _seen.get(parameter)
-    if seen is None or seen.state != state:
-        seen = _Seen(next(_numbers) if seen is None else seen.number, state, next(_numbers))
-        _seen[parameter] = seen
-    return seen
+_moved: dict[_TensorState, _TensorState | None] = {}
+"""What tensors that were moved with their contents were before; None where they lay, which others may take."""
 
 
 @contextmanager
-def same_contents(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within, parameters are moved to other addresses with what they hold."""
-    before = [(parameter, _look(parameter)) for parameter in parameters]
-    yield
-    for parameter, seen in before:
-        _seen[parameter] = _look(parameter)._replace(content=seen.content)
+def same_contents(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, tensors may be moved to other addresses without counting as changed."""
+    before = [(tensor, _tensor_state(tensor), _raw_state(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, state, raw in before:
+            if (now := _raw_state(tensor)) != raw:
+                _moved[raw] = None
+                _moved[now] = state
+
+
+def _tensor_state(tensor: Tensor) -> _TensorState | None:
+    raw = _raw_state(tensor)
+    return _moved.get(raw, raw)
+
+
+def _raw_state(tensor: Tensor) -> _TensorState:
+    return id(tensor), -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:
+    """Tensors and modules of a model, comparable with those of the same object only."""
+    buffers = (buffer for buffer in model.buffers() if type(buffer) is Tensor and buffer.device.type != "meta")
+    tensors = tuple(map(_tensor_state, (*_plain_parameters(model), *buffers)))
+    return tensors, module_state(model, without=_NOT_IN_KEYS)
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that hold their own numbers, here: offloaded ones come and go as other objects."""
+    """Materialized plain parameters; offloaded ones, which come and go as other objects, are left out."""
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
             yield parameter

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.interface import RowLengths, active
 from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
-from ..cache.fingerprint import adapter_state, addresses
+from ..cache.fingerprint import adapter_state, addresses, module_state
 from ..cache.shared import SharedContextCache
 from ..kernels.failures import Kernel, failure
 from .compiled import CompiledLayers, decoder_layers
@@ -31,9 +31,6 @@ from .wrapping import own_method
 
 _Key = tuple[int, bool, Hashable]
 """Of captured steps: bucket of rows, whether compiled, arguments."""
-
-_BAKED_IN = (bool, int, float, str, type(None), Tensor)
-"""Types of a module's own values that a capture bakes in."""
 
 
 def bucket(rows: int) -> int:
@@ -229,10 +226,7 @@ def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> _Key:
 
 
 def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """What a capture bakes in of a model: where its weights lie, and what modules read on the host.
-
-    That is the configs, adapters, and the modules' own numbers, words and tensors; what else is private is taken for
-    bookkeeping.
+    """What a capture bakes in of a model: where its tensors lie, and what its modules and configs say on the host.
 
     Args:
         model: The model.
@@ -242,17 +236,7 @@ def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashab
         addresses(model.parameters()),
         addresses(model.buffers()),
         adapter_state(model),
-        tuple(
-            (
-                id(module),
-                *(
-                    (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
-                    for name, value in vars(module).items()
-                    if type(value) in _BAKED_IN and not name.startswith("_")
-                ),
-            )
-            for module in model.modules()
-        ),
+        module_state(model),
         tuple(map(_config_state, configs)),
     )
 

@@ -78,9 +78,8 @@ def call_reason(
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
         return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"
-    for name in _OWN_METHODS:
-        if changed := _changed(model, name):
-            return changed
+    if reason := method_reason(model):
+        return reason
     for name, value in model_kwargs.items():
         if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
             return f"the argument {name!r} is not accelerated yet"
@@ -92,6 +91,11 @@ def call_reason(
     if limit is not None and config.max_length > limit:
         return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
     return None
+
+
+def method_reason(model: PreTrainedModel) -> str | None:
+    """Why our decoding loop cannot stand in for transformers', or None: a method that it does not call is another."""
+    return next((changed for name in _OWN_METHODS if (changed := _changed(model, name))), None)
 
 
 def switch_reason(model: PreTrainedModel) -> str | None:

@@ -1,7 +1,7 @@
-"""Code that others have put on a model's modules: forward hooks, and `forward` methods of an instance.
+"""Code that others have put on a model: forward hooks, `forward`s of an instance, modules and patched classes.
 
-Prefill runs the tokens of all prompts end to end in one row. A hook that looks at rows or at the last position, as
-those that steer, patch or probe a model do, would see other shapes than in stock transformers.
+Prefill runs the tokens of all prompts end to end in one row. Code that looks at rows or at the last position, as what
+steers, patches or probes a model does, would see other shapes than in stock transformers.
 """
 
 from __future__ import annotations
@@ -26,86 +26,127 @@ _KNOWN_HOOKS = (
     "hf_fastdecode",
 )
 # Noise whose scale depends on the length of a row.
-_FOREIGN_ALL_THE_SAME = ("transformers.integrations.neftune",)
+_UNSAFE_HOOKS = ("transformers.integrations.neftune",)
+# PEFT's other hooks choose an adapter for each row.
 _REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
-"""Names that transformers and PEFT give the hook by which embeddings require a gradient."""
-# Packages whose `forward`s of an instance compute what the class's does, position by position.
-_KNOWN_FORWARDS = (
+# Packages whose modules and `forward`s compute position by position, or attend as transformers' own do.
+_KNOWN_CODE = (
     "transformers",
     "accelerate",
     "torch",
+    "hf_fastdecode",
     "peft",
     "trl",  # its fused head, which passes of `generate` do not ask for
+    "torchao",
     "bitsandbytes",
+    "optimum",
+    "gptqmodel",
+    "auto_gptq",
+    "awq",
+    "hqq",
+    "compressed_tensors",
+    "kernels",
     "liger_kernel",
-    "hf_fastdecode",
+    "flash_attn",
+    "fla",
+    "apex",
+    "transformer_engine",
 )
-
-
 _WHY = "which would see prompts packed into one row"
 
 
 def foreign_code(model: nn.Module) -> str | None:
-    """Why code of others might not compute in a packed prefill what it does in stock, or None without such code."""
+    """Reason why hooks, modules or `forward`s of others forbid packed prefill, or None."""
     for hook in (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()):
         if not _is_known_hook(hook):
             return f"all modules have a forward hook, {_name(hook)}, {_WHY}"
+    # A model class of a user's own, or of the hub, comes with modules of its own.
+    known = (*_KNOWN_CODE, type(model).__module__)
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' {path!r}' if path else ''}"
         for hook in _hooks(module):
             if not _is_known_hook(hook):
                 return f"{where} has a forward hook, {_name(hook)}, {_WHY}"
-        for forward in _own_forwards(module):
-            if not _is_of(_home(forward), _KNOWN_FORWARDS):
-                return f"{where} has a forward of its own, {_name(forward)}, {_WHY}"
+        for piece in _own_code(module):
+            if not _is_of(_defining_module(piece), known):
+                return f"{where} has a forward of its own, {_name(piece)}, {_WHY}"
+        for method, default in ((type(module).forward, None), (type(module).__call__, nn.Module.__call__)):
+            if method is not default and not _is_of(_defining_module(method), known):
+                return f"{where} is code of others, {_name(method)}, {_WHY}"
     return None
+
+
+def only_requires_grad(hook: Any) -> bool:
+    """Whether a hook is transformers' or PEFT's that does nothing where no gradient is wanted."""
+    name = getattr(_unbound(hook), "__name__", "")
+    return name in _REQUIRE_GRAD and _is_of(_defining_module(hook), ("transformers", "peft"))
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
     yield from module._forward_hooks.values()
     yield from module._forward_pre_hooks.values()
     if (of_accelerate := vars(module).get("_hf_hook")) is not None:
-        yield from getattr(of_accelerate, "hooks", (of_accelerate,))
+        yield from _flat(of_accelerate)
 
 
-def _own_forwards(module: nn.Module) -> Iterator[Any]:
-    """The `forward`s of an instance, and what they say they wrap, up to that of its class."""
+def _flat(hook: Any) -> Iterator[Any]:
+    """A hook of accelerate's, or those that it is a sequence of."""
+    if (parts := getattr(hook, "hooks", None)) is None:
+        yield hook
+    else:
+        for part in parts:
+            yield from _flat(part)
+
+
+def _own_code(module: nn.Module) -> Iterator[Any]:
+    """What an instance calls in the place of its class's methods, in pieces, and what these say they wrap."""
     state = vars(module).get(STATE_ATTRIBUTE)
-    for forward in (vars(module).get("forward"), state and state.methods.original(module, "forward")):
-        while forward is not None and _bare(forward) is not type(module).forward:
-            yield forward
-            forward = getattr(forward, "__wrapped__", None)
+    beneath = state.methods.original(module, "forward") if state is not None else None
+    for method in (vars(module).get("forward"), beneath, vars(module).get("_call_impl")):
+        while method is not None and _unbound(method) is not type(module).forward:
+            yield from _pieces(method, module)
+            method = getattr(method, "__wrapped__", None)
+
+
+def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
+    """The functions and objects that a callable is made of: partials call their arguments, modules their modules."""
+    if isinstance(method, functools.partial):
+        for part in (method.func, *method.args, *method.keywords.values()):
+            if callable(part) and part is not owner:
+                yield from _pieces(part, owner)
+    elif isinstance(method, types.MethodType):
+        yield method
+        if isinstance(method.__self__, nn.Module) and method.__self__ is not owner:
+            yield from _pieces(method.__self__, owner)
+    elif isinstance(method, nn.Module):
+        yield from (type(part).forward for part in method.modules())
+    else:
+        yield method
 
 
 def _is_known_hook(hook: Any) -> bool:
-    if only_requires_grad(hook):
-        return True
-    return _is_of(_home(hook), _KNOWN_HOOKS) and not _is_of(_home(hook), _FOREIGN_ALL_THE_SAME)
-
-
-def only_requires_grad(hook: Any) -> bool:
-    """Whether a hook does nothing where no gradient is wanted."""
-    return getattr(_bare(hook), "__name__", "") in _REQUIRE_GRAD
+    home = _defining_module(hook)
+    return only_requires_grad(hook) or (_is_of(home, _KNOWN_HOOKS) and not _is_of(home, _UNSAFE_HOOKS))
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:
     return any(home == package or home.startswith(f"{package}.") for package in packages)
 
 
-def _bare(function: Any) -> Any:
+def _unbound(function: Any) -> Any:
     """What a bound method or a partial calls."""
     while isinstance(function, types.MethodType | functools.partial):
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     return function
 
 
-def _home(function: Any) -> str:
+def _defining_module(function: Any) -> str:
     """The module in which a callable was written: a wrapper may carry the names of what it wraps."""
-    bare = _bare(function)
+    bare = _unbound(function)
     return str(getattr(bare, "__globals__", {}).get("__name__") or type(bare).__module__)
 
 
 def _name(function: Any) -> str:
-    bare = _bare(function)
+    bare = _unbound(function)
     code = getattr(bare, "__code__", None)  # a wrapper's own names may be those of what it wraps
-    return f"{_home(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"
+    return f"{_defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"

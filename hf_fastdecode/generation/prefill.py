@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.autocast import no_autocast
 from ..attention.forest import Path, Span
 from ..cache.layer import PrefillItem
 from ..cache.shared import SharedContextCache
@@ -60,7 +61,10 @@ def prefill_nodes(
         logits |= {int(offsets[index]): kept[row] for row, index in enumerate(ends)}
     cache.plant(plan.forest, length)
     known = [logits[end] for end in plan.ends if end is not None]
-    return torch.stack(known) if known and len(known) == len(plan.ends) else None
+    with no_autocast(
+        device
+    ):  # an inner autocast may have given them another half-precision dtype than the outer one's
+        return torch.stack(known) if known and len(known) == len(plan.ends) else None
 
 
 def _ranges(runs: Iterable[tuple[int, int]]) -> Tensor:

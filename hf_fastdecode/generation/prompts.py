@@ -79,7 +79,7 @@ def plan_prompts(groups: Sequence[PromptGroup], cache: SharedContextCache, *, mi
         min_shared_tokens: Shortest common run, at any depth, that is worth a node of its own.
     """
     prompts = [group.tokens for group in groups]
-    known = known_prefixes(groups, cache)
+    known = known_prefixes(groups, stored_paths(cache))
     segment = len(cache.segment_tokens)
     paths: list[list[Span]] = [[] for _ in prompts]
     items: list[PrefillItem] = []
@@ -150,13 +150,21 @@ def _common_prefix(left: Tensor, right: Tensor) -> int:
     return int(different[0]) if len(different) else length
 
 
-def known_prefixes(groups: Sequence[PromptGroup], cache: SharedContextCache) -> list[tuple[Path, int]]:
-    """For each group of rows, the path of the cache that begins with most of its tokens, and with how many."""
-    stored_rows = [(path, cache.path_tokens(path)) for path in dict.fromkeys(cache.forest.paths)]
-    return [_longest_known(group.tokens, stored_rows) for group in groups]
+StoredPath = tuple[Path, Tensor]
+"""A path of a cache, and the ids of its tokens: ``[length]`` int64 on the CPU."""
 
 
-def _longest_known(tokens: Tensor, stored_rows: Sequence[tuple[Path, Tensor]]) -> tuple[Path, int]:
+def stored_paths(cache: SharedContextCache) -> list[StoredPath]:
+    """The distinct paths of a cache's rows."""
+    return [(path, cache.path_tokens(path)) for path in dict.fromkeys(cache.forest.paths)]
+
+
+def known_prefixes(groups: Sequence[PromptGroup], stored: Sequence[StoredPath]) -> list[tuple[Path, int]]:
+    """For each group of rows, the stored path that begins with most of its tokens, and with how many."""
+    return [_longest_known(group.tokens, stored) for group in groups]
+
+
+def _longest_known(tokens: Tensor, stored_rows: Sequence[StoredPath]) -> tuple[Path, int]:
     """Of rows of a cache, paths with their tokens, the one that begins with the most of these: its path, how many."""
     best: tuple[Path, int] = ((), 0)
     for path, known in stored_rows:

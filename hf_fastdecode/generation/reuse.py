@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -15,40 +16,53 @@ from ..attention.forest import Forest
 from ..cache.consolidate import consolidate
 from ..cache.fingerprint import Fingerprint
 from ..cache.shared import SharedContextCache
-from .prompts import PromptGroup, known_prefixes
+from .passes import input_device
+from .prompts import PromptGroup, StoredPath, known_prefixes, stored_paths
+
+_MOST_CALLS = 64
+"""Each new prompt is compared with those of all calls that are kept."""
 
 _MOST_LEVELS = 8
 """A prompt that grows from call to call gets a node in each; from so many on they are merged, which copies them."""
 
 
-class ReusedPrefixes:
-    """What the last calls of a model prefilled, up to a number of bytes; the oldest call's goes first.
+@dataclass
+class _Kept:
+    """The nodes of a call, one row for each prompt, and the prompts' tokens."""
 
-    All of it is dropped once the model's weights, adapters, autocast or `forward` are others.
+    cache: SharedContextCache
+    paths: list[StoredPath]
+
+
+class ReusedPrefixes:
+    """What the last calls of a model prefilled, up to a number of bytes; the one not used for longest goes first.
+
+    All of it is dropped once the model's weights, adapters, modules, autocast or `forward` are others.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: deque[SharedContextCache] = deque()
+        self._kept: deque[_Kept] = deque()
         self._fingerprint: Fingerprint | None = None
-        self._ways: tuple[Any, ...] = ()
+        self._autocast: torch.dtype | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReusedPrefixes:
         return ReusedPrefixes()  # a copy of the model has other weights
 
     def find(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> SharedContextCache | None:
-        """The kept cache that holds most of the prompts' tokens, or None where none holds `least` tokens of one."""
+        """The kept cache that holds most of the prompts' tokens, or None where the longest match is under `least`."""
         with self._lock:
             self._drop_what_is_outdated(model)
             best, most = None, 0
-            for cache in self._kept:
-                lengths = [length for _, length in known_prefixes(groups, cache)]
+            for kept in self._kept:
+                lengths = [length for _, length in known_prefixes(groups, kept.paths)]
                 if max(lengths) >= least and sum(lengths) > most:
-                    best, most = cache, sum(lengths)
-            if best is not None:  # the last one used is dropped last
-                self._kept.remove(best)
-                self._kept.append(best)
-            return best
+                    best, most = kept, sum(lengths)
+            if best is None:
+                return None
+            self._kept.remove(best)
+            self._kept.append(best)
+            return best.cache
 
     def keep(self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int) -> int:
         """Keep the nodes of a call's cache, each prompt once.
@@ -60,17 +74,27 @@ class ReusedPrefixes:
 
         Returns:
             The bytes kept now.
+
+        Raises:
+            torch.OutOfMemoryError: Memory does not suffice for merging a prompt's nodes; nothing is kept any more.
         """
         twin = cache.nodes_only(Forest.from_paths(list(dict.fromkeys(cache.forest.paths))))
         # Calls share what they have in common; merging would store it once for each of them.
         twin.lent_segments = len(twin.segment_tokens) if len(twin.forest.levels) < _MOST_LEVELS else 0
-        consolidate(twin)
+        try:
+            consolidate(twin)
+        except torch.OutOfMemoryError:
+            self.clear()
+            raise
+        paths = stored_paths(twin)
         with self._lock:
             self._drop_what_is_outdated(model)
             if self._fingerprint is None:
-                self._fingerprint, self._ways = Fingerprint(model), _ways(model)
-            self._kept.append(twin)
-            while self._kept and self._nbytes() > max_bytes:
+                self._fingerprint, self._autocast = Fingerprint(model), autocast_dtype(input_device(model))
+            if not any(_covers(kept.paths, paths) for kept in self._kept):
+                self._kept = deque(kept for kept in self._kept if not _covers(paths, kept.paths))
+                self._kept.append(_Kept(twin, paths))
+            while len(self._kept) > _MOST_CALLS or (self._kept and self._nbytes() > max_bytes):
                 self._kept.popleft()
             return self._nbytes()
 
@@ -83,7 +107,7 @@ class ReusedPrefixes:
     def _drop_what_is_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
-        if self._ways != _ways(model) or self._fingerprint.difference(model) is not None:
+        if self._autocast != autocast_dtype(input_device(model)) or self._fingerprint.difference(model) is not None:
             self._kept.clear()
             self._fingerprint = None
 
@@ -91,14 +115,15 @@ class ReusedPrefixes:
         """Bytes of the storage that the kept caches refer to, each once."""
         parts: list[Tensor] = [
             part
-            for cache in self._kept
-            for layer in cache.layers
+            for kept in self._kept
+            for layer in kept.cache.layers
             for segment in layer.segments.values()
             for part in segment
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def _ways(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
-    """By what a model computes otherwise with the same weights: autocast around it, or in a `forward` of its own."""
-    return autocast_dtype(model.device), vars(model).get("forward")
+def _covers(paths: list[StoredPath], others: list[StoredPath]) -> bool:
+    """Whether each of the other prompts begins one of these."""
+    groups = [PromptGroup(tokens, 1) for _, tokens in others]
+    return all(length == len(tokens) for (_, length), (_, tokens) in zip(known_prefixes(groups, paths), others))

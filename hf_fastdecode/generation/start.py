@@ -133,16 +133,19 @@ def _start(
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # what is prefilled now, later calls may not have to
-    # Captured steps are faster than stock's whatever is shared.
-    if given is None and may_save < least and call.mode == "eager":
+    # Captured steps are faster than stock's whatever is shared; who passes a cache of ours wants it filled.
+    asked = isinstance(model_kwargs.get("past_key_values"), SharedContextCache)
+    if not asked and may_save < least and call.mode == "eager":
         raise NotSharedError(
             f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
         )
-    may_be_plain = given is None and not options.reuse_prefix and call.mode == "eager"
+    may_be_plain = not asked and not options.reuse_prefix and call.mode == "eager"
     if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
         raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
 
-    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared"
+    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
+    if base is not None:
+        call.reason += f", {sum(plan.known_lengths)} were stored before"
     call.rows, call.padded_length, call.prefilled_tokens = len(input_ids), width, len(plan.new_tokens)
     call.context_width, call.cache = width - feed_last, ref(cache)
     at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
@@ -150,8 +153,9 @@ def _start(
     if generation_config.return_dict_in_generate:  # the caller may keep the cache for further calls
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
-    if options.reuse_prefix:
-        call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
+    if options.reuse_prefix and given is None:  # a given cache may hold what direct passes made of the tokens
+        with suppress(torch.OutOfMemoryError):
+            call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
     call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)

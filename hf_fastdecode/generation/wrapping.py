@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,9 +43,12 @@ class WrappedMethods:
         vars(instance)[STATE_ATTRIBUTE] = state
         for name, wrapper in self._wrappers.items():
             # A bound method follows a deep copy of the instance, a closure over it would not.
-            vars(instance)[name] = types.MethodType(
-                _wrapped(wrapper, name, self.key, getattr(type(instance), name)), instance
-            )
+            method = _wrapped(wrapper, name, self.key, getattr(type(instance), name))
+            if name in self._saved:  # transformers reads a forward's parameters to know what it takes
+                own = inspect.signature(self._saved[name])
+                first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
+                method.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+            vars(instance)[name] = types.MethodType(method, instance)
 
     def take_off(self, instance: object) -> None:
         """Put back what was there. A method that someone put there since is theirs, and stays."""

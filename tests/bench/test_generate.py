@@ -275,5 +275,7 @@ def test_models(tmp_path, model):
     loaded = load(str(tmp_path / "checkpoint"), CPU, torch.float32)
     assert loaded.generation_config.eos_token_id is None
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    with pytest.raises(ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, 1b-gqa, tiny, got '9b'"):
+    with pytest.raises(
+        ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, 1b-gqa, tiny, got '9b'"
+    ):
         random_model("9b", CPU, torch.float32)

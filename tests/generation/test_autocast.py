@@ -98,6 +98,16 @@ def test_float64_stays_float64_under_autocast():
         assert model(PROMPTS["input_ids"][:, :3], past_key_values=cache).logits.dtype == torch.float64
 
 
+@pytest.mark.parametrize("inner", [torch.bfloat16, torch.float16])
+def test_one_autocast_within_another(inner):
+    model = tiny_model()
+    outer = torch.float16 if inner == torch.bfloat16 else torch.bfloat16
+    model.forward = MethodType(torch.autocast("cpu", inner)(model.forward.__func__), model)
+    with fd.enabled(model), torch.autocast("cpu", outer):
+        assert model.generate(**PROMPTS, **CALL).shape == (6, 80)
+        assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
+
+
 def prepared(model):
     """What `accelerator.prepare(model)` does to a model's forward on a GPU."""
     inner = torch.autocast("cuda", torch.bfloat16)(model.forward.__func__)

@@ -2,10 +2,12 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.seams import seams_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -111,3 +113,50 @@ def test_a_given_cache_goes_first(model):
 def test_the_option_is_checked(model, given):
     with pytest.raises(ValueError, match=f"reuse_prefix must be True, False, or the most bytes .* got {given!r}"):
         fd.enable(model, reuse_prefix=given)
+
+
+def test_nodes_of_a_given_cache_are_not_passed_on(model):
+    """Which a direct pass may have filled at other positions, or with other weights."""
+    prompt = prompts(1)[0]
+    expected = run(model, prompt)
+    with fd.enabled(model, reuse_prefix=True), torch.no_grad():
+        cache = fd.SharedContextCache()
+        model(prompt["input_ids"][:, :90], past_key_values=cache, position_ids=torch.arange(90)[None] * 3)
+        run(model, prompt, past_key_values=cache)
+        assert torch.equal(run(model, prompt), expected)
+        assert fd.explain(model).last_call.known_tokens is None
+
+
+def test_prompts_that_repeat_are_kept_once(model):
+    with fd.enabled(model, reuse_prefix=True):
+        for _ in range(3):
+            for prompt in prompts(2):
+                run(model, prompt)
+        assert len(seams_of(model).reused._kept) == 2
+        for index in range(70):
+            run(model, prompts(1, length=33 + index % 3, shared=0, seed=index)[0])
+        assert len(seams_of(model).reused._kept) == 64
+
+
+def test_without_memory_for_merging_the_call_goes_on(model, monkeypatch):
+    ids = ragged_prompts(300)["input_ids"]
+
+    def fail(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("hf_fastdecode.cache.layer.SharedContextLayer.copied", fail)
+    with fd.enabled(model, reuse_prefix=True):
+        for length in range(70, 300, 11):
+            prompt = {"input_ids": ids[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+            shared = run(model, prompt)
+    assert torch.equal(shared, run(model, prompt))
+
+
+def test_an_offloaded_model():
+    model = tiny_model()
+    expected = [run(model, prompt) for prompt in prompts(2)]
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with fd.enabled(model, reuse_prefix=True):
+        for prompt, tokens in zip(prompts(2), expected, strict=True):
+            assert torch.equal(run(model, prompt), tokens)
+        assert fd.explain(model).last_call.prefilled_tokens == 27
