@@ -134,7 +134,7 @@ def test_prompts_that_repeat_are_kept_once(model):
                 run(model, prompt)
         assert len(seams_of(model).reused._kept) == 2
         for index in range(70):
-            run(model, prompts(1, length=33 + index % 3, shared=0, seed=index)[0])
+            run(model, prompts(1, length=65 + index % 3, shared=0, seed=index)[0])
         assert len(seams_of(model).reused._kept) == 64
 
 
