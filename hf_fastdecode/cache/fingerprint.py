@@ -74,16 +74,16 @@ def adapter_state(model: nn.Module) -> Hashable:
 
 
 def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
-    """What modules read on the host: their own numbers, words and tensors, and a `forward` of the instance.
+    """What modules read on the host: their own numbers, words and tensors, and a `forward` of an inner instance.
 
     Args:
-        model: The model.
+        model: The model; a `forward` of its own is the caller's to compare, since `enable` puts one there.
         without: Names of values to leave out. Private ones are taken for bookkeeping.
     """
     return tuple(
         (
             id(module),
-            id(getattr(vars(module).get("forward"), "__func__", vars(module).get("forward"))),
+            None if module is model else id(_function(vars(module).get("forward"))),
             *(
                 (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
                 for name, value in vars(module).items()
@@ -92,6 +92,10 @@ def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable
         )
         for module in model.modules()
     )
+
+
+def _function(method: object) -> object:
+    return getattr(method, "__func__", method)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -237,6 +237,7 @@ def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashab
         addresses(model.buffers()),
         adapter_state(model),
         module_state(model),
+        id(vars(model).get("forward")),
         tuple(map(_config_state, configs)),
     )
 

@@ -44,7 +44,7 @@ class ReusedPrefixes:
         self._lock = Lock()
         self._kept: deque[_Kept] = deque()
         self._fingerprint: Fingerprint | None = None
-        self._autocast: torch.dtype | None = None
+        self._way: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReusedPrefixes:
         return ReusedPrefixes()  # a copy of the model has other weights
@@ -90,7 +90,7 @@ class ReusedPrefixes:
         with self._lock:
             self._drop_what_is_outdated(model)
             if self._fingerprint is None:
-                self._fingerprint, self._autocast = Fingerprint(model), autocast_dtype(input_device(model))
+                self._fingerprint, self._way = Fingerprint(model), _way(model)
             if not any(_covers(kept.paths, paths) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not _covers(paths, kept.paths))
                 self._kept.append(_Kept(twin, paths))
@@ -107,7 +107,7 @@ class ReusedPrefixes:
     def _drop_what_is_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
-        if self._autocast != autocast_dtype(input_device(model)) or self._fingerprint.difference(model) is not None:
+        if self._way != _way(model) or self._fingerprint.difference(model) is not None:
             self._kept.clear()
             self._fingerprint = None
 
@@ -121,6 +121,11 @@ class ReusedPrefixes:
             for part in segment
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def _way(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
+    """Autocast around the call and the instance's `forward`, by which keys and values differ too."""
+    return autocast_dtype(input_device(model)), vars(model).get("forward")
 
 
 def _covers(paths: list[StoredPath], others: list[StoredPath]) -> bool:

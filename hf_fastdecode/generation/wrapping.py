@@ -47,7 +47,10 @@ class WrappedMethods:
             if name in self._saved:  # transformers reads a forward's parameters to know what it takes
                 own = inspect.signature(self._saved[name])
                 first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
-                method.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+                rest = [
+                    parameter for name, parameter in own.parameters.items() if name != first.name
+                ]  # theirs wraps ours
+                method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
             vars(instance)[name] = types.MethodType(method, instance)
 
     def take_off(self, instance: object) -> None:
