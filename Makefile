@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  fi; \
 	  echo "creating .venv with $$("$$found" --version)"; "$$found" -m venv --clear .venv; \
 	fi
-	@echo "installing the versions of constraints.txt into .venv"
+	@echo "installing the versions of constraints.txt into .venv; this takes some minutes"
 	@$(PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
