@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from logging import CRITICAL, getLogger
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -33,6 +34,7 @@ def main() -> int:
     if unknown := sorted(set(asked) - set(generating_classes())):
         sys.exit(f"{unknown[0]} is no generating class of the installed transformers")
     logging.set_verbosity(logging.CRITICAL)
+    getLogger("hf_fastdecode").setLevel(CRITICAL)  # the verdicts tell
     torch.set_num_threads(1)  # each process has a core to itself, and a fork has none of its parent's threads
     verdicts: dict[str, Verdict] = {}
     for name, verdict, seconds in _verdicts(asked or list(generating_classes())):

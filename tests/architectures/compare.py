@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,6 @@ class Verdict:
 def verdict_on(name: str) -> Verdict:
     """Compare a class with stock: several left-padded prompts that begin alike, greedy and sampled, also over a kept
     cache."""
-    logging.getLogger("hf_fastdecode").setLevel(logging.ERROR)  # the verdict tells
     model_type = ""
     try:
         model = tiny_model_of(name)
