@@ -105,7 +105,7 @@ def _length(spans: list[Span]) -> int:
 
 
 def _chains(forest: Forest) -> list[list[Node]]:
-    """The forest's nodes in runs of a node, its only child, that one's only child, and so on, all of the same rows."""
+    """The forest's nodes as maximal single-child chains: all nodes of a chain have the same rows."""
     chains: list[list[Node]] = []
     ends: dict[tuple[int, int], list[Node]] = {}
     for level in forest.levels:
@@ -120,7 +120,7 @@ def _chains(forest: Forest) -> list[list[Node]]:
 
 
 def _sparse(cache: SharedContextCache, shown: _Shown, merged: set[Span]) -> list[Span]:
-    """What is left to show of segments of which that is less than half."""
+    """Used spans of segments that are less than half used."""
     left = [run for run in shown.runs if run not in merged and run.segment >= cache.lent_segments]
     tokens = Counter[int]()
     for run in left:

@@ -116,7 +116,7 @@ def switch_reason(model: PreTrainedModel) -> str | None:
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
-    """By what a module draws random numbers in training mode: a dropout layer's rate, or one that functions take."""
+    """Name and value of the module's dropout or jitter setting, or None where it draws no random numbers."""
     if isinstance(module, _DropoutNd):
         return ("p", module.p) if module.p else None
     for name, value in vars(module).items():

@@ -233,7 +233,7 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
 
 
 def _warn_of_little(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
-    """Tell of a prompt that soon goes on otherwise than the given cache, as one does that was tokenized apart."""
+    """Warn when a prompt diverges early from the given cache, e.g. because it was tokenized separately."""
     shortest = min(given.forest.context_lengths, default=0)
     for index, (group, length) in enumerate(zip(groups, known, strict=True)):
         expected = min(shortest, len(group.tokens))

@@ -13,7 +13,7 @@ logger = logging.getLogger("hf_fastdecode")
 
 
 class Kernel(Enum):
-    """What is launched together, and what computes the same where it cannot run."""
+    """A group of kernels that are launched together, and its fallback."""
 
     HOPPER = "the kernel for Hopper GPUs", "the portable kernel"
     FOREST = "the decode kernels", "PyTorch's operators"
