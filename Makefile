@@ -68,7 +68,7 @@ test-architectures: $(STAMP)  ## compare all generating classes of transformers 
 	@$(BIN)/python -m tests.architectures
 
 test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and evalplus, in .venv-clients
-	@HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
+	@HF_HUB_OFFLINE=1 TRITON_INTERPRET=0 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
 	  --dist worksteal $(PYTEST_ARGS)
 
 $(CLIENTS_STAMP): $(STAMP) constraints-clients.txt

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
     from .generation.report import CallReport, Report
+    from .generation.token_log_probs import TokenLogProbs
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "CallReport",
     "Report",
     "SharedContextCache",
+    "TokenLogProbs",
     "disable",
     "enable",
     "enabled",
@@ -27,6 +29,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "SharedContextCache": "cache.shared",
+    "TokenLogProbs": "generation.token_log_probs",
     "load_embedded": "assets",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

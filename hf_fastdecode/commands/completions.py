@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
+
+from hf_fastdecode.generation.token_log_probs import NotFiniteError, TokenLogProbs
 
 from ..command_errors import CommandError
 from ..configs import max_positions
@@ -62,57 +64,6 @@ class Draw:
     cache: Any
     first_token_s: float
     total_s: float
-
-
-class NotFiniteError(ArithmeticError):
-    """Logits that hold NaN or infinity, from which no token can be drawn."""
-
-
-class TokenLogProbs(LogitsProcessor):
-    """Raw log-probabilities of the tokens that a `generate` call draws.
-
-    The same as from ``output_logits=True``, which keeps the logits of all steps: gigabytes for many rows and a large
-    vocabulary. As the first processor of the call it sees the model's own logits.
-
-    Args:
-        on_step: Called at each step with the number of tokens drawn before it.
-    """
-
-    def __init__(self, on_step: Callable[[int], None]):
-        self.on_step = on_step
-        self._drawn: list[Tensor] = []
-        self._latest: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note the logits ``[rows, vocabulary]`` and pass them on.
-
-        Raises:
-            NotFiniteError: At the first step, since looking waits for the GPU; `finish` looks at the others.
-        """
-        self._note(input_ids[:, -1:])
-        self._latest = scores.float().log_softmax(-1)
-        if not self._drawn and bool(self._latest.isnan().any()):
-            raise NotFiniteError
-        self.on_step(len(self._drawn))
-        return scores
-
-    def finish(self, tokens: Tensor) -> Tensor:
-        """``[rows, steps]`` float32 log-probabilities of the drawn ``tokens`` ``[rows, steps]``.
-
-        Raises:
-            NotFiniteError: One of them is NaN.
-        """
-        # On a GPU, generate may run a step too many and drop it.
-        if len(self._drawn) < tokens.shape[1]:
-            self._note(tokens[:, -1:])
-        found = torch.cat(self._drawn[: tokens.shape[1]], dim=1)
-        if bool(found.isnan().any()):
-            raise NotFiniteError
-        return found
-
-    def _note(self, tokens: Tensor) -> None:
-        if self._latest is not None:
-            self._drawn.append(self._latest.gather(1, tokens))
 
 
 def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
@@ -196,7 +147,7 @@ def draw(
             )
             total = _now(device) - start
             length = inputs["input_ids"].shape[1]
-            drawn = log_probs.finish(out.sequences[:, length:])
+            drawn = log_probs.of(out.sequences[:, length:])
     return Draw(out.sequences, length, drawn, out.past_key_values, first_token[0] - start, total)
 
 

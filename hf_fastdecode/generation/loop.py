@@ -24,6 +24,7 @@ from .report import CallReport
 from .sampler import Drawn, Sampler
 from .start import Start
 from .steps import EagerSteps, Steps
+from .token_log_probs import TokenLogProbs
 from .watch import Watch
 from .wave import Wave, joined
 
@@ -47,6 +48,7 @@ class Loop:
         make_steps: Makes what runs the steps of a batch.
         make_eager: The same, for several tokens at once.
         report: Of the call.
+        log_probs: Takes the drawn tokens' log-probabilities, if the caller asked for them.
     """
 
     prompts: Tensor
@@ -58,6 +60,7 @@ class Loop:
     make_steps: Callable[[SharedContextCache], Steps]
     make_eager: Callable[[SharedContextCache], EagerSteps]
     report: CallReport
+    log_probs: TokenLogProbs | None = None
 
     def run(self) -> Wave:
         """Decode all rows.
@@ -88,7 +91,10 @@ class Loop:
         self.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
-        return done[0] if len(done) == 1 else joined(done, self._pad)
+        wave = done[0] if len(done) == 1 else joined(done, self._pad)
+        if self.log_probs is not None:
+            self.log_probs.take(torch.stack(wave.logprobs, dim=1))
+        return wave
 
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2
@@ -126,6 +132,8 @@ class Loop:
             if logits is None:
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if alive is None else last[alive], positions)
+            if self.log_probs is not None:
+                self.log_probs.before_draw(logits, wave.drawn)
             drawn = self._draw(wave, logits, numbers, alive)
             tokens = drawn.tokens
             if stopping.pads:
@@ -187,14 +195,17 @@ class Loop:
         return drawn
 
     def _collect(self, wave: Wave, drawn: Drawn) -> None:
+        logprobs = drawn.logprobs
+        if self.log_probs is not None and logprobs is None and drawn.logits is not None:
+            logprobs = drawn.logits.log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
+        if logprobs is not None and (self.log_probs is not None or self.config.return_dict_in_generate):
+            wave.logprobs.append(torch.where(wave.unfinished, logprobs, 0.0))
         if not self.config.return_dict_in_generate:
             return
         if self.config.output_scores and drawn.scores is not None:
             wave.scores.append(drawn.scores)
         if self.config.output_logits and drawn.logits is not None:
             wave.logits.append(drawn.logits)
-        if drawn.logprobs is not None:
-            wave.logprobs.append(torch.where(wave.unfinished, drawn.logprobs, 0.0))
 
     def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
         return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None

@@ -21,6 +21,7 @@ from .report import CallReport
 from .sampler import choose_sampler
 from .start import Start
 from .steps import EagerSteps
+from .token_log_probs import TokenLogProbs
 
 # What the loop itself passes to the model at every step.
 _OWN_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
@@ -46,6 +47,14 @@ def step_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model_kwargs.items() if name not in left_out and not is_nothing(value)}
 
 
+def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
+    """The processors that change logits, and what only records them, for which the loop records itself."""
+    recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
+    if len(recorders) != 1:
+        return processors, None
+    return LogitsProcessorList(entry for entry in processors if entry is not recorders[0]), recorders[0]
+
+
 def decode_shared(
     model: PreTrainedModel,
     state: State,
@@ -62,6 +71,7 @@ def decode_shared(
     arguments = step_arguments(model_kwargs)
     input_ids = input_ids.long()  # as those that are drawn
     stopping = Stopping(criteria, input_ids.device)
+    processors, log_probs = _without_recorder(processors)
     sampler, call.sampler_reason = choose_sampler(
         state.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.layers[0].dtype
     )
@@ -74,7 +84,7 @@ def decode_shared(
         model._optimize_model_for_decode(),
         steps_maker(model, state, call, arguments) as make_steps,
     ):
-        wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call).run()
+        wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call, log_probs).run()
     if not config.return_dict_in_generate:
         return wave.tokens
     start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the user may keep it

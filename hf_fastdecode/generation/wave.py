@@ -52,6 +52,7 @@ class Wave:
             self.unfinished[rows],
             self.ends[rows],
             self.drawn,
+            logprobs=[step[rows] for step in self.logprobs],
         )
 
     def with_next(self, tokens: Tensor, width: int) -> Tensor:
@@ -92,4 +93,9 @@ def joined(waves: list[Wave], pad: Tensor) -> Wave:
     for wave in waves:
         whole.tokens[wave.rows, : wave.tokens.shape[1]] = wave.tokens
         whole.ends[wave.rows] = wave.ends
+    if all(len(wave.logprobs) == wave.drawn for wave in waves):
+        whole.logprobs = list(first.logprobs[0].new_zeros(drawn, rows))
+        for wave in waves:
+            for step, logprobs in enumerate(wave.logprobs):
+                whole.logprobs[step][wave.rows] = logprobs
     return whole

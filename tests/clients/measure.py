@@ -106,11 +106,11 @@ def cases() -> list[ClientCase]:
         ("pipeline", "6 shots, 16 samples", evaluated("embedded", pipe)),
     ]
     batch = lm_eval(2, shots=3, batch_size=8, new_tokens=32, repeats=8)
-    single = lm_eval(4, shots=3, batch_size=1, new_tokens=16)
+    single = lm_eval(12, shots=6, batch_size=1, new_tokens=16)
     pipe = pipelined(1, shots=3, samples=16, new_tokens=48)
     of_smollm2 = [
         ("lm-eval", "3 shots, 8 repeats, batches of 8", evaluated("smollm2", batch)),
-        ("lm-eval", "3 shots, greedy, batch size 1, reuse_prefix=True", evaluated("smollm2", single, **reuse)),
+        ("lm-eval", "6 shots, greedy, batch size 1, reuse_prefix=True", evaluated("smollm2", single, **reuse)),
         ("pipeline", "3 shots, 16 samples", evaluated("smollm2", pipe)),
     ]
     return [

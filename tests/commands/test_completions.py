@@ -102,7 +102,7 @@ def test_a_step_too_many_is_dropped():
     scores = torch.tensor([[0.0, math.log(3)]])
     for step in range(4):
         log_probs(torch.cat([torch.tensor([[9]]), tokens[:, :step]], dim=1), scores)
-    assert torch.allclose(log_probs.finish(tokens[:, :3]).exp(), torch.tensor([[0.75, 0.25, 0.75]]))
+    assert torch.allclose(log_probs.of(tokens[:, :3]).exp(), torch.tensor([[0.75, 0.25, 0.75]]))
 
 
 def test_drawing_leaves_the_generator_as_it_was(loaded):

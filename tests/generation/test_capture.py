@@ -23,6 +23,10 @@ pytest.importorskip("triton")
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
+# Interpreting takes time by the program: one for each layer, KV head and row.
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_GPT2 = {"n_layer": 1, "n_head": 2}
+
 
 @pytest.fixture
 def uncaptured(monkeypatch):
@@ -54,10 +58,12 @@ def test_a_smaller_size_must_pay_for_its_capture(now, then, compiled, known, lea
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
-def test_tables_give_stock_tokens_in_every_call(name, uncaptured):
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama-gqa", {"num_hidden_layers": 1}), ("gpt2", SMALL_GPT2)], ids=["llama-gqa", "gpt2"]
+)
+def test_tables_give_stock_tokens_in_every_call(name, sizes, uncaptured):
     """Other prompts, lengths, trees and fewer rows through the tables of one captured step."""
-    model = tiny_model(name)
+    model = tiny_model(name, **sizes)
     calls = [
         ragged_prompts(41, 36, shared=33) | SAMPLING,
         ragged_prompts(57, 40, shared=35, seed=1) | SAMPLING,
@@ -74,7 +80,7 @@ def test_tables_give_stock_tokens_in_every_call(name, uncaptured):
 @on_the_cpu
 def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
     monkeypatch.setattr(steps, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     call |= {"num_return_sequences": 4, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
     stock = seeded(lambda: model.generate(**call))
@@ -104,7 +110,7 @@ def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode,
         make(self, model, rows, *args)
 
     monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     call |= {"num_return_sequences": 4, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
     stock = seeded(lambda: model.generate(**call))
@@ -117,13 +123,13 @@ def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode,
 
 @on_the_cpu
 def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
-    """As many graphs for six layers as for two, stock's tokens, and nothing left on the layers."""
+    """As many graphs for three layers as for two, stock's tokens, and nothing left on the layers."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     graphs = []
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
-    for layers in (2, 6):
-        model = tiny_model("llama-gqa", num_hidden_layers=layers)
+    for layers in (2, 3):
+        model = tiny_model("llama-gqa", **SMALL | {"num_hidden_layers": layers})
         stock = seeded(lambda model=model: model.generate(**call))
         before = counters["unique_graphs"]
         with fd.enabled(model, mode="compile", backend="triton"):
@@ -139,7 +145,7 @@ def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 def test_a_forced_mode_runs_or_raises(mode):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     with (
         fd.enabled(model, mode=mode),
         pytest.raises(ValueError, match=f"mode='{mode}' cannot run: .* got cpu; use mode"),
@@ -149,7 +155,7 @@ def test_a_forced_mode_runs_or_raises(mode):
 
 @on_the_cpu
 def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypatch, caplog):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 70}
 
     def broken(*args, **kwargs):
@@ -171,7 +177,7 @@ def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypa
 @on_the_cpu
 def test_a_call_inside_a_call(uncaptured):
     """A criterion that generates: in the outer call's forced mode it would wait for itself."""
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(70) | SAMPLING
 
     def inner(ids, scores):
@@ -186,7 +192,7 @@ def test_a_call_inside_a_call(uncaptured):
 
 @on_the_cpu
 def test_captures_are_freed_with_the_option(uncaptured):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     with fd.enabled(model, mode="graph", backend="triton"):
         model.generate(**ragged_prompts(70), **SAMPLING)
         tables = [weakref.ref(step.tables) for kept in seams_of(model).captures._steps.values() for step in kept]
@@ -200,20 +206,20 @@ def in_a_nested_dict(model):
 
 
 def in_a_config_of_its_own(model):
-    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
-    model.model.layers[1].self_attn.config.final_logit_softcapping = 30.0
+    model.model.layers[0].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[0].self_attn.config.final_logit_softcapping = 30.0
 
 
 def in_a_module(model):
-    model.model.layers[1].self_attn.scaling *= 2
+    model.model.layers[0].self_attn.scaling *= 2
 
 
 def in_a_switch(model):
-    model.model.layers[1].mlp.on = False
+    model.model.layers[0].mlp.on = False
 
 
 def in_a_tensor_of_a_module(model):
-    model.model.layers[1].mlp.table = torch.zeros(3)
+    model.model.layers[0].mlp.table = torch.zeros(3)
 
 
 @on_the_cpu
@@ -221,8 +227,8 @@ def in_a_tensor_of_a_module(model):
     "change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
 )
 def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
-    model = tiny_model("llama-gqa")
-    call = ragged_prompts(70) | SAMPLING
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):
         captures = seams_of(model).captures
         for expected in (1, 1, 2, 2):
@@ -233,7 +239,7 @@ def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
 
 
 def test_a_pass_of_another_thread_changes_no_state():
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     configs = modes.configs_of(model)
     before = model_state(model, configs)
     with active(configs, RowLengths(0)):
@@ -244,7 +250,7 @@ def test_a_pass_of_another_thread_changes_no_state():
 @on_the_cpu
 def test_a_few_steps_do_not_pay_for_a_capture(uncaptured, monkeypatch):
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 6)
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     modes_seen = []
     with fd.enabled(model, backend="triton"):
@@ -256,7 +262,7 @@ def test_a_few_steps_do_not_pay_for_a_capture(uncaptured, monkeypatch):
 
 @on_the_cpu
 def test_one_row_is_captured_too(uncaptured):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**SMALL)
     call = ragged_prompts(60) | SAMPLING | {"num_return_sequences": 1}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode="graph", backend="triton"):
