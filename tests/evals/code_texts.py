@@ -45,7 +45,8 @@ _PIECES: Final[dict[Language, list[str]]] = {
     ],
     "javascript": [
         "{", "}", ";", "}\n", "  return helper(x);\n}\n", "function helper(a) {\n", "class Node {\n", "async ",
-        "// {\n", "/* } */", "/", "/}/", "${", "return ", "if (x) ", "++", "'}'", "new Node()", "console.log(1)\n", "const a = ",
+        "// {\n", "/* } */", "/", "/}/", "${", "return ", "if (x) ", "++", "'}'", "new Node()",
+        "console.log(1)\n", "const a = ",
     ],
 }  # fmt: skip
 
