@@ -1,0 +1,72 @@
+"""Writing samples for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from hf_fastdecode.command_errors import CommandError
+
+from ..records import Sample
+from ..task import Task
+
+Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
+FORMS: Final[tuple[str, ...]] = get_args(Form)
+
+
+def write_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
+    """Write samples in the form that a tool reads.
+
+    Args:
+        path: Where to; what stands there is replaced once all is written.
+        samples: Of these tasks.
+        tasks: In the order in which `bigcode` is to find their samples.
+        form: ``own`` with log-probabilities; ``human-eval`` and ``mxeval`` with completions; ``evalplus`` and
+            ``bigcode`` with whole programs.
+
+    Raises:
+        CommandError: There is no such form, a sample has no task, or a task no sample where position tells the task.
+    """
+    if form not in FORMS:
+        raise CommandError(f"there is no form {form!r} of samples; choose one of {', '.join(FORMS)}")
+    by_id = {task.task_id: task for task in tasks}
+    if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
+        raise CommandError(
+            f"there is no task {strange[0]} for its samples; name the task set that they were made from"
+        )
+    if form == "bigcode":
+        text = json.dumps(_generations(samples, tasks))
+    else:
+        text = "".join(json.dumps(_fields(sample, by_id[sample.task_id], form)) + "\n" for sample in samples)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
+    if form == "own":
+        return asdict(sample)
+    if form == "evalplus":
+        plain = task.task_id.isdecimal()  # of MBPP
+        return {
+            "task_id": f"Mbpp/{task.task_id}" if plain else task.task_id,
+            "solution": task.program(sample.completion),
+        }
+    language = {"language": task.language} if form == "mxeval" else {}
+    return {"task_id": task.task_id, "completion": sample.completion, **language}
+
+
+def _generations(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
+    programs: dict[str, list[str]] = {task.task_id: [] for task in tasks}
+    by_id = {task.task_id: task for task in tasks}
+    for sample in sorted(samples, key=lambda one: one.index):
+        programs[sample.task_id].append(by_id[sample.task_id].program(sample.completion))
+    if empty := [task_id for task_id, found in programs.items() if not found]:
+        raise CommandError(
+            f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
+        )
+    return list(programs.values())

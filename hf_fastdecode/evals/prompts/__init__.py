@@ -1,0 +1,53 @@
+"""Prompt formats: prompts, stop rules and truncation."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hf_fastdecode.command_errors import CommandError
+
+from ..tasks import TaskSet
+from .austin import few_shot_format
+from .bigcode import docstring_format
+from .chat import chat_format
+from .completing import stem_format
+from .format import PromptFormat
+from .normalise import normalised
+from .stop_rules import StopRule
+
+__all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "normalised", "prompt_format"]
+
+FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode")
+SHOTS: Final = 3
+"""Solved examples of the format `austin`, as in its paper."""
+
+
+def prompt_format(
+    tasks: TaskSet, name: str | None = None, *, shots: int = SHOTS, chat_tokenizer: Any = None
+) -> PromptFormat:
+    """How the tasks are put to a model.
+
+    Args:
+        tasks: With the solved examples that few-shot prompts show.
+        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature and `austin` where not.
+        shots: Solved examples of `austin`.
+        chat_tokenizer: The tokenizer of a chat model; its template then takes the place of a named format.
+
+    Raises:
+        CommandError: There is no such format, the tasks do not suit it, or both a name and a tokenizer are given.
+    """
+    if chat_tokenizer is not None:
+        if name is not None:
+            raise CommandError(f"--chat and --format {name} were both given; leave one out")
+        return chat_format(chat_tokenizer)
+    chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
+    if chosen == "mbxp":
+        found = stem_format()
+    elif chosen == "austin":
+        found = few_shot_format(tasks.examples, shots)
+    elif chosen == "bigcode":
+        found = docstring_format()
+    else:
+        raise CommandError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
+    found.prompt(tasks.tasks[0])  # a format that does not suit the tasks says so now
+    return found

@@ -1,0 +1,138 @@
+"""The end of a method or function in languages with braces: Java and JavaScript."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Final, Literal
+
+from ..task import Language
+from .lexers import Lexer, Token, tokens
+from .stop_rules import StopRule
+
+_NAMED_BY_KEYWORD: Final = frozenset({"class", "interface", "enum", "record", "function"})
+_HEADER_ENDS: Final = frozenset({"{", ";", "=", "("})
+_NO_NAME: Final = frozenset({"", "static"})  # a header of static alone is an initialiser's
+_LONGEST_HEADER: Final = 40  # tokens; prose has no end of a header
+
+
+class BraceEnd(StopRule):
+    """Ends once the brace that the stem's last line opened is closed.
+
+    What may still follow are the braces that close the stem's other blocks, such as the class around a Java method,
+    and definitions that the text uses by name: methods, fields and classes in Java, functions and classes in
+    JavaScript.
+
+    Args:
+        language: Java or JavaScript.
+        stem: The code that the text continues; it leaves at least one brace open.
+        entry_point: The function's name.
+
+    Raises:
+        ValueError: The stem leaves no brace open.
+    """
+
+    def __init__(self, language: Language, stem: str, entry_point: str):
+        super().__init__()
+        self._language = language
+        above = tokens(stem, language)
+        self._opened = sum(map(_step, above))
+        if self._opened < 1:
+            raise ValueError(
+                f"a stem must leave a brace open, got {self._opened} in {stem[-80:]!r}; its program is whole"
+            )
+        self._above = {entry_point, *(after.text for token, after in pairwise(above) if token.text == "class")}
+        self._restart()
+
+    def kept(self, text: str) -> int:
+        end = self.end(text)
+        if end is None:
+            end = self._item_end
+        return len(text) if end is None else end
+
+    def completion(self, text: str) -> str:
+        """What is kept, and the braces that close the stem's other blocks."""
+        kept = super().completion(text)
+        still_open = self._opened + sum(map(_step, tokens(kept, self._language)))
+        return kept if self._item_end is None else kept + "\n}" * still_open
+
+    def _restart(self) -> None:
+        self._lexer = Lexer(self._language)
+        self._depth = self._opened
+        self._parentheses = 0
+        self._item: Literal["block", "statement"] | None = "block"
+        self._level = self._opened - 1  # braces open around the item
+        self._item_end: int | None = None
+        self._header: list[Token] = []
+        self._defined = set(self._above)
+
+    def _find(self, text: str) -> int | None:
+        for token in self._lexer.feed(text):
+            if token.kind == "comment":
+                continue
+            if self._item is None and self._ends_with(token, text):
+                return self._item_end
+            self._follow(token)
+        return None
+
+    def _follow(self, token: Token) -> None:
+        """Counts what a token opens and closes, and notes the end of an item."""
+        self._depth += _step(token)
+        if token.kind != "punctuation":
+            return
+        self._parentheses += (token.text in "([") - (token.text in ")]" and self._parentheses > 0)
+        if self._item is None:
+            if token.text == "}" and not self._header:
+                self._level = self._depth
+                self._close(token)
+        elif self._depth == self._level and (
+            (token.text == "}" and self._item == "block") or (token.text == ";" and not self._parentheses)
+        ):
+            self._close(token)
+
+    def _close(self, token: Token) -> None:
+        self._item, self._item_end, self._parentheses = None, token.end, 0
+
+    def _ends_with(self, token: Token, text: str) -> bool:
+        """Reads a token between items; whether it ends the completion."""
+        if not self._header:
+            if token.text == "}":
+                return self._depth == 0
+            if token.text == ";":
+                return False
+            if not _may_define(token, self._language):
+                return True
+        self._header.append(token)
+        if token.text not in _HEADER_ENDS:
+            return len(self._header) > _LONGEST_HEADER or token.text == "}"
+        name = _name(self._header)
+        kept = text[: self._item_end]
+        if name in self._defined | _NO_NAME or not re.search(rf"(?<![\w$]){re.escape(name)}(?![\w$])", kept):
+            return True
+        self._defined.add(name)
+        self._item = "statement" if token.text in ";=" else "block"
+        self._level = self._depth
+        self._header = []
+        return False
+
+
+def _name(header: list[Token]) -> str:
+    """What a header defines: the word after class or its like, else the last word before its end."""
+    words = [token.text for token in header if token.kind == "word"]
+    for keyword, name in pairwise(words):
+        if keyword in _NAMED_BY_KEYWORD:
+            return name
+    return words[-1] if words else ""
+
+
+def _may_define(token: Token, language: Language) -> bool:
+    """Whether a definition may begin with a token."""
+    if language == "javascript":
+        return token.text in ("function", "class", "async")
+    return token.text == "@" or (token.kind == "word" and token.text not in ("import", "package"))
+
+
+def _step(token: Token) -> int:
+    if token.kind != "punctuation":
+        return 0
+    return (token.text == "{") - (token.text == "}")

@@ -1,0 +1,93 @@
+"""Where a completion ends, decided while it is generated, and what of the text is kept."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from .parsing import longest_parsing_prefix
+
+
+class StopRule(ABC):
+    """Finds the end of one completion; an instance for each row.
+
+    Once a text is finished, each of its continuations is, and ends at the same place. What was read of the text of the
+    call before is not read again, so asking after each token costs what the new characters cost.
+
+    The completion of a finished text is that of all its continuations: it does not depend on when generation stopped.
+    """
+
+    def __init__(self) -> None:
+        self._read = ""
+        self._end: int | None = None
+
+    def finished(self, text: str) -> bool:
+        """Whether nothing that may follow belongs to the completion.
+
+        Args:
+            text: What was generated so far, decoded.
+        """
+        return self.end(text) is not None
+
+    def end(self, text: str) -> int | None:
+        """Where the completion ends, as a number of characters of the text; None while it may go on."""
+        if not text.startswith(self._read):  # another text, or a letter whose bytes were not complete
+            self._read, self._end = "", None
+            self._restart()
+        if self._end is None:
+            self._end = self._find(text)
+            self._read = text
+        return self._end
+
+    def kept(self, text: str) -> int:
+        """How many leading characters of a text its completion keeps, also where generation was cut off."""
+        end = self.end(text)
+        return len(text) if end is None else end
+
+    def completion(self, text: str) -> str:
+        """The completion that a text holds: what is kept, closed where the rule closes it."""
+        return text[: self.kept(text)]
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Forget what was read."""
+
+    @abstractmethod
+    def _find(self, text: str) -> int | None:
+        """The end, given a text that begins with that of the call before."""
+
+
+class StopWords(StopRule):
+    """Ends before the first of some words.
+
+    Args:
+        words: None of them within another, past its beginning; then more text cannot bring an earlier one.
+        repaired: Whether Python that does not parse, such as what was cut off, loses its last lines until it does.
+
+    Raises:
+        ValueError: There is no word, or one lies within another.
+    """
+
+    def __init__(self, words: Sequence[str], *, repaired: bool = False):
+        super().__init__()
+        self._repaired = repaired
+        if not words or not all(words):
+            raise ValueError(f"stop words must be texts of at least one character, got {list(words)}")
+        if within := [(one, other) for one in words for other in words if one in other[1:]]:
+            raise ValueError(f"stop word {within[0][0]!r} lies within {within[0][1]!r}; leave the longer one out")
+        self._longest = max(map(len, words))
+        self._pattern = re.compile("|".join(map(re.escape, sorted(words, key=len))))
+        self._searched = 0
+
+    def kept(self, text: str) -> int:
+        kept = super().kept(text)
+        return len(longest_parsing_prefix(text[:kept])) if self._repaired else kept
+
+    def _restart(self) -> None:
+        self._searched = 0
+
+    def _find(self, text: str) -> int | None:
+        match = self._pattern.search(text, self._searched)
+        self._searched = max(0, len(text) - self._longest + 1)
+        return match.start() if match else None

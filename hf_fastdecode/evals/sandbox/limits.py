@@ -1,0 +1,127 @@
+"""What a sandboxed program may use, and what it has used so far."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+Exceeded = Literal["timeout", "memory", "output"]
+
+# glibc maps memory for every thread's arena and stack without touching it; resident memory may exceed the data segment
+# by the stacks and what is shared.
+_RESIDENT_SLACK: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one sandboxed program.
+
+    Attributes:
+        cpu_seconds: User and system time of all its processes.
+        wall_seconds: Time from its start; generous, because it depends on the load of the machine.
+        memory_bytes: Data segment of each process (RLIMIT_DATA), and resident memory of all together.
+        address_bytes: Address space of each process (RLIMIT_AS), which counts shared mappings as well; None for
+            runtimes that reserve far more than they use, such as the JVM.
+        file_bytes: Size of each file (RLIMIT_FSIZE).
+        open_files: Descriptors of each process (RLIMIT_NOFILE).
+        processes: Processes and threads together (RLIMIT_NPROC).
+        output_bytes: What it may write to its standard output and standard error, each.
+        scratch_bytes: Size of its writable folder, a tmpfs.
+    """
+
+    cpu_seconds: float = 10.0
+    wall_seconds: float = 60.0
+    memory_bytes: int = 1 << 30
+    address_bytes: int | None = None
+    file_bytes: int = 16 << 20
+    open_files: int = 64
+    processes: int = 64
+    output_bytes: int = 16 << 20
+    scratch_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
+
+    def prlimit(self) -> list[str]:
+        """The `prlimit` command that puts these limits on the command behind it; empty where there is no `prlimit`."""
+        program = shutil.which("prlimit")
+        if program is None:
+            return []
+        seconds = math.ceil(self.cpu_seconds)
+        values = {
+            "cpu": (seconds + 1, seconds + 2),  # behind the host's own accounting, which tells why
+            "data": (self.memory_bytes,) * 2,
+            "fsize": (self.file_bytes,) * 2,
+            "nofile": (self.open_files,) * 2,
+            "nproc": (self.processes,) * 2,
+            "core": (0, 0),
+        }
+        if self.address_bytes is not None:
+            values["as"] = (self.address_bytes,) * 2
+        return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items() if _lowers(name, hard))]
+
+    def exceeded_by(self, usage: Usage) -> tuple[Exceeded, str] | None:
+        """The limit that a use exceeds, and a line about it."""
+        if usage.cpu_seconds > self.cpu_seconds:
+            return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
+        if usage.resident_bytes > self.memory_bytes + _RESIDENT_SLACK:
+            return "memory", f"used more than {self.memory_bytes >> 20:,} MiB of memory"
+        return None
+
+
+def _lowers(name: str, value: int) -> bool:
+    """Whether a limit is below the one in force already, which only root may raise."""
+    import resource  # absent on Windows, where `prlimit` is as well
+
+    hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    return hard == resource.RLIM_INFINITY or value <= hard
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the processes of a sandbox use.
+
+    Attributes:
+        cpu_seconds: User and system time of those that run and of those that they waited for.
+        resident_bytes: Anonymous and shared memory; pages that forked processes share count for each.
+    """
+
+    cpu_seconds: float = 0.0
+    resident_bytes: int = 0
+
+
+def usage_of(pid: int) -> Usage:
+    """The use of a process and of all its descendants, as far as `/proc` tells.
+
+    Inside a PID namespace an orphan becomes a child of its first process, so that none leaves the tree.
+    """
+    cpu = resident = 0
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        waiting += children_of(one)
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            status = Path(f"/proc/{one}/status").read_text()
+        except OSError:  # it has ended
+            continue
+        cpu += sum(int(field) for field in fields[11:15])  # utime, stime, cutime, cstime: proc(5)
+        resident += sum(
+            int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(("RssAnon:", "RssShmem:"))
+        )
+    return Usage(cpu / os.sysconf("SC_CLK_TCK"), resident)
+
+
+def children_of(pid: int) -> list[int]:
+    """The child processes of all threads of a process; none where `/proc` does not list them."""
+    try:
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    return [int(child) for children in lists for child in children.split()]

@@ -1,0 +1,159 @@
+"""Tries to get out of a sandbox and tells what succeeded. Runs inside of it, on the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+_NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER: sched.h
+
+
+def main() -> None:
+    """Read what to try as a line of JSON, write what succeeded as another, and leave a process behind.
+
+    That process is a grandchild in a session of its own, which never ends by itself.
+    """
+    job = json.loads(sys.stdin.readline())
+    escapes = [said for attempt, said in ATTEMPTS.items() if _succeeds(attempt, job)]
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(3600)
+        os._exit(0)
+    os.wait()
+    os.write(1, (json.dumps(escapes) + "\n").encode())
+    sys.stdin.read()  # until the host has seen the grandchild
+
+
+def _succeeds(attempt: Any, job: dict[str, Any]) -> bool:
+    try:
+        return bool(attempt(job))
+    except (OSError, MemoryError):
+        return False
+
+
+def _network(job: dict[str, Any]) -> bool:
+    with open("/proc/net/dev") as devices:
+        names = {line.partition(":")[0].strip() for line in list(devices)[2:]}
+    if names - {"lo", "sit0", "ip6tnl0", "tunl0"}:  # the kernel makes the latter in every network namespace
+        return True
+    socket.create_connection(("127.0.0.1", job["port"]), timeout=2).close()
+    return True
+
+
+def _home(job: dict[str, Any]) -> bool:
+    return not set(os.listdir(job["home"])) <= set(job["shown_of_home"])
+
+
+def _files(job: dict[str, Any]) -> bool:
+    return os.path.exists(job["file"])
+
+
+def _write(job: dict[str, Any]) -> bool:
+    """Make a file in any mounted folder but the writable one."""
+    with open("/proc/self/mountinfo") as mounts:
+        folders = {line.split()[4] for line in mounts} | {job["home"], "/usr", "/etc", "/var", "/dev/shm"}
+    for folder in sorted(folders - {job["scratch"]}):
+        name = f"{folder}/hf-fastdecode-probe-{os.getpid()}"
+        try:
+            with open(name, "x"):
+                os.unlink(name)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _fill(job: dict[str, Any]) -> bool:
+    """Write more than the writable folder may hold."""
+    names = [f"fill-{number}" for number in range(4)]
+    try:
+        for name in names:
+            with open(name, "wb") as file:
+                file.write(bytes(job["scratch_bytes"] // 2))
+    finally:
+        for name in names:
+            if os.path.exists(name):
+                os.unlink(name)
+    return True
+
+
+def _processes(job: dict[str, Any]) -> bool:
+    """Find the host's process by its arguments or its number, and try to kill it."""
+    try:
+        os.kill(job["pid"], signal.SIGKILL)
+    except OSError:
+        killed = False
+    else:
+        killed = True
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as arguments:
+                if job["token"].encode() in arguments.read().split(b"\0"):
+                    return True
+        except OSError:
+            continue
+    return killed
+
+
+def _root(job: dict[str, Any]) -> bool:
+    with open("/proc/self/status") as status:
+        fields = dict(line.rstrip("\n").split(":\t", 1) for line in status)
+    capabilities = int(fields["CapEff"], 16) | int(fields["CapPrm"], 16) | int(fields["CapBnd"], 16)
+    return os.getuid() == 0 or os.geteuid() == 0 or capabilities != 0 or fields["NoNewPrivs"] != "1"
+
+
+def _namespaces(job: dict[str, Any]) -> bool:
+    """Make a user namespace, in which mounts without a size could be made."""
+    child = os.fork()
+    if child == 0:
+        try:
+            import ctypes
+
+            os._exit(0 if ctypes.CDLL(None).unshare(_NEW_USER_NAMESPACE) == 0 else 1)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _forks(job: dict[str, Any]) -> bool:
+    """Start more processes than allowed."""
+    children = []
+    try:
+        for _ in range(job["processes"] + 1):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return True
+
+
+def _memory(job: dict[str, Any]) -> bool:
+    return len(bytearray(job["memory_bytes"] + 1)) > 0
+
+
+ATTEMPTS = {
+    _network: "it reaches the network",
+    _home: "it sees the home folder",
+    _files: "it sees files of the host's temporary folder",
+    _write: "it writes outside its own folder",
+    _fill: "its own folder takes more than its size",
+    _processes: "it sees or kills processes of the host",
+    _root: "it keeps root or capabilities",
+    _namespaces: "it makes user namespaces",
+    _forks: "the limit on processes does not bind",
+    _memory: "the limit on memory does not bind",
+}
+
+if __name__ == "__main__":
+    main()

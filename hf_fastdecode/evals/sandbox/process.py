@@ -1,0 +1,277 @@
+"""A program that runs in a sandbox: talking to it within its limits, ending it, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+from .launch import READY, Launch
+from .limits import Exceeded, Limits, Usage, children_of, usage_of
+
+_POLL: Final = 0.05  # seconds between two looks at what the processes use
+_CHUNK: Final = 1 << 16
+_SETUP_SECONDS: Final = 60.0
+_END_SECONDS: Final = 30.0
+
+
+class SandboxError(RuntimeError):
+    """A sandbox could not be made or had; it says nothing about the program."""
+
+
+class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an error of the caller
+    """A sandboxed program exceeded a limit and has been killed.
+
+    Args:
+        status: The kind of limit.
+        detail: A line about it.
+    """
+
+    def __init__(self, status: Exceeded, detail: str):
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+
+
+class SandboxedProcess:
+    """A running sandboxed program with its standard input and output.
+
+    Calls wait no longer than its limits allow: they raise `LimitExceeded` and leave it killed. The program also dies
+    with the thread that started it, so a thread that ends early must not start a server. As a context manager it is
+    killed and reaped at the end.
+
+    Args:
+        launch: From a back end.
+        limits: Of the program.
+
+    Raises:
+        SandboxError: The sandbox could not be set up.
+
+    Attributes:
+        limits: Of the program.
+        stderr: What has been read from its standard error; calls that wait read it.
+        cpu_seconds: User and system time of all its processes, with that of the setup; 0 until its end.
+        exit_code: 128 + the number of a signal; None until it has ended by itself.
+    """
+
+    def __init__(self, launch: Launch, limits: Limits):
+        self.limits = limits
+        self.stderr = bytearray()
+        self.cpu_seconds = 0.0
+        self.exit_code: int | None = None
+        self._launch = launch
+        self._chunks: list[bytes] = []
+        self._written = 0  # bytes of standard output
+        self._started = self._looked = time.monotonic()
+        self._deadline = self._started + _SETUP_SECONDS
+        try:
+            self._process = subprocess.Popen(
+                launch.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=dict(launch.environment),
+                cwd=launch.folder,
+                start_new_session=True,
+            )
+        except OSError as error:
+            launch.clean()
+            raise SandboxError(f"{launch.command[0]} cannot be started: {error}") from error
+        self._stdin, self._stdout = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stdout, selectors.EVENT_READ, self._read_stdout)
+        self._selector.register(_pipe(self._process.stderr), selectors.EVENT_READ, self._read_stderr)
+        self._await_ready()
+        # The first process of the PID namespace: when it is gone, the kernel has ended all others.
+        self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
+
+    @property
+    def pid(self) -> int:
+        """Of the process of the host that holds the sandbox."""
+        return self._process.pid
+
+    @property
+    def wall_seconds(self) -> float:
+        """Time since the program started."""
+        return time.monotonic() - self._started
+
+    def renew(self, wall_seconds: float) -> None:
+        """Give it so many seconds from now and its whole output limit again, as for a server's next request."""
+        self._deadline = time.monotonic() + wall_seconds
+        self._written = 0
+        self.stderr.clear()
+
+    def usage(self) -> Usage:
+        """What all its processes use now."""
+        return usage_of(self.pid)
+
+    def send(self, data: bytes) -> None:
+        """Write to its standard input. What it writes meanwhile is kept for `receive`.
+
+        Raises:
+            BrokenPipeError: It has closed its standard input or has ended.
+            LimitExceeded: It exceeded a limit and was killed.
+        """
+        rest = memoryview(data)
+
+        def write(pipe: IO[bytes]) -> None:
+            nonlocal rest
+            rest = rest[os.write(pipe.fileno(), rest[:_CHUNK]) :]
+
+        self._selector.register(self._stdin, selectors.EVENT_WRITE, write)
+        try:
+            self._pump(lambda: not rest)
+        finally:
+            with contextlib.suppress(KeyError, ValueError):  # a kill has closed it
+                self._selector.unregister(self._stdin)
+
+    def close_input(self) -> None:
+        """Close its standard input."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def receive(self) -> bytes:
+        """The next bytes of its standard output; none once that is closed.
+
+        Raises:
+            LimitExceeded: It exceeded a limit and was killed.
+        """
+        self._pump(lambda: bool(self._chunks) or self._stdout.closed)
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        return data
+
+    def wait(self) -> int:
+        """Wait until it ends by itself, and reap it. Its standard input is closed and its output dropped.
+
+        Returns:
+            The exit code; 128 + its number for a signal.
+
+        Raises:
+            LimitExceeded: It exceeded a limit and was killed.
+        """
+        self.close_input()
+        while self.receive():
+            pass
+        pause = 0.001
+        while not self._reap(os.WNOHANG):
+            self._check_limits()
+            time.sleep(pause)  # its output is closed: it is about to end
+            pause = min(2 * pause, _POLL)
+        code = self._process.returncode
+        self.exit_code = code if code >= 0 else 128 - code
+        self.kill()
+        return self.exit_code
+
+    def kill(self) -> None:
+        """Kill all its processes, wait until they are gone, and reap; nothing happens where that was done."""
+        for first in getattr(self, "_first", []):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._launch.stop()
+        for first in getattr(self, "_first", []):
+            _await_end(first)
+            os.close(first)
+        self._first = []
+        self._reap(0)
+        self._selector.close()
+        for pipe in (self._stdin, self._stdout, _pipe(self._process.stderr)):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._launch.clean()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def _await_ready(self) -> None:
+        """Wait until the sandbox is set up; then the program's time begins."""
+        text = b""
+        try:
+            while len(text) < len(READY) and (more := self.receive()):
+                text += more
+        except LimitExceeded as error:
+            raise SandboxError(f"the sandbox was not set up: {error.detail}") from error
+        if not text.startswith(READY):
+            while self._selector.get_map() and self._selector.select(_POLL):
+                self._read_stderr(_pipe(self._process.stderr))
+            self.kill()
+            said = self.stderr.decode(errors="replace").strip() or text.decode(errors="replace").strip()
+            raise SandboxError(said.splitlines()[-1] if said else f"{self._launch.command[0]} ended without a word")
+        self._chunks = [text[len(READY) :]] if len(text) > len(READY) else []
+        self._started = self._looked = time.monotonic()
+        self._deadline = self._started + self.limits.wall_seconds
+
+    def _pump(self, done: Callable[[], bool]) -> None:
+        """Move bytes until something is done, within the limits."""
+        while not done():
+            for key, _ in self._selector.select(_POLL):
+                key.data(key.fileobj)
+            self._check_limits()
+
+    def _read_stdout(self, pipe: IO[bytes]) -> None:
+        if data := os.read(pipe.fileno(), _CHUNK):
+            self._chunks.append(data)
+            self._written += len(data)
+        else:
+            self._selector.unregister(pipe)
+            pipe.close()
+
+    def _read_stderr(self, pipe: IO[bytes]) -> None:
+        if data := os.read(pipe.fileno(), _CHUNK):
+            self.stderr += data
+        else:
+            self._selector.unregister(pipe)
+            pipe.close()
+
+    def _check_limits(self) -> None:
+        if max(self._written, len(self.stderr)) > self.limits.output_bytes:
+            self._exceeded("output", f"wrote more than {self.limits.output_bytes:,} bytes")
+        now = time.monotonic()
+        if now - self._looked < _POLL:
+            return
+        self._looked = now
+        usage = self.usage()
+        if found := self.limits.exceeded_by(usage):
+            self._exceeded(*found)
+        if now > self._deadline:
+            self._exceeded("timeout", f"not done in time, with {usage.cpu_seconds:.1f} s of CPU time used")
+
+    def _exceeded(self, status: Exceeded, detail: str) -> None:
+        self.kill()
+        raise LimitExceeded(status, detail)
+
+    def _reap(self, options: int) -> bool:
+        """Whether the process that holds the sandbox has ended; `options` are those of `waitpid`."""
+        if self._process.returncode is None:
+            pid, status, usage = os.wait4(self.pid, options)
+            if pid == 0:
+                return False
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        return True
+
+
+def _pipe(pipe: IO[Any] | None) -> IO[bytes]:
+    assert pipe is not None  # each was asked for
+    return pipe
+
+
+def _await_end(pidfd: int) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(pidfd, selectors.EVENT_READ)
+        if not selector.select(_END_SECONDS):
+            raise SandboxError(f"a killed sandbox lives on after {_END_SECONDS:g} s; look for processes in state D")

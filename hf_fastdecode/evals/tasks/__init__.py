@@ -1,0 +1,8 @@
+"""Where tasks come from: the package, files in published forms, the hub."""
+
+from __future__ import annotations
+
+from .load import SPLITS, TASK_NAMES, load_tasks
+from .task_set import TaskIds, TaskSet
+
+__all__ = ["SPLITS", "TASK_NAMES", "TaskIds", "TaskSet", "load_tasks"]

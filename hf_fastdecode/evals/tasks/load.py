@@ -1,0 +1,136 @@
+"""Loading tasks by name, from the package, a file or the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
+from hf_fastdecode.command_errors import CommandError
+
+from ..json_records import Record, parse_records, read_bytes
+from ..task import Task
+from .hub import hub_records
+from .published import difference
+from .readers import apps_task, mbpp_task, mbxp_task, recognised
+from .task_set import TaskIds, TaskSet
+
+_READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
+    "embedded": mbpp_task,
+    "mbpp": mbpp_task,
+    "mbxp-python": partial(mbxp_task, language="python"),
+    "mbxp-java": partial(mbxp_task, language="java"),
+    "mbxp-javascript": partial(mbxp_task, language="javascript"),
+    "humaneval": partial(mbxp_task, language="python"),
+    "apps": apps_task,
+}
+TASK_NAMES: Final = tuple(_READERS)
+
+# MBPP's splits by task id (its README); MBXP keeps the ids.
+SPLITS: Final = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
+
+_PROMPT_ORDER: Final = ("2", "3", "4")  # the three of Austin et al. 2021
+
+
+def load_tasks(
+    name: str = "embedded",
+    *,
+    data: Path | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    task_ids: Sequence[str | int] | None = None,
+) -> TaskSet:
+    """The tasks of a source.
+
+    Args:
+        name: One of `TASK_NAMES`. ``embedded`` comes with the package; ``apps`` needs a file.
+        data: A `.jsonl`, `.jsonl.gz` or `.json` file in place of the hub, in the published form of the name.
+        split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the
+            others (the papers of MBXP and HumanEval use all).
+        limit: Only the first so many, at least 1.
+        task_ids: Only these, in this order, of any split.
+
+    Raises:
+        CommandError: The name, an id, the split or the limit is wrong, or the data cannot be read.
+    """
+    if name not in _READERS:
+        raise CommandError(f"there are no tasks {name!r}; choose one of {', '.join(TASK_NAMES)}")
+    if limit is not None and limit < 1:
+        raise CommandError(f"--limit must be at least 1, got {limit}; leave it out for all tasks")
+    if split not in (None, "all", *SPLITS):
+        raise CommandError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
+    records, origin, note = _records(name, data)
+    tasks = _parsed(name, records)
+    examples = tuple(map(_READERS[name], _packaged(fewshot_tasks()))) if name == "embedded" else _examples(name, tasks)
+    if task_ids is not None:
+        find = TaskIds(tasks)
+        chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
+        if not chosen:
+            raise CommandError("--task-ids names no task; leave it out for all tasks")
+    else:
+        chosen = _of_split(tasks, split or ("test" if name == "mbpp" else "all"), origin)
+    return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
+
+
+def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
+    """Records, where they were read, and a line where they are not the published ones."""
+    if data is not None:
+        content = read_bytes(data)
+        records = parse_records(content, data)
+        _check_form(name, records[0])
+        return records, str(data), difference(name, data, content, len(records))
+    if name == "embedded":
+        return _packaged(embedded_tasks()), "the package", ""
+    if name == "apps":
+        raise CommandError("the tasks apps need a file in APPS' format; pass --data FILE")
+    return hub_records(name)
+
+
+def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
+    return [Record(one, f"embedded task {one['task_id']}") for one in fields]
+
+
+def _check_form(name: str, record: Record) -> None:
+    found = recognised(record)
+    expected = "mbpp" if name == "embedded" else name
+    if found and found != expected:
+        remedy = f"pass --task {found}" if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
+        raise record.error(f"this is a record of {found}, not of {name}; {remedy}, or name another file")
+
+
+def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
+    tasks: dict[str, Task] = {}
+    for record in records:
+        task = _READERS[name](record)
+        if task.task_id in tasks:
+            raise record.error(f"task id {task.task_id} occurs twice; give each task an id of its own")
+        tasks[task.task_id] = task
+    return list(tasks.values())
+
+
+def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """MBPP's tasks for few-shot prompts, the paper's three first."""
+    if name != "mbpp":
+        return ()
+    found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
+    return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))
+
+
+def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
+    if split == "all":
+        return list(tasks)
+    found = _within(tasks, *SPLITS[split])
+    if not found:
+        first, last = SPLITS[split]
+        raise CommandError(
+            f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
+            f"to {tasks[-1].task_id}; pass --split all"
+        )
+    return found
+
+
+def _within(tasks: Sequence[Task], first: int, last: int) -> list[Task]:
+    numbers = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
+    return [task for task, number in numbers if number.isdecimal() and first <= int(number) <= last]

@@ -1,0 +1,113 @@
+"""The data sets as published: where they are, and what their files are known by."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_MXEVAL: Final = "https://raw.githubusercontent.com/amazon-science/mxeval/e09974f990eeaf0c0e8f2b5eaff4be66effb2c86"
+_OPENAI: Final = "https://raw.githubusercontent.com/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d"
+_GOOGLE: Final = "https://raw.githubusercontent.com/google-research/google-research/master/mbpp"
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file of a data set.
+
+    Attributes:
+        task_name: Of the source that reads it.
+        url: Where it is published; the repository's name is part of it.
+        problems: How many it holds.
+        sha256: Of its content, decompressed.
+        hub: Repository and configuration on the Hugging Face hub; None where the hub has a loading script only, which
+            `datasets` no longer runs.
+    """
+
+    task_name: str
+    url: str
+    problems: int
+    sha256: str
+    hub: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return self.url.rpartition("/")[2]
+
+
+# The first file of a task name is the one that is loaded where none is given.
+FILES: Final = (
+    PublishedFile(
+        "mbpp",
+        f"{_GOOGLE}/mbpp.jsonl",
+        974,
+        "ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
+        ("google-research-datasets/mbpp", "full"),
+    ),
+    PublishedFile(
+        "mbpp",
+        f"{_GOOGLE}/sanitized-mbpp.json",
+        427,
+        "ca95deaa9a01ef0a6f439f88bcf0dd3db3563d22f22aad6cae04ebb9a8d8c8e9",
+        ("google-research-datasets/mbpp", "sanitized"),
+    ),
+    PublishedFile(
+        "mbxp-python",
+        f"{_MXEVAL}/data/mbxp/mbpp_release_v1.jsonl",
+        974,
+        "2ea7949f20ed5ecaacf4c9970d29430ec3f13772f4dd379665b1234f14b0ec3e",
+    ),
+    PublishedFile(
+        "mbxp-java",
+        f"{_MXEVAL}/data/mbxp/mbjp_release_v1.2.jsonl",
+        966,
+        "139a0fcdff2f4c6d456c546c82f43a1f389dfe3125f5f2c3f6a12f478483dffd",
+    ),
+    PublishedFile(
+        "mbxp-javascript",
+        f"{_MXEVAL}/data/mbxp/mbjsp_release_v1.2.jsonl",
+        966,
+        "9e443a1911bcedd8b5193f43d3217666fbf669cd00d54265941a8eb17e396f5a",
+    ),
+    PublishedFile(
+        "humaneval",
+        f"{_OPENAI}/data/HumanEval.jsonl.gz",
+        164,
+        "1d49078ba3e2b196b9344535bef34a43021f038fad9561d6ee7c53450609a6a2",
+        ("openai/openai_humaneval", "openai_humaneval"),
+    ),
+    PublishedFile(
+        "humaneval",
+        f"{_MXEVAL}/data/multilingual_humaneval/HumanEval.jsonl",
+        164,
+        "ee8ed1495a18a21d3c285c031d38940e3208f1616dc386a32a8d28e968fe94d8",
+    ),
+)
+
+
+def published_file(task_name: str) -> PublishedFile:
+    """The file that a task name is loaded from where none is given.
+
+    Raises:
+        StopIteration: Nothing is published under this name.
+    """
+    return next(file for file in FILES if file.task_name == task_name)
+
+
+def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
+    """A line for people where a file is none of those published for a task name, else empty.
+
+    Args:
+        task_name: Of the source that reads it.
+        path: Of the file.
+        content: Decompressed.
+        problems: How many it holds.
+    """
+    found = hashlib.sha256(content).hexdigest()
+    pinned = [file for file in FILES if file.task_name == task_name]
+    if not pinned or found in (file.sha256 for file in pinned):
+        return ""
+    known = " or ".join(f"{file.name}: {file.problems} problems, sha256 {file.sha256[:12]}" for file in pinned)
+    return f"{path} is not the published data: {problems} problems, sha256 {found[:12]} (published: {known})"

@@ -1,0 +1,97 @@
+"""From published records to tasks: MBPP in both forms, MBXP, HumanEval and APPS."""
+
+from __future__ import annotations
+
+import json
+
+from ..json_records import Record
+from ..task import Language, Task
+
+
+def mbpp_task(record: Record) -> Task:
+    """A task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
+
+    Raises:
+        CommandError: A field is missing or of another type.
+    """
+    description = record.text("prompt") if "text" not in record.fields else record.text("text")
+    setup = "\n".join([*record.texts("test_imports", ()), record.text("test_setup_code", "")]).strip()
+    tests = record.texts("test_list")
+    if not tests:
+        raise record.error("field 'test_list' is empty; a task needs at least one test, or every program would pass")
+    return Task(
+        task_id=_number(record, "task_id"),
+        language="python",
+        description=description,
+        stem="",
+        tests=tuple(map(_unix, tests)),
+        setup=_unix(setup),
+        reference=_unix(record.text("code")),
+    )
+
+
+def mbxp_task(record: Record, language: Language) -> Task:
+    """A task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
+
+    Args:
+        record: Fields as published; `canonical_solution` is null where no solution is known.
+        language: Of the program; HumanEval's own file does not name it.
+
+    Raises:
+        CommandError: A field is missing or of another type.
+    """
+    return Task(
+        task_id=record.text("task_id"),
+        language=language,
+        description=record.text("description", ""),
+        stem=record.text("prompt"),
+        tests=(record.text("test"),),
+        entry_point=record.text("entry_point"),
+        reference=None if record.fields.get("canonical_solution") is None else record.text("canonical_solution"),
+    )
+
+
+def apps_task(record: Record) -> Task:
+    """A task of APPS (Hendrycks et al. 2021) as a text to be solved; its tests by input and output are not read.
+
+    Raises:
+        CommandError: A field is missing or of another type.
+    """
+    solutions = record.text("solutions", "") or "[]"
+    try:
+        first = next(iter(json.loads(solutions)), None)
+    except (ValueError, TypeError) as error:
+        raise record.error(f"field 'solutions' must be a JSON list of programs ({error})") from error
+    return Task(
+        task_id=_number(record, "problem_id" if "problem_id" in record.fields else "id"),
+        language="python",
+        description=record.text("question"),
+        stem="",
+        tests=(),
+        setup=record.text("starter_code", ""),
+        reference=None if first is None else _unix(str(first)),
+    )
+
+
+def recognised(record: Record) -> str:
+    """The task name that a record's fields tell; empty where they tell none."""
+    fields = record.fields
+    if "test_list" in fields:
+        return "mbpp"
+    if "question" in fields and "solutions" in fields:
+        return "apps"
+    if "entry_point" in fields and "test" in fields:
+        humaneval = str(fields.get("task_id")).startswith("HumanEval")
+        return "humaneval" if humaneval else f"mbxp-{fields.get('language', 'python')}"
+    return ""
+
+
+def _number(record: Record, name: str) -> str:
+    value = record.fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise record.error(f"field {name!r} must be a number or a text, got {value!r}")
+    return str(value)
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n")

@@ -1,0 +1,155 @@
+"""Samples in the files of other tools."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.evals.formats import FORMS, read_samples, write_samples
+from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.task import Task
+
+from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON
+
+TASKS = (MBPP, replace(MBPP, task_id="12"))
+SAMPLES = [Sample("11", 0, "def f(): pass\n"), Sample("12", 0, "x"), Sample("11", 1, "é\n"), Sample("12", 1, "")]
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_read_as_written(form: Any, tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    write_samples(path, SAMPLES, TASKS, form)
+    assert sorted(read_samples(path, TASKS), key=repr) == sorted(SAMPLES, key=repr)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", [PYTHON, JAVA, JAVASCRIPT], ids=lambda task: task.language)
+def test_stems_are_put_before_and_taken_away(form: Any, task: Task, tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    samples = [Sample(task.task_id, 0, task.reference or ""), Sample(task.task_id, 1, "}")]
+    write_samples(path, samples, [task], form)
+    assert read_samples(path, [task]) == samples
+
+
+def test_own_form_keeps_log_probabilities_and_indices(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    samples = [Sample("11", 7, "x", 3, -1.5), Sample("11", 2, "y", 0, 0.0)]
+    write_samples(path, samples, TASKS)
+    assert read_samples(path, TASKS) == samples
+
+
+def test_the_forms_of_the_tools(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def written(form: Any, task: Task) -> Any:
+        write_samples(path, [Sample(task.task_id, 0, task.reference or "")], [task], form)
+        return json.loads(path.read_text())
+
+    assert written("human-eval", PYTHON) == {"task_id": "MBPP/3", "completion": PYTHON.reference}
+    assert written("mxeval", JAVA) == {"task_id": "MBJP/3", "completion": JAVA.reference, "language": "java"}
+    assert written("evalplus", MBPP) == {"task_id": "Mbpp/11", "solution": MBPP.reference}
+    assert written("evalplus", PYTHON) == {"task_id": "MBPP/3", "solution": PYTHON.stem + (PYTHON.reference or "")}
+    assert written("bigcode", PYTHON) == [[PYTHON.stem + (PYTHON.reference or "")]]
+
+
+def test_spellings_of_ids_and_numbering(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"task_id": 11, "completion": "a"},
+        {"task_id": "Mbpp/12", "completion": "b"},
+        {"task_id": "MBPP/11", "solution": "c", "_identifier": "Mbpp/11 (line 3 in a.jsonl)"},
+        {"_identifier": "Mbpp/12 (line 4 in a.jsonl)", "solution": "d"},
+    )
+    assert read_samples(path, TASKS) == [
+        Sample("11", 0, "a"),
+        Sample("12", 0, "b"),
+        Sample("11", 1, "c"),
+        Sample("12", 1, "d"),
+    ]
+
+
+def test_bigcode_tells_tasks_by_position(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", [["a", "b"]])
+    assert read_samples(path, TASKS) == [Sample("11", 0, "a"), Sample("11", 1, "b")]
+    task = replace(PYTHON, stem=f"\n\n{PYTHON.stem}")  # the prompt there is stripped
+    stripped = write(tmp_path / "b.json", [[PYTHON.stem.strip() + "\n    return 2"]])
+    assert read_samples(stripped, [task]) == [Sample("MBPP/3", 0, "\n    return 2")]
+
+
+def run(program: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(program, scope)
+    return scope["double"]
+
+
+@pytest.mark.parametrize("stem", [PYTHON.stem, "def double(x):\n"], ids=["docstring", "bare"])
+def test_a_whole_python_program_replaces_the_stems_function(stem: str, tmp_path: Path) -> None:
+    task = replace(PYTHON, stem=stem)
+    path = write(
+        tmp_path / "a", {"task_id": "MBPP/3", "solution": "import math\n\ndef double(y):\n    return 2 * y\n"}
+    )
+    (sample,) = read_samples(path, [task])
+    assert run(task.program(sample.completion))(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"task_id": 13, "completion": ""}, "line 2: there is no task 13; the 2 tasks have ids from 11 to 12"),
+        ({"task_id": "HumanEval/11", "completion": ""}, "line 2: there is no task HumanEval/11"),
+        ({"task_id": 11}, "line 2: a sample needs the field 'completion' or 'solution', got task_id"),
+        ({"completion": "a"}, "line 2: a sample needs the field 'task_id', got completion"),
+        ({"task_id": 11, "completion": 3}, "line 2: field 'completion' must be a text, got 3"),
+        ({"task_id": 11, "completion": "", "index": 0}, "line 2: sample 0 of task 11 occurs twice"),
+        (
+            {"task_id": 11, "completion": "", "index": -1},
+            "line 2: field 'index' must be an integer of at least 0, got -1",
+        ),
+        ({"task_id": 11, "completion": "", "index": True}, "line 2: field 'index' must be an integer"),
+        ({"task_id": 11, "completion": "", "sum_logp": "a"}, "line 2: field 'sum_logp' must be a number, got 'a'"),
+        ({"task_id": 11, "completion": "", "language": "java"}, "line 2: a sample in java for task 11 in python"),
+        ([], "line 2: expected a JSON object, got list"),
+    ],
+)
+def test_wrong_samples(record: object, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"task_id": 11, "completion": ""}, record)
+    with pytest.raises(CommandError, match=message):
+        read_samples(path, TASKS)
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"task_id": 11, "completion": "a"}\n{"task_id"\n')
+    with pytest.raises(CommandError, match="line 2: not JSON"):
+        read_samples(path, TASKS)
+    path.write_text('[["a"], ["b"')
+    with pytest.raises(CommandError, match=r"a\.jsonl: not JSON"):
+        read_samples(path, TASKS)
+    with pytest.raises(CommandError, match="generations of 3 tasks, there are 2"):
+        read_samples(write(path, [["a"], ["b"], ["c"]]), TASKS)
+    with pytest.raises(CommandError, match="item 1, program 2: expected a text, got int"):
+        read_samples(write(path, [["a", 3]]), TASKS)
+    with pytest.raises(CommandError, match="line 1: a Java program must begin with the task's stem"):
+        read_samples(write(path, {"task_id": 3, "solution": "class A { }"}), [JAVA])
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(CommandError, match="there is no form 'csv' of samples; choose one of own, human-eval"):
+        write_samples(path, SAMPLES, TASKS, "csv")  # type: ignore[arg-type]
+    with pytest.raises(CommandError, match="there is no task 12 for its samples"):
+        write_samples(path, SAMPLES, TASKS[:1])
+    with pytest.raises(CommandError, match="task 12 has no sample, and bigcode's form tells tasks by position"):
+        write_samples(path, SAMPLES[:1], TASKS, "bigcode")
+    assert not path.exists()
