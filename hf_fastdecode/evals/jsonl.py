@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self, TypeVar, get_args
 
+from ..command_errors import CommandError
 from .records import Sample, Status, Verdict
 
 Record = TypeVar("Record", Sample, Verdict)
@@ -66,7 +67,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file, one a line; empty lines are skipped, and so is a last line that was cut off.
 
     Raises:
-        ValueError: Another line is not a JSON object.
+        CommandError: Another line is not a JSON object.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -76,16 +77,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if found is not None:
                 yield found
             elif line.endswith(b"\n"):
-                raise ValueError(
-                    f"{path}, line {number}: expected a JSON object, got {line[:60]!r}; mend it"
-                )
+                raise CommandError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}; mend it")
 
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file that `JsonlWriter` wrote; further fields are ignored.
 
     Raises:
-        ValueError: A line is not a JSON object or lacks a field.
+        CommandError: A line is not a JSON object or lacks a field.
     """
     return [_record(path, Sample, line) for line in read_jsonl(path)]
 
@@ -94,12 +93,12 @@ def read_verdicts(path: Path) -> list[Verdict]:
     """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored.
 
     Raises:
-        ValueError: A line is not a JSON object, lacks a field, or has an unknown status.
+        CommandError: A line is not a JSON object, lacks a field, or has an unknown status.
     """
     verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
     for verdict in verdicts:
         if verdict.status not in get_args(Status):
-            raise ValueError(
+            raise CommandError(
                 f"{path}: status must be one of {', '.join(get_args(Status))}, got {verdict.status!r} for sample "
                 f"{verdict.index} of task {verdict.task_id!r}; score the samples again"
             )
@@ -109,7 +108,7 @@ def read_verdicts(path: Path) -> list[Verdict]:
 def _record(path: Path, kind: type[Record], line: Mapping[str, Any]) -> Record:
     for field in fields(kind):
         if field.name not in line and field.default is MISSING:
-            raise ValueError(
+            raise CommandError(
                 f"{path}: a {kind.__name__.lower()} must have the field {field.name!r}, got only "
                 f"{', '.join(sorted(line)) or 'none'}"
             )
