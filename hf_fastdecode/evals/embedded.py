@@ -20,7 +20,7 @@ from hf_fastdecode.api import enabled
 from hf_fastdecode.assets import Task, embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
 
 from .check import check_many
-from .pass_at_k import pass_at_k
+from .metrics import pass_at_k
 
 KS: Final = (1, 8, 32)
 

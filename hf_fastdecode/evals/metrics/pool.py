@@ -1,0 +1,118 @@
+"""The judged samples of one task, as columns."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from ..records import Sample, Verdict
+from .duplicates import KEYS, Deduplicate
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The judged samples of one task.
+
+    Attributes:
+        task_id: Of the task.
+        passed: Whether each sample passed.
+        keys: Equal for duplicates.
+        mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens: there is
+            nothing to rank it by, so it comes last.
+        sum_logp: Sum of the log-probabilities, likewise.
+    """
+
+    task_id: str
+    passed: tuple[bool, ...]
+    keys: tuple[Hashable, ...]
+    mean_logp: tuple[float | None, ...]
+    sum_logp: tuple[float | None, ...]
+
+    @property
+    def correct(self) -> int:
+        """Samples that passed."""
+        return sum(self.passed)
+
+    @property
+    def distinct(self) -> int:
+        """Groups of duplicates."""
+        return len(set(self.keys))
+
+    def settle(self) -> tuple[Pool, int]:
+        """Give duplicates the verdict of their majority, a tie counting as failed.
+
+        Duplicates differ where a scorer is flaky, e.g. by timeouts on a busy machine.
+
+        Returns:
+            The pool, and the number of samples whose verdict changed.
+        """
+        votes: Counter[Hashable] = Counter()
+        for key, right in zip(self.keys, self.passed):
+            votes[key] += 1 if right else -1
+        passed = tuple(votes[key] > 0 for key in self.keys)
+        changed = sum(before != after for before, after in zip(self.passed, passed))
+        return replace(self, passed=passed), changed
+
+
+def build_pools(
+    samples: Iterable[Sample], verdicts: Iterable[Verdict], deduplicate: Deduplicate = "text"
+) -> tuple[list[Pool], int]:
+    """Join samples and verdicts into a pool for each task, in the order of the samples.
+
+    Samples without a verdict and those whose verdict is ``sandbox_error`` are left out: these say nothing about the
+    sample. Of several verdicts of a sample the last counts, as of a scoring that was retried.
+
+    Args:
+        samples: Of any number of tasks.
+        verdicts: Of these samples.
+        deduplicate: What makes samples duplicates.
+
+    Returns:
+        The pools, without tasks of which no sample was judged, and the number of samples left out.
+
+    Raises:
+        ValueError: A sample is there twice and differs, or a verdict has no sample.
+    """
+    by_id: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        at = (sample.task_id, sample.index)
+        if by_id.setdefault(at, sample) != sample:
+            raise ValueError(
+                f"sample {sample.index} of task {sample.task_id!r} is there twice with different contents; keep "
+                "the file of one run"
+            )
+    judged: dict[tuple[str, int], Verdict] = {}
+    for verdict in verdicts:
+        at = (verdict.task_id, verdict.index)
+        if at not in by_id:
+            raise ValueError(
+                f"a verdict names sample {verdict.index} of task {verdict.task_id!r}, which is not among the samples; "
+                "the files are of different runs: score the samples again"
+            )
+        judged[at] = verdict
+    by_task: dict[str, list[tuple[Sample, bool]]] = {}
+    left_out = 0
+    for at, sample in by_id.items():
+        found = judged.get(at)
+        if found is None or found.status == "sandbox_error":
+            left_out += 1
+        else:
+            by_task.setdefault(sample.task_id, []).append((sample, found.passed))
+    key = KEYS[deduplicate]
+    pools = [
+        Pool(
+            task_id,
+            tuple(right for _, right in rows),
+            tuple(key(sample.completion) for sample, _ in rows),
+            tuple(_ranked_last(sample, sample.mean_logp) for sample, _ in rows),
+            tuple(_ranked_last(sample, sample.sum_logp) for sample, _ in rows),
+        )
+        for task_id, rows in by_task.items()
+    ]
+    return pools, left_out
+
+
+def _ranked_last(sample: Sample, score: float | None) -> float | None:
+    return -math.inf if sample.sum_logp is not None and sample.tokens == 0 else score

@@ -1,0 +1,139 @@
+"""Accuracy over tasks: a curve over n for each ranker, with intervals over problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..metrics import Pool, Ranker, bootstrap_interval, pass_at_ranker
+
+SHOWN: Final[tuple[Ranker, ...]] = ("oracle", "mean_logp")
+"""The curves that are set against latency: pass@n and pass@top-m."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy of one ranker against n.
+
+    Attributes:
+        ranker: Who chooses the candidates that are run.
+        values: Means over tasks, one for each n of the `Accuracy`.
+        lows: Lower ends of the 95 % bootstrap interval over tasks; NaN with a single task.
+        highs: Upper ends.
+        errors: Standard errors of the Monte Carlo estimate on these tasks; None where the values are exact.
+    """
+
+    ranker: Ranker
+    values: tuple[float, ...]
+    lows: tuple[float, ...]
+    highs: tuple[float, ...]
+    errors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TaskCounts:
+    """The pool of one task in numbers.
+
+    Attributes:
+        task_id: Of the task.
+        samples: Judged samples.
+        passed: Of these, those that passed.
+        distinct: Groups of duplicates.
+        distinct_passed: Of these, those that pass.
+    """
+
+    task_id: str
+    samples: int
+    passed: int
+    distinct: int
+    distinct_passed: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What the samples and their verdicts say.
+
+    Attributes:
+        m: Candidates that are run; None where samples were not ranked.
+        ns: Numbers of samples.
+        curves: By ranker; ``oracle`` is pass@n.
+        tasks: Counts for each task.
+        statuses: Verdicts by status, of all samples.
+    """
+
+    m: int | None
+    ns: tuple[int, ...]
+    curves: dict[Ranker, Curve]
+    tasks: tuple[TaskCounts, ...]
+    statuses: dict[str, int]
+
+    def label(self, ranker: Ranker) -> str:
+        """A curve's name in tables and pictures."""
+        return {
+            "oracle": "pass@n",
+            "mean_logp": f"pass@top{self.m}, mean log-p",
+            "sum_logp": f"pass@top{self.m}, sum log-p",
+            "random": f"first {self.m} distinct, unranked",
+            "votes": f"{self.m} most frequent",
+        }[ranker]
+
+    def short_label(self, ranker: Ranker) -> str:
+        """The name of a curve of `SHOWN`, as the paper has it."""
+        return "pass@n" if ranker == "oracle" else f"pass@top{self.m}"
+
+    def value(self, ranker: Ranker, n: int) -> float:
+        """Accuracy of a ranker at one of the ns."""
+        return self.curves[ranker].values[self.ns.index(n)]
+
+
+def measure_accuracy(
+    pools: Sequence[Pool],
+    rankers: Sequence[Ranker],
+    ns: Sequence[int],
+    *,
+    m: int | None,
+    statuses: Counter[str],
+    seed: int = 0,
+) -> Accuracy:
+    """Curves of rankers over the tasks of some pools.
+
+    Args:
+        pools: One a task, at least one.
+        rankers: Whose curves.
+        ns: Numbers of samples, up to the smallest pool.
+        m: Candidates that are run.
+        statuses: Verdicts by status.
+        seed: Of the bootstrap and of Monte Carlo estimates.
+
+    Raises:
+        ValueError: A number is out of bounds, or a log-probability is missing.
+    """
+    curves: dict[Ranker, Curve] = {}
+    for ranker in rankers:
+        found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]
+        values = np.array([value for value, _ in found])  # [tasks, ns]
+        lows, highs = bootstrap_interval(values, seed=seed)
+        squares = [error**2 for _, error in found if error is not None]
+        errors = np.sqrt(np.sum(squares, axis=0)) / len(pools) if squares else None
+        curves[ranker] = Curve(
+            ranker,
+            tuple(values.mean(axis=0).tolist()),
+            tuple(lows.tolist()),
+            tuple(highs.tolist()),
+            None if errors is None else tuple(errors.tolist()),
+        )
+    counts = tuple(
+        TaskCounts(
+            pool.task_id,
+            len(pool.passed),
+            pool.correct,
+            pool.distinct,
+            len({key for key, right in zip(pool.keys, pool.passed) if right}),
+        )
+        for pool in pools
+    )
+    return Accuracy(m, tuple(ns), curves, counts, dict(statuses.most_common()))

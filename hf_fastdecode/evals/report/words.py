@@ -1,0 +1,93 @@
+"""The report's tables as text cells, for a terminal and for a page."""
+
+from __future__ import annotations
+
+import math
+
+from .accuracy import SHOWN, Accuracy, Curve
+from .build import Report
+from .join import largest_n_within, lines_of
+from .latency import Latency
+
+Cells = tuple[list[str], list[list[str]]]
+"""A table's head, where lines may break, and its rows."""
+
+
+def accuracy_table(accuracy: Accuracy) -> Cells:
+    """A row for each n, a column for each ranker."""
+    head = ["n", *(accuracy.label(ranker).replace(", ", ",\n") for ranker in accuracy.curves)]
+    rows = [
+        [f"{n:,}", *(_percent(curve, place) for curve in accuracy.curves.values())]
+        for place, n in enumerate(accuracy.ns)
+    ]
+    return head, rows
+
+
+def latency_tables(found: Report) -> dict[str, Cells]:
+    """By device, a row for each measurement, times in seconds; beside a shared one, what stock takes over its time."""
+    times = ["prefill,\ns", "ms/step", "first,\ns", "median,\ns", "last,\ns", "p90,\ns"]
+    head = ["way", "mode", "n", *times, "peak,\nGiB", "stock/\nshared"]
+    tables: dict[str, Cells] = {}
+    for row in found.latency:
+        cells = [
+            row.way,
+            row.mode,
+            f"{row.n:,}",
+            _number(row.prefill_s),
+            _number(row.ms_per_step_p50),
+            _number(row.first_sample_s),
+            _number(row.median_sample_s),
+            _number(row.last_sample_s) if row.status == "ok" else "none",
+            _number(row.last_sample_s_p90),
+            _number(math.nan if row.peak_bytes is None else row.peak_bytes / 2**30),
+            _ratio(row, found),
+        ]
+        tables.setdefault(row.device, (head, []))[1].append(cells)
+    return tables
+
+
+def growth_lines(found: Report) -> list[str]:
+    """How many samples fit into twice the latency of one, a sentence for each line."""
+    return [
+        f"{line.label} on {line.device}: {n:,} samples within twice the latency of one"
+        for line in lines_of(found.latency)
+        if (n := largest_n_within(line)) is not None
+    ]
+
+
+def task_table(accuracy: Accuracy) -> Cells:
+    """A row for each task."""
+    rows = [
+        [task.task_id, f"{task.samples:,}", f"{task.passed:,}", f"{task.distinct:,}", f"{task.distinct_passed:,}"]
+        for task in accuracy.tasks
+    ]
+    return ["task", "samples", "passed", "distinct", "distinct, passed"], rows
+
+
+def status_line(accuracy: Accuracy) -> str:
+    """Verdicts by status in a line."""
+    return "verdicts: " + ", ".join(f"{count:,} {status}" for status, count in accuracy.statuses.items())
+
+
+def _percent(curve: Curve, place: int) -> str:
+    """A value, with its interval if it is one of those set against latency, or with the error of an estimate."""
+    value, low, high = (100 * own[place] for own in (curve.values, curve.lows, curve.highs))
+    if curve.errors is not None:
+        return f"{value:.1f}% ± {100 * curve.errors[place]:.1f}"
+    return f"{value:.1f}%" + (f" [{low:.0f}, {high:.0f}]" if curve.ranker in SHOWN and not math.isnan(low) else "")
+
+
+def _ratio(row: Latency, found: Report) -> str:
+    """Stock's latency over that of a shared row."""
+    if row.way != "shared":
+        return ""
+    stock = [other for other in found.latency if (other.way, other.device, other.n) == ("stock", row.device, row.n)]
+    same = [other for other in stock if other.mode == row.mode] or (stock if len(stock) == 1 else [])
+    return f"{same[0].last_sample_s / row.last_sample_s:.1f}x" if same and same[0].status == "ok" else ""
+
+
+def _number(value: float) -> str:
+    """At least three digits that count; empty where unknown."""
+    if math.isnan(value):
+        return ""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"

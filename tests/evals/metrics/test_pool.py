@@ -1,0 +1,137 @@
+"""Joining samples with verdicts, duplicates, and rankers by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_fastdecode.evals.metrics import (
+    RANKERS,
+    Pool,
+    ast_key,
+    build_pools,
+    pass_at_first_m,
+    pass_at_n,
+    pass_at_ranker,
+    pass_at_top_m,
+)
+from hf_fastdecode.evals.records import Sample, Verdict
+
+POOL = Pool(
+    "t",
+    passed=(True, False, False, True),
+    keys=("a", "b", "c", "a"),
+    mean_logp=(-2.0, -1.0, -1.5, -0.5),
+    sum_logp=(-4.0, -9.0, -3.0, -2.0),
+)
+
+
+def samples_of(task_id: str, *texts: str) -> list[Sample]:
+    return [Sample(task_id, index, text, tokens=2, sum_logp=-1.0 - index) for index, text in enumerate(texts)]
+
+
+def test_columns_are_joined_by_task_and_index():
+    samples = samples_of("1", "x", "y", "x") + samples_of("2", "z")
+    verdicts = [Verdict("1", index, status) for index, status in enumerate(("pass", "timeout", "pass"))]
+    (pool, other), left_out = build_pools(samples[::-1], [*verdicts, Verdict("2", 0, "fail")])
+    pool, other = (other, pool) if pool.task_id == "2" else (pool, other)
+    assert (pool.passed, pool.keys, pool.mean_logp) == ((True, False, True), ("x", "y", "x"), (-1.5, -1.0, -0.5))
+    assert (pool.correct, pool.distinct, other.correct, other.distinct) == (2, 2, 0, 1)
+    assert left_out == 0
+
+
+def test_what_was_not_judged_is_left_out():
+    samples = samples_of("1", "x", "y", "z") + samples_of("2", "x")
+    verdicts = [Verdict("1", 0, "sandbox_error"), Verdict("1", 1, "pass"), Verdict("2", 0, "sandbox_error")]
+    pools, left_out = build_pools(samples, verdicts)
+    assert [(pool.task_id, pool.passed) for pool in pools] == [("1", (True,))]
+    assert left_out == 3
+
+
+def test_the_last_verdict_counts():
+    verdicts = [Verdict("1", 0, "sandbox_error"), Verdict("1", 0, "pass")]
+    assert build_pools(samples_of("1", "x"), verdicts)[0][0].passed == (True,)
+
+
+def test_files_of_different_runs_are_refused():
+    samples = samples_of("1", "x")
+    with pytest.raises(ValueError, match="names sample 3 of task '1', which is not among the samples"):
+        build_pools(samples, [Verdict("1", 3, "pass")])
+    with pytest.raises(ValueError, match="sample 0 of task '1' is there twice"):
+        build_pools([*samples, replace(samples[0], completion="other")], [])
+    assert build_pools([*samples, *samples], [Verdict("1", 0, "pass")])[0][0].passed == (True,)
+
+
+def test_a_completion_without_tokens_comes_last():
+    samples = [Sample("1", 0, "", tokens=0, sum_logp=0.0), Sample("1", 1, "x", 3, -9.0), Sample("1", 2, "y")]
+    (pool,), _ = build_pools(samples, [Verdict("1", index, "fail") for index in range(3)])
+    assert pool.mean_logp == (-np.inf, -3.0, None)
+    assert pool.sum_logp == (-np.inf, -9.0, None)
+
+
+def test_flaky_verdicts_are_settled_by_majority():
+    pool = replace(POOL, keys=("a", "a", "a", "b"), passed=(True, False, True, True))
+    settled, changed = pool.settle()
+    assert (settled.passed, changed) == ((True, True, True, True), 1)
+    settled, changed = replace(pool, keys=("a", "a", "b", "b")).settle()
+    assert (settled.passed, changed) == ((False, False, True, True), 1)
+    assert POOL.settle() == (POOL, 0)
+    with pytest.raises(ValueError, match="task 't': equal samples must have equal verdicts"):
+        pass_at_ranker(pool, "mean_logp", [1])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("def f(a):\n    return a\n", "def f(a):  # the same\n\n    return (a)\n", True),
+        ("def f(a):\n    return a\n", "def f(b):\n    return b\n", False),
+        ("    return a\n", "    return  (a)  # as the body of a function\n", True),
+        ("    return a\n", "    return b\n", False),
+        ("'a' + \"b\"", "\"a\" + 'b'", True),
+        ("int f() { return 1; }", "int f() { return  1; }", False),
+        ("x = '\\d'", "x = '\\\\d'", True),
+        ("\0", "\0\0", False),
+        ("((((", "((((", True),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_syntax_trees_as_keys(one, other, same):
+    assert (ast_key(one) == ast_key(other)) is same
+    assert (ast_key(one) == ast_key("-" * 100_000 + "1")) is False
+
+
+def test_pools_by_syntax_trees():
+    samples = samples_of("1", "x = 1", "x = (1)", "x = 2")
+    verdicts = [Verdict("1", index, "pass") for index in range(3)]
+    assert build_pools(samples, verdicts, "ast")[0][0].distinct == 2
+    assert build_pools(samples, verdicts)[0][0].distinct == 3
+
+
+def test_rankers_by_name():
+    ns, m = [1, 3, 4], 1
+    places = [n - 1 for n in ns]
+    expected = {
+        "oracle": pass_at_n(POOL.passed),
+        "mean_logp": pass_at_top_m(POOL.passed, POOL.mean_logp, POOL.keys, m),
+        "sum_logp": pass_at_top_m(POOL.passed, POOL.sum_logp, POOL.keys, m),
+        "random": pass_at_first_m(POOL.passed, POOL.keys, m),
+    }
+    assert set(RANKERS) == {*expected, "votes"}
+    for ranker, values in expected.items():
+        found, errors = pass_at_ranker(POOL, ranker, ns, m=m)
+        assert list(found) == list(values[places])
+        assert errors is None
+    found, errors = pass_at_ranker(POOL, "votes", [4], m=1)
+    assert (found[0], errors[0]) == (1.0, 0.0)
+    assert len({tuple(map(float, values)) for values in expected.values()}) == 4
+
+
+def test_errors_name_the_task():
+    with pytest.raises(ValueError, match="between 1 and the 4 samples of task 't', got 5; draw more"):
+        pass_at_ranker(POOL, "oracle", [1, 5])
+    with pytest.raises(ValueError, match=r"task 't': every sample needs a log-probability.*got none for 1 of 4"):
+        pass_at_ranker(replace(POOL, mean_logp=(None, -1.0, -1.0, -1.0)), "mean_logp", [1])
+    with pytest.raises(ValueError, match=r"must be one of oracle, mean_logp, .*got 'best'"):
+        pass_at_ranker(POOL, "best", [1])

@@ -1,0 +1,184 @@
+"""pass@top-m and its kin against enumeration, closed forms and what must hold between them."""
+
+from __future__ import annotations
+
+import random
+import time
+from fractions import Fraction
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_fastdecode.evals.metrics import (
+    pass_at_first_m,
+    pass_at_k,
+    pass_at_n,
+    pass_at_top_m,
+    powers_of_two,
+)
+from hf_fastdecode.evals.metrics.subsets import HitCounter, by_size
+
+from .pools import first_m_by_hand, pools, top_m_by_hand
+
+NUMBERS = st.integers(1, 4)
+
+
+@given(pools(), NUMBERS)
+@settings(max_examples=150, deadline=None)
+def test_top_m_is_the_mean_over_all_subsets(columns, m):
+    assert pass_at_top_m(*columns, m) == pytest.approx(top_m_by_hand(columns, m), rel=1e-14, abs=0)
+
+
+@given(pools(most=5), NUMBERS)
+@settings(max_examples=60, deadline=None)
+def test_first_m_is_the_mean_over_all_orders(columns, m):
+    passed, _, keys = columns
+    assert pass_at_first_m(passed, keys, m) == pytest.approx(first_m_by_hand(columns, m), rel=1e-13, abs=0)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_pass_at_n_is_pass_at_k(passed):
+    every = [pass_at_k(len(passed), sum(passed), n) for n in range(1, len(passed) + 1)]
+    assert pass_at_n(passed) == pytest.approx(every, rel=1e-13, abs=0)
+
+
+@given(pools(most=40), NUMBERS, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_what_holds_between_them(columns, m, order):
+    passed, scores, keys = columns
+    every, top, first = pass_at_n(passed), pass_at_top_m(*columns, m), pass_at_first_m(passed, keys, m)
+    share = sum(passed) / len(passed)
+    assert every[0] == top[0] == share
+    assert first[0] == pytest.approx(share, rel=1e-15)
+    assert (np.diff(every) >= 0).all()
+    assert (np.diff(first) >= 0).all()
+    assert (top <= every).all()
+    assert (pass_at_top_m(*columns, m + 1) >= top).all()
+    assert (pass_at_first_m(passed, keys, m + 1) >= first - 1e-15).all()
+    assert (top[:m] == every[:m]).all()  # of m samples at most, all are run
+    places = list(range(len(keys)))
+    order.shuffle(places)
+    shuffled = ([column[place] for place in places] for column in (passed, scores, keys))
+    assert (pass_at_top_m(*shuffled, m) == top).all()
+
+
+def test_the_whole_pool_is_one_subset():
+    passed, scores, keys = [False, True, False], [-1.0, -2.0, -3.0], ["a", "b", "c"]
+    assert [pass_at_top_m(passed, scores, keys, m)[-1] for m in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_a_closed_form_without_duplicates():
+    # One right sample, with `better` wrong ones before it: among n samples it is run if it is drawn, and fewer than m
+    # of those before it are.
+    samples, better, m = 20, 9, 3
+    passed = [index == better for index in range(samples)]
+    found = pass_at_top_m(passed, [-float(index) for index in range(samples)], range(samples), m)
+    for n in range(1, samples + 1):
+        ways = sum(comb(better, hits) * comb(samples - 1 - better, n - 1 - hits) for hits in range(min(m, n)))
+        assert found[n - 1] == float(Fraction(ways, comb(samples, n)))
+
+
+def test_a_tie_counts_as_lost():
+    assert list(pass_at_top_m([True, False], [-1.0, -1.0], ["right", "wrong"], 1)) == [0.5, 0.0]
+    assert list(pass_at_top_m([True, False], [-1.0, -1.0 - 1e-12], ["right", "wrong"], 1)) == [0.5, 1.0]
+
+
+def test_a_group_ranks_by_its_best_member_that_was_drawn():
+    # "right" has the best sample and the worst; with the worst alone it comes second.
+    passed, scores, keys = [True, True, False], [-1.0, -3.0, -2.0], ["right", "right", "wrong"]
+    assert list(pass_at_top_m(passed, scores, keys, 1)) == pytest.approx([2 / 3, 2 / 3, 1])
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_all_alike(right):
+    for samples in (1, 2, 63):
+        for keys in (range(samples), [0] * samples):
+            columns = ([right] * samples, [-1.0] * samples, keys)
+            for found in (
+                pass_at_top_m(*columns, 3),
+                pass_at_first_m(columns[0], keys, 3),
+                pass_at_n(columns[0]),
+            ):
+                assert list(found) == [float(right)] * samples
+
+
+def random_pool(samples: int, groups: int, seed: int):
+    generator = random.Random(seed)
+    right = [generator.random() < 0.3 for _ in range(groups)]
+    keys = [generator.randrange(groups) for _ in range(samples)]
+    return [right[key] for key in keys], [-generator.random() for _ in keys], keys
+
+
+def test_wide_and_narrow_integers_agree(monkeypatch):
+    columns = random_pool(300, 200, seed=1)
+    fast = pass_at_top_m(*columns, 3), pass_at_first_m(columns[0], columns[2], 3)
+    narrow = HitCounter.__init__
+
+    def wide(self, samples, groups, m):
+        narrow(self, samples, groups, m)
+        assert self.dtype is np.int64
+        self.dtype, self._by_hits = object, self._by_hits.astype(object)
+
+    monkeypatch.setattr(HitCounter, "__init__", wide)
+    assert (pass_at_top_m(*columns, 3) == fast[0]).all()
+    assert (pass_at_first_m(columns[0], columns[2], 3) == fast[1]).all()
+
+
+def test_many_candidates_take_wide_integers():
+    passed, scores, keys = random_pool(120, 100, seed=2)
+    assert HitCounter(120, 70, 20).dtype is object
+    top, every = pass_at_top_m(passed, scores, keys, 20), pass_at_n(passed)
+    assert (top <= every).all()
+    assert (top[:20] == every[:20]).all()
+    assert top[-1] == top_m_of_all(passed, scores, keys, 20)
+
+
+def top_m_of_all(passed, scores, keys, m):
+    ranked = sorted(range(len(keys)), key=lambda index: -scores[index])
+    run = list(dict.fromkeys(keys[index] for index in ranked))[:m]
+    return float(any(right for right, key in zip(passed, keys) if key in run))
+
+
+def test_a_thousand_samples_take_less_than_a_second():
+    columns = random_pool(1024, 700, seed=3)
+    start = time.process_time()
+    pass_at_top_m(*columns, 3)
+    assert time.process_time() - start < 1
+
+
+def test_counts_of_subsets_by_size():
+    # Groups of 2 and 3 samples; subsets that hit at most one: the empty one, and those inside a group.
+    hits = HitCounter(5, 2, 2)
+    hits.grow(0, 1)
+    hits.grow(0, 3)
+    hits.grow(1, 2)
+    assert by_size(hits.below_m()) == [1, 5, 1 + 3, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("most", "ns"), [(0, []), (1, [1]), (2, [1, 2]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])
+def test_powers_of_two(most, ns):
+    assert powers_of_two(most) == ns
+
+
+@pytest.mark.parametrize(
+    ("columns", "m", "message"),
+    [
+        (([], [], []), 3, "at least one sample, got none"),
+        (([True], [-1.0], ["a"]), 0, "m must be at least 1, got 0"),
+        (([True], [-1.0, -2.0], ["a"]), 1, "got 2 scores for 1 samples"),
+        (([True], [-1.0], ["a", "b"]), 1, "got 2 keys for 1 samples"),
+        (([True, False], [-1.0, None], ["a", "b"]), 1, "needs a log-probability.*got none for 1 of 2 samples"),
+        (([True, False], [float("nan")] * 2, ["a", "b"]), 1, "got none for 2 of 2 samples.*rank without"),
+        (
+            ([True, False, False], [-1.0] * 3, ["same"] * 3),
+            1,
+            "got 1 passed and 2 failed of key 'same'; the scorer is flaky.*`settle`",
+        ),
+    ],
+)
+def test_errors_name_value_bound_and_remedy(columns, m, message):
+    with pytest.raises(ValueError, match=message):
+        pass_at_top_m(*columns, m)

@@ -1,0 +1,100 @@
+"""JSON lines: what is appended is read, and what was cut off is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_fastdecode.evals import jsonl
+from hf_fastdecode.evals.jsonl import JsonlWriter, read_jsonl, read_samples, read_verdicts
+from hf_fastdecode.evals.records import Sample, Verdict
+
+SAMPLES = [
+    Sample("MBPP/1", 0, 'x = "\n\u2028é\ud83d"', 3, -1.25),
+    Sample("<b>", 1, "", None, None),
+]
+
+
+def write(path, *records):
+    with JsonlWriter(path) as writer:
+        writer.write(records)
+
+
+def test_records_come_back(tmp_path):
+    path = tmp_path / "new" / "samples.jsonl"
+    write(path, SAMPLES[0])
+    write(path, SAMPLES[1])
+    assert read_samples(path) == SAMPLES
+    assert path.read_bytes().count(b"\n") == 2
+    verdicts = [Verdict("1", 0, "pass"), Verdict("1", 1, "timeout", "10 s")]
+    write(tmp_path / "verdicts.jsonl", *verdicts)
+    assert read_verdicts(tmp_path / "verdicts.jsonl") == verdicts
+
+
+def test_a_line_cut_anywhere_is_ignored_and_then_replaced(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    write(path, SAMPLES[0])
+    first = path.read_bytes()
+    write(path, SAMPLES[1])
+    whole = path.read_bytes()
+    for cut in range(len(first), len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = SAMPLES if cut >= len(whole) - 1 else SAMPLES[:1]
+        assert read_samples(path) == kept
+        write(path, *SAMPLES[len(kept) :])
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_long_lines(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(jsonl, "_BLOCK", block)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"torn": "' + "x" * 100)
+    write(path, {"b": 2})
+    assert path.read_text() == '{"a": 1}\n{"b": 2}\n'
+    path.write_text('{"torn')
+    write(path)
+    assert path.read_text() == ""
+
+
+def test_every_batch_reaches_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append((tmp_path / "a.jsonl").read_text()))
+    with JsonlWriter(tmp_path / "a.jsonl") as writer:
+        writer.write([{"a": 1}, {"a": 2}])
+        writer.write([{"a": 3}])
+    assert [text.count("\n") for text in synced] == [2, 3]
+
+
+def test_nothing_of_a_batch_that_json_cannot_hold(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with JsonlWriter(path) as writer, pytest.raises(ValueError, match="not JSON compliant"):
+        writer.write([{"a": 1}, {"a": float("nan")}])
+    assert path.read_bytes() == b""
+
+
+def test_empty_lines_and_further_fields(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"task_id": "1", "index": 0, "completion": "x", "stop": "eos"})
+    path.write_text(f"\n{line}\n  \n")
+    assert read_samples(path) == [Sample("1", 0, "x")]
+    assert [found["stop"] for found in read_jsonl(path)] == ["eos"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "message"),
+    [
+        ("{}\nnot json\n{}\n", read_samples, "must have the field 'task_id', got only none"),
+        ('{"index": 1, "completion": ""}\n', read_samples, "a sample must have the field 'task_id', got only compl"),
+        ('{"task_id": "1", "index": 1}\n', read_verdicts, "a verdict must have the field 'status'"),
+        ('{"task_id": "1", "index": 1, "status": "ok"}\n', read_verdicts, "got 'ok' for sample 1 of task '1'"),
+        ("[1]\n", read_samples, r"line 1: expected a JSON object, got b'\[1\]"),
+        ('{"task_id": "1"\n\n', read_samples, "line 1: expected a JSON object"),
+    ],
+)
+def test_errors_name_file_line_and_remedy(tmp_path, text, read, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read(path)
