@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from hf_fastdecode.generation.token_log_probs import NotFiniteError, TokenLogPro
 
 from ..command_errors import CommandError
 from ..configs import max_positions
+from ..continuations import continuation
 from .memory import memory_error, out_of_memory
 from .sampling import Sampling
-
-_ANCHOR: Final = 4  # prompt tokens decoded before a completion, so that its first space is kept
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def read_completions(
     for row, sequence in enumerate(drawn.sequences.tolist()):
         ids = sequence[drawn.prompt_length :]
         length, finish = _length(tokenizer, ids, end_tokens, stop)
-        text = _continuation(tokenizer, sequence[: drawn.prompt_length], ids[:length])
+        text = continuation(tokenizer, sequence[: drawn.prompt_length], ids[:length])
         cuts = [text.index(string) for string in stop if string in text]
         completions.append(
             Completion(
@@ -198,12 +197,6 @@ def vocabulary_of(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def end_tokens_of(model: Any) -> list[int]:
-    """The ids that end a completion."""
-    end = model.generation_config.eos_token_id
-    return [] if end is None else [end] if isinstance(end, int) else list(end)
-
-
 def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, str]:
     """Tokens up to the one that ended the completion, and what that was; behind it there is padding."""
     length = next((index + 1 for index, token in enumerate(ids) if token in end_tokens), len(ids))
@@ -216,17 +209,6 @@ def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Seq
     if stop and stopped(length):
         return bisect.bisect_left(range(length), True, key=stopped), "stop"
     return length, "stop" if ended else "length"
-
-
-def _continuation(tokenizer: Any, prompt: list[int], ids: list[int]) -> str:
-    """The text that these tokens add to their prompt's; tokenizers strip a space from the start of a text."""
-
-    def text(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    before = text(prompt[-_ANCHOR:])
-    both = text(prompt[-_ANCHOR:] + ids)
-    return both[len(before) :] if both.startswith(before) else text(ids)
 
 
 def _now(device: torch.device) -> float:

@@ -17,7 +17,8 @@ from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.evals.check import CheckResult, check_many
 
 from ..command_errors import CommandError
-from .completions import Completion, Draw, draw, encode, end_tokens_of, read_completions
+from ..continuations import end_tokens_of
+from .completions import Completion, Draw, draw, encode, read_completions
 from .memory import check_memory
 from .sampling import Sampling
 

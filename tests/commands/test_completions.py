@@ -12,10 +12,10 @@ from hf_fastdecode.commands.completions import (
     TokenLogProbs,
     draw,
     encode,
-    end_tokens_of,
     read_completions,
 )
 from hf_fastdecode.commands.sampling import Sampling
+from hf_fastdecode.continuations import end_tokens_of
 
 PROMPTS = ["assert length('red') == 3", "def add(a, b):\n    return"]
 

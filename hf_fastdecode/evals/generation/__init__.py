@@ -1,0 +1,1 @@
+"""Drawing many samples of each task, and timing it."""

@@ -1,0 +1,111 @@
+"""How long it takes to draw n samples of a prompt, apart from what the samples are worth."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import nan
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+
+from hf_fastdecode.api import explain
+
+from ..prompts import PromptFormat
+from ..report import Latency
+from ..report.latency import Mode
+from ..task import Task
+from .draw import Drawing, DrawnRows, draw_rows, sharing
+from .memory import out_of_memory
+
+_WARM_UP_TOKENS: Final = 8
+
+
+def measure_latency(
+    model: Any,
+    tokenizer: Any,
+    form: PromptFormat,
+    tasks: Sequence[Task],
+    n: int,
+    drawing: Drawing,
+    *,
+    device: str,
+    seed: int = 0,
+) -> Latency:
+    """Time drawing n samples of one prompt in a call, a call for each task, after a warm-up.
+
+    Rows end by their stop rules, as when samples are drawn for scoring.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        form: Of the prompts.
+        tasks: A call is timed for each.
+        n: Samples of a call.
+        drawing: How to draw; its way and mode are what is compared.
+        device: In words, for the row.
+        seed: Of each call.
+
+    Returns:
+        A row; its status says why where there are no numbers. Peak memory is what a CUDA device allocated over what
+        it held before the call, else unknown.
+    """
+    row = Latency(drawing.way, "eager", n, device)
+    # Eager steps need no more than libraries' first calls behind them; captured ones are captured by a whole call.
+    warm_up = drawing if drawing.mode not in ("eager", "auto") or model.device.type == "cuda" else _short(drawing)
+    runs: list[DrawnRows] = []
+    peaks: list[int] = []
+    try:
+        with sharing(model, drawing):
+            draw_rows(model, tokenizer, form, tasks[:1], n, warm_up, seed=seed)
+            for task in tasks:
+                before = _reset_peak(model.device)
+                runs.append(draw_rows(model, tokenizer, form, [task], n, drawing, seed=seed))
+                if before is not None:
+                    peaks.append(torch.cuda.max_memory_allocated(model.device) - before)
+            if drawing.way == "shared" and (call := explain(model).last_call) is not None:
+                if call.path != "shared":
+                    return replace(row, status=f"ran stock: {call.reason}")
+                row = replace(row, mode=cast(Mode, call.mode))
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        runs.clear()
+        gc.collect()
+        return replace(row, status="out of memory")
+    ends = [sorted(at - run.started for at in run.finished_at) for run in runs]
+    first, median, last = ([own[at] for own in ends] for at in (0, (n - 1) // 2, n - 1))
+    steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.step_times)]
+    return replace(
+        row,
+        prefill_s=_percentile([run.step_times[0] - run.started for run in runs], 50),
+        ms_per_step_p50=_percentile(steps, 50),
+        ms_per_step_p90=_percentile(steps, 90),
+        first_sample_s=_percentile(first, 50),
+        median_sample_s=_percentile(median, 50),
+        last_sample_s=_percentile(last, 50),
+        first_sample_s_p90=_percentile(first, 90),
+        median_sample_s_p90=_percentile(median, 90),
+        last_sample_s_p90=_percentile(last, 90),
+        peak_bytes=max(peaks, default=None),
+        runs=len(runs),
+    )
+
+
+def _short(drawing: Drawing) -> Drawing:
+    return replace(drawing, max_new_tokens=min(_WARM_UP_TOKENS, drawing.max_new_tokens))
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    """Bytes that a CUDA device holds, from where its peak counts from now on; None on others."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return float(np.percentile(values, share)) if values else nan

@@ -1,0 +1,61 @@
+"""A stopping criterion that ends each row by its own stop rule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from hf_fastdecode.continuations import ANCHOR
+
+from ..prompts import StopRule
+
+
+class RowStopping(StoppingCriteria):
+    """Ends a row once its stop rule says that nothing that may follow belongs to the completion.
+
+    Text is decoded as it comes, a token of each unfinished row a step.
+
+    Args:
+        tokenizer: A fast one.
+        rules: A rule for each row, new ones.
+        prompts: ``[rows, width]`` int64.
+        end_tokens: Ids that end a row by themselves, for `finished_at`.
+
+    Attributes:
+        finished_at: When each row finished, by `time.perf_counter`; None for those that have not.
+    """
+
+    def __init__(self, tokenizer: Any, rules: Sequence[StopRule], prompts: Tensor, end_tokens: Sequence[int]):
+        self.finished_at: list[float | None] = [None] * len(rules)
+        self._decoder = tokenizer.backend_tokenizer
+        self._rules, self._width = list(rules), prompts.shape[1]
+        self._streams = [DecodeStream(ids=row, skip_special_tokens=True) for row in prompts[:, -ANCHOR:].tolist()]
+        self._texts = [""] * len(rules)
+        self._end_tokens = set(end_tokens)
+        self._ended = torch.zeros(len(rules), dtype=torch.bool)
+        self._seen = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Bool ``[rows]``: which rows have finished, given ``[rows, length]`` tokens."""
+        drawn = input_ids[:, self._width + self._seen :].tolist()
+        self._seen = input_ids.shape[1] - self._width
+        for row in (~self._ended).nonzero().flatten().tolist():
+            if self._ends(row, drawn[row]):
+                self._ended[row] = True
+                self.finished_at[row] = time.perf_counter()
+        return self._ended.to(input_ids.device)
+
+    def _ends(self, row: int, tokens: list[int]) -> bool:
+        if not self._end_tokens.isdisjoint(tokens):
+            return True
+        added = self._streams[row].step(self._decoder, tokens)
+        if not added:
+            return False
+        self._texts[row] += added
+        return self._rules[row].finished(self._texts[row])
