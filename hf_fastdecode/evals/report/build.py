@@ -133,8 +133,8 @@ def _accuracy(
     pools = [pool for pool, _ in settled]
     if flips := sum(changed for _, changed in settled):
         notes.append(
-            f"{flips:,} verdicts differed from those of equal samples and were settled by majority, a tie "
-            "counting as failed: the scoring is flaky"
+            f"Equal samples have different verdicts, so the scoring is flaky; {flips:,} were changed to those of the "
+            "majority, a tie counting as failed"
         )
     fewest = min(len(pool.passed) for pool in pools)
     rankers: list[Ranker] = ["oracle"] if m is None else list(RANKERS)

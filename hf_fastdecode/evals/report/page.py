@@ -79,7 +79,8 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
         parts += [
             "<h2>Latency</h2>\n",
             "<p>Medians over repeats of one prompt, measured apart from the samples that were scored. Accuracy and "
-            "latency are joined by n only.</p>\n",
+            "latency are joined by n only; within a time budget, the most accurate n whose last sample is in "
+            "time counts.</p>\n",
             *(
                 part
                 for device, cells in latency_tables(found).items()

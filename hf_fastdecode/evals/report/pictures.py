@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
@@ -12,7 +13,7 @@ from .accuracy import SHOWN, Accuracy
 from .build import Report
 from .files import write_whole
 from .join import Line, accuracy_within, fastest, points
-from .marks import hide_overlaps, log_limits, mark_samples, plain_numbers, unit_of
+from .marks import Mark, log_limits, marks_of, percents, place_marks, plain_numbers, unit_of
 
 AGAINST_LATENCY: Final = "accuracy-latency.png"
 AGAINST_N: Final = "accuracy-n.png"
@@ -35,8 +36,8 @@ _RANKERS: Final[dict[Ranker, tuple[str, str]]] = {
     "random": ("#80868b", ":"),
 }
 
-Panel = Callable[[Any], list[Any]]
-"""Draws into an axis and gives the texts of which some may have to go."""
+Panel = Callable[[Any], list[Mark]]
+"""Draws into an axis and gives the marks that are placed when everything is drawn."""
 
 
 def draw_against_latency(found: Report, path: Path) -> Path | None:
@@ -81,31 +82,33 @@ def draw_against_n(found: Report, path: Path) -> Path | None:
 
 
 def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Any]:
-        curve, texts = accuracy.curves[ranker], []
+    def draw(axis: Any) -> list[Mark]:
+        curve, marks = accuracy.curves[ranker], []
         drawn = [(line, joined) for line in lines if (joined := points(accuracy, ranker, line))]
         scale, unit = unit_of(seconds for _, joined in drawn for _, seconds, _ in joined)
         best = [fastest(lines, way, lines[0].device) for way in ("shared", "stock")]
         for line, joined in drawn:
             look = _look(line, lines)
-            places = [accuracy.ns.index(n) for n, _, _ in joined]
-            x, y = [scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined]
-            axis.plot(x, y, **look)
+            axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
             if line in best:
-                ends = ([curve.lows[place] for place in places], [curve.highs[place] for place in places])
-                axis.fill_between(x, *ends, color=look["color"], alpha=0.10, linewidth=0)
-                side = "left" if line.way == "shared" else "right"
-                texts.append(mark_samples(axis, [*zip([n for n, _, _ in joined], x, y)], look["color"], side))
+                intervals = [
+                    (scale * seconds, curve.lows[place], curve.highs[place])
+                    for n, seconds, _ in joined
+                    for place in [accuracy.ns.index(n)]
+                ]
+                axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
+                at = [(n, scale * seconds, value) for n, seconds, value in joined]
+                marks.append(marks_of(axis, at, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
         _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
         _share_axis(axis, accuracy.short_label(ranker))
         axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
-        return [text for row in _interleaved(texts) for text in row]
+        return [mark for row in zip_longest(*marks) for mark in row if mark is not None]
 
     return draw
 
 
 def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Any]:
+    def draw(axis: Any) -> list[Mark]:
         best = [line for way in ("shared", "stock") if (line := fastest(lines, way, lines[0].device)) is not None]
         times = [seconds for line in best for _, seconds, _ in points(accuracy, "oracle", line)]
         scale, unit = unit_of(times)
@@ -129,7 +132,7 @@ def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str) -> Pane
 
 
 def _latency_panel(lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Any]:
+    def draw(axis: Any) -> list[Mark]:
         scale, unit = unit_of(row.last_sample_s for line in lines for row in line.rows)
         for line in lines:
             look, n = _look(line, lines), [row.n for row in line.rows]
@@ -148,7 +151,7 @@ def _latency_panel(lines: Sequence[Line], where: str) -> Panel:
 
 
 def _step_panel(lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Any]:
+    def draw(axis: Any) -> list[Mark]:
         for line in lines:
             axis.plot([row.n for row in line.rows], [row.ms_per_step_p50 for row in line.rows], **_look(line, lines))
         _samples_axis(axis, [row.n for line in lines for row in line.rows])
@@ -162,7 +165,7 @@ def _step_panel(lines: Sequence[Line], where: str) -> Panel:
 
 
 def _rankers_panel(accuracy: Accuracy) -> Panel:
-    def draw(axis: Any) -> list[Any]:
+    def draw(axis: Any) -> list[Mark]:
         for ranker, (colour, style) in _RANKERS.items():
             curve = accuracy.curves.get(ranker)
             if curve is not None:
@@ -176,11 +179,6 @@ def _rankers_panel(accuracy: Accuracy) -> Panel:
         return []
 
     return draw
-
-
-def _interleaved(lists: Sequence[list[Any]]) -> list[list[Any]]:
-    longest = max((len(own) for own in lists), default=0)
-    return [[own[place] for own in lists if place < len(own)] for place in range(longest)]
 
 
 def _look(line: Line, lines: Sequence[Line]) -> dict[str, Any]:
@@ -208,10 +206,8 @@ def _samples_axis(axis: Any, ns: Sequence[int]) -> None:
 
 
 def _share_axis(axis: Any, name: str) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     axis.set_ylim(max(0.0, axis.get_ylim()[0]), min(1.02, axis.get_ylim()[1]))
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percents(axis.yaxis)
     axis.set_ylabel(name, fontsize=9)
 
 
@@ -225,10 +221,10 @@ def _draw(panels: Sequence[Panel], title: str, path: Path) -> Path:
     lines = -(-len(panels) // columns)
     size = (5.2 * columns, 3.6 * lines + 0.8) if columns > 1 else (6.4, 4.6)
     figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-    texts: list[Any] = []
+    marks: list[Mark] = []
     handles: dict[str, Any] = {}
     for axis, panel in zip(grid.flat, panels):
-        texts += panel(axis)
+        marks += panel(axis)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
@@ -237,7 +233,7 @@ def _draw(panels: Sequence[Panel], title: str, path: Path) -> Path:
         axis.set_visible(False)
     figure.suptitle(fill(title, int(11 * figure.get_figwidth())), fontsize=10, parse_math=False)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    hide_overlaps(figure, texts)
+    place_marks(figure, marks)
     try:
         return write_whole(path, lambda partial: figure.savefig(partial, dpi=120, metadata={"Software": None}))
     finally:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -169,7 +170,25 @@ def test_no_number_covers_another(tmp_path, drawn):
         boxes = [text.get_window_extent() for text in texts]
         assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
         assert {"n = 1", "n = 16"} <= {text.get_text() for text in texts}
-        assert len(texts) < len(ns)
+        assert len(ns) < len(texts) < 2 * len(ns)
+        transform = drawn[0][name].transData.transform
+        every = np.concatenate([transform(np.column_stack(line.get_data())) for line in drawn[0][name].lines])
+        for text, box in zip(texts, boxes):
+            distances = np.hypot(*(every - (box.min + box.max) / 2).T)
+            assert distances.argmin() in np.flatnonzero((every == transform(text.xy)).all(axis=1)), text.get_text()
+
+
+def test_shares_are_labelled_exactly(tmp_path, drawn):
+    # Values between 95 % and 98.75 %, where ticks in quarters of 10 % would be rounded.
+    tasks = {str(task): [(f"x{n}", -float(n), task % 20 > 0 or n == 1) for n in range(2)] for task in range(80)}
+    pictures.draw_against_n(report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks))), tmp_path)
+    (axis,) = drawn[0].values()
+    axis.figure.draw_without_rendering()
+    low, high = axis.get_ylim()
+    shown = [(tick, label.get_text()) for tick, label in zip(axis.get_yticks(), axis.get_yticklabels())]
+    shown = [(tick, text) for tick, text in shown if low <= tick <= high]
+    assert len(shown) >= 3
+    assert [float(text.rstrip("%")) / 100 for _, text in shown] == pytest.approx([tick for tick, _ in shown], abs=1e-9)
 
 
 def test_rankers_against_n(found, drawn, tmp_path):

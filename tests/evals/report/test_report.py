@@ -141,8 +141,8 @@ def test_remarks(tmp_path):
     assert found.notes == (
         "2 of 13 samples have no verdict and are left out, and with them 1 task",
         "Tasks have between 3 and 4 judged samples; n goes up to 3",
-        "1 verdicts differed from those of equal samples and were settled by majority, a tie counting as failed: the "
-        "scoring is flaky",
+        "Equal samples have different verdicts, so the scoring is flaky; 1 were changed to those of the majority, a "
+        "tie counting as failed",
     )
     assert found.accuracy.statuses == {"fail": 8, "pass": 2, "timeout": 1, "sandbox_error": 1}
     assert found.accuracy.value("oracle", 1) == pytest.approx((0 + 1 / 4 + 0) / 3)
