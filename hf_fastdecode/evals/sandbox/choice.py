@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -106,7 +107,7 @@ def prove(backend: Backend) -> str | None:
     return escapes
 
 
-def _probe(backend: Backend, argv: list[str], readable: list[Path], job: dict[str, Any]) -> str | None:
+def _probe(backend: Backend, argv: list[str], readable: Sequence[Path], job: dict[str, Any]) -> str | None:
     # The token that the probe looks for is that of the canary; its own arguments hold another.
     mark = argv[-1] = f"{argv[-1]}-probe"
     with Sandbox(backend).popen(argv, readable=readable, limits=_PROOF_LIMITS) as process:

@@ -31,11 +31,12 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
     Args:
         status: The kind of limit.
         detail: A line about it.
+        load: Whether it was the limit on wall-clock time, which a busy machine may have caused.
     """
 
-    def __init__(self, status: Exceeded, detail: str):
+    def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
         super().__init__(detail)
-        self.status, self.detail = status, detail
+        self.status, self.detail, self.load = status, detail, load
 
 
 class SandboxedProcess:
@@ -87,8 +88,9 @@ class SandboxedProcess:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stdout, selectors.EVENT_READ, self._read_stdout)
         self._selector.register(_pipe(self._process.stderr), selectors.EVENT_READ, self._read_stderr)
+        self._first: list[int] = []
         self._await_ready()
-        # The first process of the PID namespace: when it is gone, the kernel has ended all others.
+        # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
         self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
 
     @property
@@ -171,17 +173,20 @@ class SandboxedProcess:
 
     def kill(self) -> None:
         """Kill all its processes, wait until they are gone, and reap; nothing happens where that was done."""
-        for first in getattr(self, "_first", []):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        for first in self._first:
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self._launch.stop()
-        for first in getattr(self, "_first", []):
-            _await_end(first)
+            if not _ended(first, _END_SECONDS):
+                raise SandboxError(
+                    f"a killed sandbox lives on after {_END_SECONDS:g} s; look for processes in state D"
+                )
             os.close(first)
+        # Its holder then ends by itself, having counted the CPU time of all.
+        if not self._first or not self._ends_by_itself():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._first = []
+        self._launch.stop()
         self._reap(0)
         self._selector.close()
         for pipe in (self._stdin, self._stdout, _pipe(self._process.stderr)):
@@ -248,11 +253,22 @@ class SandboxedProcess:
         if found := self.limits.exceeded_by(usage):
             self._exceeded(*found)
         if now > self._deadline:
-            self._exceeded("timeout", f"not done in time, with {usage.cpu_seconds:.1f} s of CPU time used")
+            waited = f"not done after {now - self._started:.0f} s, with {usage.cpu_seconds:.1f} s of CPU time used"
+            self._exceeded("timeout", waited, load=True)
 
-    def _exceeded(self, status: Exceeded, detail: str) -> None:
+    def _exceeded(self, status: Exceeded, detail: str, *, load: bool = False) -> None:
         self.kill()
-        raise LimitExceeded(status, detail)
+        raise LimitExceeded(status, detail, load=load)
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the process that holds the sandbox ends shortly."""
+        if self._process.returncode is not None:
+            return True
+        holder = os.pidfd_open(self.pid)
+        try:
+            return _ended(holder, 1.0)
+        finally:
+            os.close(holder)
 
     def _reap(self, options: int) -> bool:
         """Whether the process that holds the sandbox has ended; `options` are those of `waitpid`."""
@@ -270,8 +286,8 @@ def _pipe(pipe: IO[Any] | None) -> IO[bytes]:
     return pipe
 
 
-def _await_end(pidfd: int) -> None:
+def _ended(pidfd: int, seconds: float) -> bool:
+    """Whether a process ends within so many seconds."""
     with selectors.DefaultSelector() as selector:
         selector.register(pidfd, selectors.EVENT_READ)
-        if not selector.select(_END_SECONDS):
-            raise SandboxError(f"a killed sandbox lives on after {_END_SECONDS:g} s; look for processes in state D")
+        return bool(selector.select(seconds))

@@ -68,7 +68,7 @@ class Sandbox:
             ValueError: A readable path is relative, does not exist, or would show the whole machine.
         """
         limits = limits or Limits()
-        return SandboxedProcess(self.backend.launch(argv, view_of(readable), limits), limits)
+        return SandboxedProcess(self.backend.launch(argv, view_of(tuple(readable)), limits), limits)
 
     def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", readable: Sequence[Path] = (), limits: Limits | None = None

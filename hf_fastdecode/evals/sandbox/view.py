@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +43,8 @@ class View:
     hidden: tuple[Path, ...]
 
 
-def view_of(readable: Sequence[Path]) -> View:
+@cache
+def view_of(readable: tuple[Path, ...]) -> View:
     """The system's programs and libraries, and further paths.
 
     Python packages of the system are hidden: they may hold the tests that a program is judged by.
@@ -64,7 +66,8 @@ def view_of(readable: Sequence[Path]) -> View:
     return View(readable=(*folders, *_outermost(further)), links=tuple(links), hidden=tuple(hidden))
 
 
-def python_command() -> tuple[list[str], list[Path]]:
+@cache
+def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
     """An interpreter like this one without its environment: its command line, and the paths that it reads.
 
     Only the standard library can be imported: neither site-packages nor the folder of the program is on the path, and
@@ -73,7 +76,7 @@ def python_command() -> tuple[list[str], list[Path]]:
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     library = Path(sysconfig.get_path("stdlib", vars={**base, "installed_base": sys.base_prefix})).parent
-    return [str(executable), "-S", "-s", "-P"], [executable, library.resolve()]
+    return (str(executable), "-S", "-s", "-P"), (executable, library.resolve())
 
 
 def _check_readable(path: Path) -> None:

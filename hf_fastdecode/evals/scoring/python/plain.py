@@ -1,0 +1,293 @@
+"""Plain data as bytes, for two processes that do not trust each other. Runs inside sandboxes, on builtins alone.
+
+A value is a byte that names its kind and then its content; lengths are four bytes, little-endian. Kinds:
+
+    N T F    None, True, False                 i f c s b a    int, float, complex, str, bytes, bytearray
+    l t S Z  list, tuple, set, frozenset       d              dict
+    r        range                             k v e          keys, values and items of a dict
+    C O D q  Counter, OrderedDict, defaultdict, deque
+    m Q      Decimal as its text, Fraction as a pair of integers
+    n        a builtin by its name             H              a handle: a number and a word
+
+A subclass of one of these travels as that one, so no behaviour of a program's own classes reaches the reader. All else
+travels as a handle, which only the process that made it can open. Containers that hold themselves are refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import struct
+import sys
+
+TYPE_CHECKING = False  # importing `typing` takes longer than most programs
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Give = Callable[[Any], tuple[int, str]]
+    Take = Callable[[int, str], Any]
+    _Way = Callable[["_Writer", Any], None]
+
+MAX_DEPTH = 100  # of nested containers: writing, reading and comparing them stays below the recursion limit
+_FLOAT = struct.Struct("<d")
+_LENGTH = struct.Struct("<I")
+_DATA_TYPES = (int, float, complex, bool, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, object)
+
+ALL_NAMES = frozenset(name for name in vars(builtins) if not name.startswith("_"))
+"""Builtins that a trusted process may send."""
+
+SAFE_NAMES = frozenset(
+    {one.__name__ for one in _DATA_TYPES}
+    | {name for name in ALL_NAMES if isinstance(one := getattr(builtins, name), type) and issubclass(one, Exception)}
+    | {"Ellipsis", "NotImplemented"}
+)
+"""Builtins that a process that is not trusted may send: calling them does no harm, whatever the arguments."""
+
+
+def dumps(value: Any, handle: Give, names: frozenset[str] = SAFE_NAMES) -> bytes:
+    """Encode a value.
+
+    Args:
+        value: Anything.
+        handle: Gives an object that is not plain data a number and a word.
+        names: Builtins that travel by name.
+
+    Raises:
+        ValueError: Containers are nested deeper than `MAX_DEPTH`, for instance because one holds itself.
+    """
+    writer = _Writer(handle, names)
+    writer.write(value)
+    return bytes(writer.out)
+
+
+def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES) -> Any:
+    """Decode a value. Whatever the bytes are, only plain data, handles and builtins of `names` come out.
+
+    Args:
+        data: From `dumps`, or from somebody hostile.
+        handle: Gives the object of a number and a word.
+        names: Builtins that may occur.
+
+    Raises:
+        ValueError: The bytes are no value, or one nested too deep.
+    """
+    reader = _Reader(data, handle, names)
+    try:
+        value = reader.read()
+    except (ArithmeticError, LookupError, TypeError, struct.error) as error:
+        raise ValueError(f"not a value: {error}") from None
+    if reader.place != len(data):
+        raise ValueError(f"{len(data) - reader.place} bytes after the value")
+    return value
+
+
+def builtin_name(value: Any) -> str:
+    """The name under which an object is a builtin function, class or constant; empty for all others."""
+    if value is Ellipsis or value is NotImplemented:
+        return str(value)
+    if not isinstance(value, (type, type(len))):
+        return ""
+    name = value.__name__
+    return name if vars(builtins).get(name) is value else ""
+
+
+class _Writer:
+    def __init__(self, handle: Give, names: frozenset[str]):
+        self.out, self.handle, self.names, self.depth = bytearray(), handle, names, 0
+
+    def write(self, value: Any) -> None:
+        kind = type(value)
+        if way := _WAYS.get(kind) or _way_of_base(kind):
+            way(self, value)
+        elif (name := builtin_name(value)) in self.names:
+            self.sized(b"n", name.encode())
+        else:
+            number, word = self.handle(value)
+            self.sized(b"H", _LENGTH.pack(number) + word.encode(errors="replace"))
+
+    def sized(self, kind: bytes, content: bytes) -> None:
+        self.out += kind + _LENGTH.pack(len(content)) + content
+
+    def several(self, kind: bytes, values: list[Any]) -> None:
+        if self.depth >= MAX_DEPTH:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep, or one that holds itself")
+        self.out += kind + _LENGTH.pack(len(values))
+        self.depth += 1
+        for value in values:
+            self.write(value)
+        self.depth -= 1
+
+    def constant(self, value: bool | None) -> None:
+        self.out += b"N" if value is None else b"T" if value else b"F"
+
+    def integer(self, value: int) -> None:
+        value = int.__index__(value)
+        self.sized(b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+    def real(self, value: float) -> None:
+        self.out += b"f" + _FLOAT.pack(float.__float__(value))
+
+    def complex(self, value: complex) -> None:
+        value = complex.__complex__(value)
+        self.out += b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
+
+    def text(self, value: str) -> None:
+        self.sized(b"s", str.__str__(value).encode("utf-8", "surrogatepass"))
+
+    def defaults(self, value: Any) -> None:
+        factory = value.default_factory
+        self.several(b"D", [factory if builtin_name(factory) in SAFE_NAMES else None, *_flat(value)])
+
+
+def _series(kind: bytes, base: Any) -> _Way:
+    """Writes the elements that the builtin class itself iterates over, whatever a subclass of it does."""
+    return lambda writer, value: writer.several(kind, [*base.__iter__(value)])
+
+
+def _pairs(kind: bytes) -> _Way:
+    return lambda writer, value: writer.several(kind, _flat(value))
+
+
+def _flat(value: dict[Any, Any]) -> list[Any]:
+    return [part for pair in dict.items(value) for part in pair]
+
+
+_WAYS: dict[type, _Way] = {
+    int: _Writer.integer,
+    str: _Writer.text,
+    float: _Writer.real,
+    bool: _Writer.constant,
+    type(None): _Writer.constant,
+    list: _series(b"l", list),
+    tuple: _series(b"t", tuple),
+    dict: _pairs(b"d"),
+    set: _series(b"S", set),
+    frozenset: _series(b"Z", frozenset),
+    complex: _Writer.complex,
+    bytes: lambda writer, value: writer.sized(b"b", bytes.__add__(value, b"")),
+    bytearray: lambda writer, value: writer.sized(b"a", bytes(memoryview(value))),
+    range: lambda writer, value: writer.several(b"r", [value.start, value.stop, value.step]),
+    type({}.keys()): _series(b"k", type({}.keys())),
+    type({}.values()): _series(b"v", type({}.values())),
+    type({}.items()): _series(b"e", type({}.items())),
+}
+
+
+def _way_of_base(kind: type) -> _Way | None:
+    """How to write an object of a class without a way of its own: as the first of its bases that has one."""
+    late: dict[type, _Way] = {}  # classes of modules that nobody has imported have no objects
+    if collections := sys.modules.get("collections"):
+        late[collections.Counter] = _pairs(b"C")
+        late[collections.OrderedDict] = _pairs(b"O")
+        late[collections.defaultdict] = _Writer.defaults
+        late[collections.deque] = _series(b"q", collections.deque)
+    if decimal := sys.modules.get("decimal"):
+        late[decimal.Decimal] = lambda writer, value: writer.sized(b"m", str(value).encode())
+    if fractions := sys.modules.get("fractions"):
+        late[fractions.Fraction] = lambda writer, value: writer.several(b"Q", [value.numerator, value.denominator])
+    return next((way for base in kind.__mro__ if (way := late.get(base) or _WAYS.get(base))), None)
+
+
+class _Reader:
+    def __init__(self, data: bytes, handle: Take, names: frozenset[str]):
+        self.data, self.place, self.handle, self.names, self.depth = data, 0, handle, names, 0
+
+    def read(self) -> Any:
+        kind = self.data[self.place : self.place + 1]
+        self.place += 1
+        return _KINDS[kind](self)
+
+    def take(self, size: int) -> bytes:
+        start, self.place = self.place, self.place + size
+        if self.place > len(self.data):
+            raise ValueError(f"{self.place - len(self.data)} bytes are missing")
+        return self.data[start : self.place]
+
+    def length(self) -> int:
+        return int.from_bytes(self.take(4), "little")
+
+    def sized(self) -> bytes:
+        return self.take(self.length())
+
+    def several(self) -> list[Any]:
+        if self.depth >= MAX_DEPTH:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep")
+        self.depth += 1
+        values = []
+        for _ in range(self.length()):
+            values.append(self.read())
+        self.depth -= 1
+        return values
+
+    def pairs(self) -> dict[Any, Any]:
+        return _paired(self.several())
+
+    def real(self) -> float:
+        return float(_FLOAT.unpack(self.take(8))[0])
+
+    def named(self) -> Any:
+        name = self.sized().decode()
+        if name not in self.names:
+            raise ValueError(f"{name!r} may not occur")
+        return getattr(builtins, name)
+
+    def opaque(self) -> Any:
+        content = self.sized()
+        return self.handle(int.from_bytes(content[:4], "little"), content[4:].decode())
+
+    def collection(self, name: str, *values: Any) -> Any:
+        import collections  # takes milliseconds, and few values need it
+
+        return getattr(collections, name)(*values)
+
+    def defaults(self) -> Any:
+        factory, *rest = self.several()
+        if factory is not None and builtin_name(factory) not in SAFE_NAMES:
+            raise ValueError("a defaultdict makes its values by a builtin class")
+        return self.collection("defaultdict", factory, _paired(rest))
+
+    def decimal(self) -> Any:
+        import decimal
+
+        return decimal.Decimal(self.sized().decode())
+
+    def fraction(self) -> Any:
+        import fractions
+
+        return fractions.Fraction(*self.several())
+
+
+def _paired(parts: list[Any]) -> dict[Any, Any]:
+    if len(parts) % 2:
+        raise ValueError("a key without a value")
+    return dict(zip(parts[::2], parts[1::2]))
+
+
+_KINDS: dict[bytes, Callable[[_Reader], Any]] = {
+    b"N": lambda reader: None,
+    b"T": lambda reader: True,
+    b"F": lambda reader: False,
+    b"i": lambda reader: int.from_bytes(reader.sized(), "little", signed=True),
+    b"f": _Reader.real,
+    b"c": lambda reader: complex(reader.real(), reader.real()),
+    b"s": lambda reader: reader.sized().decode("utf-8", "surrogatepass"),
+    b"b": _Reader.sized,
+    b"a": lambda reader: bytearray(reader.sized()),
+    b"l": _Reader.several,
+    b"t": lambda reader: tuple(reader.several()),
+    b"S": lambda reader: set(reader.several()),
+    b"Z": lambda reader: frozenset(reader.several()),
+    b"d": _Reader.pairs,
+    b"r": lambda reader: range(*reader.several()),
+    b"k": lambda reader: dict.fromkeys(reader.several()).keys(),
+    b"v": lambda reader: dict(enumerate(reader.several())).values(),
+    b"e": lambda reader: dict(reader.several()).items(),
+    b"C": lambda reader: reader.collection("Counter", reader.pairs()),
+    b"O": lambda reader: reader.collection("OrderedDict", reader.pairs()),
+    b"D": _Reader.defaults,
+    b"q": lambda reader: reader.collection("deque", reader.several()),
+    b"m": _Reader.decimal,
+    b"Q": _Reader.fraction,
+    b"n": _Reader.named,
+    b"H": _Reader.opaque,
+}

@@ -1,0 +1,98 @@
+"""Runs a task's tests in a sandbox of their own, on a program in another; only here the verdict is formed.
+
+Frames go to the host and come from it. The first one received is the job; each one sent begins with `>` for a request
+to the program, which the host hands on, or with `.` for the verdict.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .frames import Frames
+from .plain import dumps, loads
+from .remote import Link, NotPlain, Remote, Untrusted, module_of
+
+TYPE_CHECKING = False  # importing `typing` takes longer than most programs
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def main(frames: Frames) -> None:
+    """Carry out the job of the first frame."""
+    job = loads(frames.receive(), _no_handle)
+
+    def exchange(request: bytes) -> bytes:
+        frames.send(b">" + request)
+        return frames.receive()
+
+    stage = "setup"
+    try:
+        scope = _scope(job, Link(exchange))
+        _run(job["setup"], stage, scope)
+        for number, test in enumerate(job["tests"], 1):
+            stage = f"test {number}"
+            _run(test, stage, scope)
+    except BaseException as error:
+        verdict = [_status(error), _line(error, stage, job), ""]
+    else:
+        verdict = ["pass", "", job["nonce"]]
+    frames.send(b"." + dumps(verdict, _no_handle))
+
+
+def _scope(job: dict[str, Any], link: Link) -> dict[str, Any]:
+    """The tests' namespace: helpers of the stem, and the program's names as remote objects."""
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    scope = module.__dict__
+    try:
+        _run(job["stem"], "stem", scope)
+    except Exception:
+        scope = module.__dict__  # a stem need not run by itself
+    for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
+        del scope[name]
+    wanted = [name for name in job["names"] if name not in scope]
+    for name, value in link.request("names", wanted):
+        if name in wanted:
+            scope[name] = _bound(name if name in job["modules"] else module_of(value), value)
+    return scope
+
+
+def _of_stem(value: Any) -> bool:
+    """Whether the stem defines this class, or the class of this object: the program needs its own."""
+    return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
+
+
+def _bound(module: str, value: Any) -> Any:
+    """What a name of the program stands for: modules of the standard library are the tests' own."""
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return __import__(module, fromlist=["*"])
+    return value
+
+
+def _run(source: str, name: str, scope: dict[str, Any]) -> None:
+    exec(compile(source, name, "exec", dont_inherit=True), scope)
+
+
+def _status(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "memory"
+    return "sandbox_error" if isinstance(error, NotPlain) else "fail"
+
+
+def _line(error: BaseException, stage: str, job: dict[str, Any]) -> str:
+    """The exception, and the line of the test that it came from."""
+    source = job["setup"] if stage == "setup" else job["tests"][int(stage.split()[1]) - 1]
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == stage:
+            line = source.splitlines()[trace.tb_lineno - 1].strip()
+        trace = trace.tb_next
+    said = " ".join(str(error).split())
+    kind = "" if isinstance(error, (NotPlain, Untrusted)) else type(error).__name__
+    return f"{kind}{': ' if kind and said else ''}{said} in {stage}{': ' if line else ''}{line}"
+
+
+def _no_handle(*arguments: Any) -> Any:
+    raise ValueError(f"not plain data: {arguments}")
+
+
+__all__ = ["Remote", "main"]

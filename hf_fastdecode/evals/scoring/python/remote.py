@@ -1,0 +1,159 @@
+"""What the tests hold in place of a program's objects: the object is in the other process, only plain data comes here.
+
+A remote object equals itself and nothing else, whatever its class says, and no comparison or search is ever sent: the
+program could answer what suits it.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+from .plain import ALL_NAMES, dumps, loads
+
+TYPE_CHECKING = False  # importing `typing` takes longer than most programs
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Untrusted(BaseException):
+    """The other process has answered nonsense, or is gone. No test can catch it with `except Exception`."""
+
+
+class NotPlain(BaseException):
+    """The tests give the program something that cannot travel, such as a function of theirs."""
+
+
+class Link:
+    """Sends requests to the program's process.
+
+    Args:
+        exchange: Sends a request and gives the answer; nothing if there is none.
+    """
+
+    def __init__(self, exchange: Callable[[bytes], bytes]):
+        self._exchange = exchange
+        self._known: dict[int, Remote] = {}
+
+    def request(self, operation: str, *operands: Any) -> Any:
+        """The result of an operation, with the mutable operands as it left them.
+
+        Raises:
+            Exception: What the operation raised: the builtin class that is nearest to its own.
+            NotPlain: An operand cannot be sent.
+            Untrusted: There is no valid answer.
+        """
+        try:
+            request = dumps([operation, *operands], _number, ALL_NAMES)
+        except ValueError as error:
+            raise NotPlain(f"an argument cannot be sent to the program: {error}") from None
+        answer = self._exchange(request)
+        if not answer:
+            raise Untrusted("the program ended during a call")
+        try:
+            kind, result, changed = loads(answer, self._take)
+            if changed is not None:
+                _update(list(operands), changed)
+            if kind == "value":
+                return result
+            raised = _error(*result)
+        except (ValueError, TypeError, RecursionError) as invalid:
+            raise Untrusted(f"the program's answer is invalid: {invalid}") from None
+        raise raised
+
+    def _take(self, number: int, word: str) -> Remote:
+        return self._known.setdefault(number, Remote(self, number, word))
+
+
+class Remote:
+    """An object of the program that is not plain data."""
+
+    def __init__(self, link: Link, number: int, word: str):
+        vars(self).update(_link=link, _number=number, _word=word)
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._link.request("call", self, positional, named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._link.request("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.request("setattr", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._link.request("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._link.request("setitem", self, key, value)
+
+    def __iter__(self) -> Any:
+        return self._link.request("iter", self)
+
+    def __next__(self) -> Any:
+        return self._link.request("next", self)
+
+    def __len__(self) -> int:
+        return _of(int, self._link.request("len", self))
+
+    def __bool__(self) -> bool:
+        return _of(bool, self._link.request("bool", self))
+
+    def __str__(self) -> str:
+        return _of(str, self._link.request("str", self))
+
+    def __repr__(self) -> str:
+        return _of(str, self._link.request("repr", self))
+
+
+def module_of(value: Any) -> str:
+    """The name of the module that a remote object is; empty if it is none."""
+    word = vars(value)["_word"] if isinstance(value, Remote) else ""
+    return word.partition("module ")[2]
+
+
+def _number(value: Any) -> tuple[int, str]:
+    if isinstance(value, Remote):
+        return vars(value)["_number"], ""
+    raise NotPlain(f"the tests give the program a {type(value).__name__}; only plain data can be sent to it")
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise Untrusted(f"the program's answer is invalid: {type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+def _error(classes: list[str], said: str) -> BaseException:
+    """An exception of the first class that is a builtin and can be made with a text alone."""
+    for name in classes:
+        one = getattr(builtins, name, None)
+        if isinstance(one, type) and issubclass(one, BaseException):
+            try:
+                return one(said)
+            except TypeError:  # such as UnicodeDecodeError
+                continue
+    raise ValueError(f"{classes} are no exceptions")
+
+
+def _update(old: Any, new: Any) -> Any:
+    """Make mutable containers equal to new ones in place; gives what now stands for the new value."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, (list, tuple)):
+        kept = [_update(one, other) for one, other in zip(old, new)] + list(new[len(old) :])
+        if isinstance(old, tuple):
+            return old if len(old) == len(new) and all(a is b for a, b in zip(old, kept)) else tuple(kept)
+        old[:] = kept
+    elif isinstance(old, dict):
+        values = {key: _update(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(values)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray) or type(old).__name__ == "deque":
+        old.clear()
+        old.extend(new)
+    else:
+        return new
+    return old

@@ -1,0 +1,64 @@
+"""What checks the completions of one language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from ..records import Status
+from ..sandbox import LimitExceeded, Limits, Sandbox
+from ..task import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a completion's tests.
+
+    Attributes:
+        status: As of `Verdict`.
+        detail: As of `Verdict`.
+        load: Whether a busy machine may have caused it: then it is tried again, alone and with more time.
+    """
+
+    status: Status
+    detail: str = ""
+    load: bool = False
+
+    @classmethod
+    def exceeded(cls, error: LimitExceeded) -> Result:
+        """The result of a program that exceeded a limit."""
+        return cls(error.status, error.detail, error.load)
+
+
+class Runner(Protocol):
+    """Checks completions one after another, in the thread that made it. Its end ends the processes that it keeps."""
+
+    def check(self, task: Task, completion: str) -> Result:
+        """Run a completion and the task's tests.
+
+        Raises:
+            SandboxError: Something broke that says nothing about the completion; it is tried again.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class LanguageSupport:
+    """How programs of a language are checked.
+
+    Attributes:
+        runner: Makes a runner for one worker.
+        limits: Of each program, where none are given.
+        missing: Why programs cannot be checked on this machine, with the remedy; None where they can.
+    """
+
+    runner: Callable[[Sandbox, Limits], Runner]
+    limits: Limits
+    missing: Callable[[], str | None]

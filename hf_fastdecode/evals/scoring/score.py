@@ -1,0 +1,120 @@
+"""Scoring samples: equal programs once, several at a time; again and alone where a busy machine may be to blame."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final
+
+from tqdm import tqdm
+
+from ..records import Sample, Verdict
+from ..sandbox import Limits, Sandbox, SandboxError
+from ..task import Language, Task
+from .languages import LANGUAGES
+from .runner import Result, Runner
+
+_RETRIES: Final = 2
+_PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
+
+_Key = tuple[str, str]  # task id, completion
+
+
+def score(
+    tasks: Mapping[str, Task],
+    samples: Sequence[Sample],
+    *,
+    sandbox: Sandbox,
+    limits: Limits | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Verdict]:
+    """Run samples on their tasks' tests.
+
+    Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the one on
+    wall-clock time runs again after all others, alone and with more time, and so does one whose sandbox broke. The
+    status ``sandbox_error`` remains where that did not help: it says nothing about the program.
+
+    Args:
+        tasks: By task id.
+        samples: In any order.
+        sandbox: From `hf_fastdecode.evals.sandbox.choose`.
+        limits: Of a program; by default those of its language.
+        workers: Programs at a time; by default one per CPU.
+        progress: Show a tqdm bar.
+
+    Returns:
+        A verdict per sample, in their order.
+
+    Raises:
+        ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
+        SandboxError: Programs of a language cannot be checked on this machine.
+    """
+    programs = dict.fromkeys((sample.task_id, sample.completion) for sample in samples)
+    if unknown := sorted({task_id for task_id, _ in programs} - tasks.keys()):
+        raise ValueError(
+            f"{len(unknown)} samples' tasks are unknown, such as {unknown[0]!r}; give the tasks they were drawn for"
+        )
+    for language in sorted({tasks[task_id].language for task_id, _ in programs}):
+        if missing := LANGUAGES[language].missing():
+            raise SandboxError(missing)
+    board = _Board(tasks, sandbox, limits)
+    with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
+        results = board.check(list(programs), workers or os.cpu_count() or 1, 1, bar.update)
+    for _ in range(_RETRIES):
+        doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
+        results |= board.check(doubtful, 1, _PATIENCE)
+    keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
+    return [Verdict(one.task_id, one.index, results[key].status, results[key].detail) for one, key in keys]
+
+
+class _Board:
+    """Hands programs out to worker threads, each with runners of its own."""
+
+    def __init__(self, tasks: Mapping[str, Task], sandbox: Sandbox, limits: Limits | None):
+        self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
+
+    def check(
+        self, keys: Sequence[_Key], workers: int, patience: int, on_done: Callable[[], object] = lambda: None
+    ) -> dict[_Key, Result]:
+        """The results of programs; an exception in one worker ends all after their current program."""
+        waiting, lock, results = iter(keys), threading.Lock(), dict[_Key, Result]()
+        stopped = threading.Event()
+
+        def work() -> None:
+            with ExitStack() as stack:
+                runners: dict[Language, Runner] = {}
+                while not stopped.is_set():
+                    with lock:
+                        key = next(waiting, None)
+                    if key is None:
+                        return
+                    task = self._tasks[key[0]]
+                    if task.language not in runners:
+                        runners[task.language] = stack.enter_context(self._runner(task.language, patience))
+                    try:
+                        results[key] = runners[task.language].check(task, key[1])
+                    except SandboxError as error:
+                        results[key] = Result("sandbox_error", str(error))
+                    except BaseException:
+                        stopped.set()
+                        raise
+                    with lock:
+                        on_done()
+
+        with ThreadPoolExecutor(max(1, min(workers, len(keys)))) as pool:
+            try:
+                for worker in [pool.submit(work) for _ in range(min(workers, len(keys)))]:
+                    worker.result()
+            finally:
+                stopped.set()  # the caller may have been interrupted
+        return results
+
+    def _runner(self, language: Language, patience: int) -> Runner:
+        support = LANGUAGES[language]
+        limits = self._limits or support.limits
+        return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
