@@ -1,4 +1,4 @@
-"""hf-fastdecode: demo, generate, inspect, bench.
+"""hf-fastdecode: demo, generate, inspect, eval, bench.
 
 torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
 """
@@ -23,6 +23,7 @@ from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, prog
 from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
+from .evals.app import app as evaluations
 from .interrupts import exit_on_interrupt
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.add_typer(evaluations, name="eval")
 
 _MODEL_HELP = "`embedded`, a folder, or an id on the Hugging Face Hub."
 _DEVICE_HELP = "`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ..."

@@ -69,7 +69,9 @@ class Shard:
             CommandError: It is not of that form, or `i` is not between 1 and `N`.
         """
         number, slash, count = text.partition("/")
-        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        if not (
+            slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
+        ):
             raise CommandError(f"--shard must be i/N with i from 1 to N, such as 1/4, got {text!r}")
         return cls(int(number), int(count))
 

@@ -1,0 +1,58 @@
+"""``eval check``: run the tasks' reference solutions on their tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from tqdm import tqdm
+
+from ..records import Sample, Verdict
+from ..sandbox import Sandbox
+from ..scoring import score
+from ..task import Task
+from .options import Data, Limit, SandboxName, Split, TaskIds, TaskName, Unsafe, Workers
+from .score import make_sandbox
+from .setup import Selection
+
+
+def check(
+    task: TaskName = "embedded",
+    data: Data = None,
+    split: Split = None,
+    limit: Limit = None,
+    task_ids: TaskIds = None,
+    sandbox: SandboxName = "auto",
+    allow_unsafe_code: Unsafe = False,
+    workers: Workers = None,
+) -> None:
+    """Run the tasks' reference solutions on their tests: a check of data, sandbox and toolchain.
+
+    Lists each failure with its cause. The exit code is 1 when a reference solution does not pass.
+    """
+    tasks = Selection.of(task, data, split, limit, task_ids).load().tasks
+    verdicts = check_references(tasks, make_sandbox(sandbox, allow_unsafe_code, tasks), workers)
+    for verdict in verdicts:
+        if not verdict.passed:
+            print(f"{verdict.task_id}: {verdict.status}{verdict.detail and ', '}{verdict.detail}")
+    passed, without = sum(verdict.passed for verdict in verdicts), len(tasks) - len(verdicts)
+    share = f" ({100 * passed / len(verdicts):.1f} %)" if verdicts else ""
+    print(
+        f"{passed:,} of {len(verdicts):,} reference solutions pass{share}"
+        + (f"; {without:,} tasks have none" if without else "")
+    )
+    if passed < len(verdicts):
+        raise typer.Exit(1)
+
+
+def check_references(tasks: Sequence[Task], sandbox: Sandbox, workers: int | None) -> list[Verdict]:
+    """Verdicts on the reference solutions of the tasks that have one."""
+    samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]
+    return score({task.task_id: task for task in tasks}, samples, sandbox=sandbox, workers=workers, progress=shows())
+
+
+def shows() -> bool:
+    """Whether bars are shown: on a terminal."""
+    bar: Any = tqdm(disable=None)
+    return not bar.disable

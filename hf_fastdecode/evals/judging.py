@@ -1,0 +1,109 @@
+"""Scoring into a file: verdicts are appended as they come, and an interrupted scoring goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm import tqdm
+
+from .jsonl import JsonlWriter, read_jsonl
+from .records import Sample, Verdict
+from .sandbox import Limits, Sandbox
+from .scoring import score
+from .task import Task
+
+_PROGRAMS_AT_ONCE: Final = 64
+"""For each worker, programs between two writes."""
+
+
+def judge(
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    path: Path,
+    *,
+    sandbox: Sandbox,
+    limits: Limits | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Verdict]:
+    """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of the program.
+
+    Lines that the file has already of the same programs are kept; those of a sandbox that broke are scored again.
+
+    Args:
+        tasks: Of the samples.
+        samples: In any order.
+        path: Of the file.
+        sandbox: Where programs run.
+        limits: Of a program; by default those of its language.
+        workers: Programs at a time; by default one per CPU.
+        progress: Show a bar.
+
+    Returns:
+        A verdict per sample, in their order.
+    """
+    by_id = {task.task_id: task for task in tasks}
+    programs = {sample: _digest(by_id[sample.task_id], sample) for sample in samples}
+    known = dict(_known(path))
+    left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
+    # Equal programs stand together, so that they run once.
+    order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
+    left.sort(key=lambda sample: order[programs[sample]])
+    at_once = _PROGRAMS_AT_ONCE * (workers or os.cpu_count() or 1)
+    bar = tqdm(
+        total=len(samples),
+        initial=len(samples) - len(left),
+        desc="score",
+        unit="sample",
+        disable=None if progress else True,
+    )
+    with bar, JsonlWriter(path) as file:
+        for part in _parts(left, programs, at_once):
+            verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
+            lines = [
+                {**asdict(verdict), "passed": verdict.passed, "program": programs[sample]}
+                for verdict, sample in zip(verdicts, part, strict=True)
+            ]
+            file.write(lines)
+            known |= {_key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)}
+            bar.update(len(part))
+    return [known[_key(sample, programs[sample])] for sample in samples]
+
+
+def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
+    """The samples in parts of so many different programs; equal ones stand in one part."""
+    part: list[Sample] = []
+    seen: set[str] = set()
+    for sample in left:
+        if programs[sample] not in seen and len(seen) == count:
+            yield part
+            part, seen = [], set()
+        seen.add(programs[sample])
+        part.append(sample)
+    if part:
+        yield part
+
+
+def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
+    """Verdicts of a file that need not be formed again."""
+    if not path.exists():
+        return
+    for line in read_jsonl(path):
+        if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
+            verdict = Verdict(line["task_id"], line["index"], line["status"], line.get("detail", ""))
+            yield (verdict.task_id, verdict.index, line["program"]), verdict
+
+
+def _key(sample: Sample, program: str) -> tuple[Any, ...]:
+    return sample.task_id, sample.index, program
+
+
+def _digest(task: Task, sample: Sample) -> str:
+    """A hash of the program and of what it is run on."""
+    content = "\0".join([task.task_id, task.program(sample.completion), task.setup, *task.tests])
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,42 @@
+"""Rows that end by stop rules of their own."""
+
+import torch
+
+from hf_fastdecode.assets import load_embedded
+from hf_fastdecode.evals.generation.row_stopping import RowStopping
+from hf_fastdecode.evals.prompts.stop_rules import StopWords
+
+
+def stopped_after(texts, words, end_tokens=()):
+    """How many tokens each text has when its row is stopped; None for rows that are not."""
+    _, tokenizer = load_embedded()
+    prompt = torch.tensor([tokenizer("say:").input_ids] * len(texts))
+    rows = [tokenizer(text).input_ids for text in texts]
+    steps = max(map(len, rows))
+    rows = [[*row, *[tokenizer.pad_token_id] * (steps - len(row))] for row in rows]
+    stopping = RowStopping(tokenizer, [StopWords(own) for own in words], prompt, end_tokens)
+    found: list[int | None] = [None] * len(texts)
+    for step in range(1, steps + 1):
+        ended = stopping(torch.cat([prompt, torch.tensor(rows)[:, :step]], dim=1), None)
+        found = [step if is_ended and at is None else at for at, is_ended in zip(found, ended.tolist())]
+    assert [at is not None for at in stopping.finished_at] == [at is not None for at in found]
+    return found, tokenizer
+
+
+def test_each_row_ends_at_its_own_word():
+    texts = ["one two stop three", "one two stop three", "stop", "nothing"]
+    found, tokenizer = stopped_after(texts, [["stop"], ["three"], ["stop"], ["stop"]])
+    for text, at, word in zip(texts[:3], found, ("stop", "three", "stop")):
+        assert word in tokenizer.decode(tokenizer(text).input_ids[:at])
+        assert word not in tokenizer.decode(tokenizer(text).input_ids[: at - 1])
+    assert found[3] is None
+
+
+def test_a_word_across_tokens_and_letters_of_several_bytes():
+    found, tokenizer = stopped_after(["naïve \n\nEND of it"], [["\n\nEND"]])
+    assert tokenizer.decode(tokenizer("naïve \n\nEND of it").input_ids[: found[0]]).endswith("END")
+
+
+def test_end_tokens_are_noted():
+    found, tokenizer = stopped_after(["one two"], [["zzz"]], end_tokens=[load_embedded()[1]("one two").input_ids[1]])
+    assert found == [2]

@@ -1,0 +1,132 @@
+"""Runs that go on after an interruption, in one process or several."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.evals.generation import run
+from hf_fastdecode.evals.generation.run import generate_samples
+from hf_fastdecode.evals.generation.samples_file import merged_samples
+from hf_fastdecode.evals.generation.units import Shard
+
+
+def generate(small, folder, settings=None, **options):
+    return generate_samples(
+        small.model,
+        small.tokenizer,
+        small.tasks,
+        small.form,
+        settings or small.settings,
+        folder,
+        progress=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(small, tmp_path_factory):
+    """The bytes that a run writes when nothing interrupts it."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert generate(small, folder) == 12
+    return (folder / "samples.jsonl").read_bytes()
+
+
+def test_every_sample_is_there(small, unbroken):
+    lines = [json.loads(line) for line in unbroken.splitlines()]
+    assert [(line["task_id"], line["index"]) for line in lines] == [
+        (task.task_id, index) for task in small.tasks for index in range(4)
+    ]
+    assert all(line["sum_logp"] < 0 for line in lines if line["tokens"])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.37, 0.7, 0.999])
+def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(small, unbroken, tmp_path, share):
+    assert generate(small, tmp_path) == 12
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(unbroken[: int(share * len(unbroken))])
+    drawn = generate(small, tmp_path)
+    assert path.read_bytes() == unbroken
+    assert drawn == (12 if share < 0.6 else 4)  # the calls hold 8 and 4 samples
+
+
+def test_an_interrupt_loses_the_call_under_way_only(small, unbroken, tmp_path, monkeypatch):
+    draw, calls = run.draw_rows, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return draw(*args, **kwargs)
+
+    monkeypatch.setattr(run, "draw_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(small, tmp_path)
+    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(unbroken.splitlines(keepends=True)[:8])
+    assert generate(small, tmp_path) == 4
+    assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
+    assert generate(small, tmp_path) == 0
+
+
+def test_shards_merge_to_the_same_samples(small, unbroken, tmp_path):
+    for number in (2, 1):
+        generate(small, tmp_path, shard=Shard(number, 2))
+    merged = merged_samples(tmp_path, [task.task_id for task in small.tasks])
+    expected = [json.loads(line) for line in unbroken.splitlines()]
+    assert [vars(sample) for sample in merged] == expected
+    assert generate(small, tmp_path) == 0  # nothing is left for a single process
+
+
+def test_a_sample_that_two_files_hold(small, unbroken, tmp_path):
+    for name in ("samples.jsonl", "samples-1-of-2.jsonl"):
+        (tmp_path / name).write_bytes(unbroken)
+    with pytest.raises(CommandError, match=r"holds sample 0 of task 101 twice; remove one of the files samples-1"):
+        merged_samples(tmp_path)
+
+
+def test_samples_of_no_run(tmp_path):
+    with pytest.raises(CommandError, match="has no samples; draw some with"):
+        merged_samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, r"another seed \(0, now 1\)"),
+        ({"n": 8}, r"another --n \(4, now 8\)"),
+        ({"rows": 4}, "another --rows"),
+        ({"temperature": 1.0}, "another temperature"),
+        ({"weights": "0"}, "another digest of the weights"),
+        ({"prompts": "0"}, r"another digest of the tasks and prompts \(--limit, --task-ids"),
+    ],
+)
+def test_runs_are_not_mixed(small, tmp_path, change, words):
+    generate(small, tmp_path)
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    with pytest.raises(CommandError, match=f"holds a run with {words}.*name another --out"):
+        generate(small, tmp_path, replace(small.settings, **change))
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
+def test_a_folder_of_something_else(small, tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(CommandError, match="is not the settings of a run; name another --out"):
+        generate(small, tmp_path)
+
+
+def test_memory_that_runs_out_names_the_remedy(small, tmp_path, monkeypatch):
+    import torch
+
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(run, "draw_rows", exhausted)
+    with pytest.raises(CommandError, match=r"8 rows of up to 20 new tokens do not fit.*smaller --rows \(now 8\)"):
+        generate(small, tmp_path)
+
+
+def test_another_seed_draws_other_samples(small, unbroken, tmp_path):
+    generate(small, tmp_path, replace(small.settings, seed=1))
+    assert (tmp_path / "samples.jsonl").read_bytes() != unbroken
