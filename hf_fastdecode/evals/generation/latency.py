@@ -50,9 +50,9 @@ def measure_latency(
         seed: Of each call.
 
     Returns:
-        A row; its status says why where there are no numbers. The way ``shared`` is what `enable` does: calls from
-        which it gains nothing, such as one sample of one prompt, run stock in it too. Peak memory is what a CUDA device allocated over what
-        it held before the call, else unknown.
+        A row; its status says why where there are no numbers. The way ``shared`` is what `enable` does, so that calls
+        from which it gains nothing run stock in it too, such as one sample of one prompt. Peak memory is what a CUDA
+        device allocated over what it held before the call, else unknown.
     """
     row = Latency(drawing.way, "eager", n, device)
     # Eager steps need no more than libraries' first calls behind them; captured ones are captured by a whole call.
