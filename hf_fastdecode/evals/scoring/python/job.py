@@ -20,26 +20,22 @@ def job_of(task: Task) -> dict[str, Any]:
     Returns:
         ``stem``, run for the helpers that the tests use; empty where they use none. ``entry_point``. ``names`` that
         the program has to define or import: those that setup and tests use, but for builtins. ``modules`` among them,
-        by the name of one and used like one. ``setup`` and ``tests``.
+        by the name of one and used like one. ``setup`` and ``tests``. Whether ``check``, which the tests define, is to
+        be called with the entry point.
 
     Raises:
         ValueError: Setup or tests are not valid Python, or there are no tests.
     """
     if not task.tests:
         raise ValueError(f"task {task.task_id} has no tests; every program would pass")
-    tests = list(task.tests)
-    if _defines_uncalled_check(tests):
-        tests.append(f"check({task.entry_point})")
     try:
-        trees = [ast.parse(source) for source in (task.setup, *tests)]
+        trees = [ast.parse(source) for source in (task.setup, *task.tests)]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the tests of task {task.task_id} are not valid Python: {error}") from error
     nodes = [node for tree in trees for node in ast.walk(tree)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names = used - _BUILTINS - _defined(trees)
-    if task.entry_point:
-        names.add(task.entry_point)
-    elif not names:  # a function that is named like a builtin: the tests call nothing else
+    names = used - _BUILTINS - _defined(trees) | {task.entry_point} - {""}
+    if not names:  # a function that is named like a builtin: the tests call nothing else
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
@@ -49,16 +45,14 @@ def job_of(task: Task) -> dict[str, Any]:
         "names": sorted(names),
         "modules": sorted(names & sys.stdlib_module_names - bare),
         "setup": task.setup,
-        "tests": tests,
+        "tests": list(task.tests),
+        "check": _leaves_check_uncalled(trees),
     }
 
 
-def _defines_uncalled_check(tests: list[str]) -> bool:
-    """Whether the tests define `check` (MBXP, HumanEval) and leave the call to whoever runs them."""
-    try:
-        body = [node for test in tests for node in ast.parse(test).body]
-    except SyntaxError:
-        return False
+def _leaves_check_uncalled(trees: list[ast.Module]) -> bool:
+    """Whether the tests define `check` (MBXP, HumanEval) and leave its call to whoever runs them."""
+    body = [node for tree in trees for node in tree.body]
     defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
     called = [node.value.func for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     return defined and not any(isinstance(function, ast.Name) and function.id == "check" for function in called)

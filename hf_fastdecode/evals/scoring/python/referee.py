@@ -10,7 +10,7 @@ import sys
 
 from .frames import Frames
 from .plain import dumps, loads
-from .remote import Link, NotPlain, Remote, Untrusted, module_of
+from .remote import Link, NotPlain, Untrusted, module_of
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -25,35 +25,47 @@ def main(frames: Frames) -> None:
         frames.send(b">" + request)
         return frames.receive()
 
-    stage = "setup"
+    scope: dict[str, Any] = {}
+    sources = {"stem": job["stem"], "setup": job["setup"]}
+    sources |= {f"test {number}": test for number, test in enumerate(job["tests"], 1)}
     try:
-        scope = _scope(job, Link(exchange))
-        _run(job["setup"], stage, scope)
-        for number, test in enumerate(job["tests"], 1):
-            stage = f"test {number}"
-            _run(test, stage, scope)
+        entry_point = _prepare(job, Link(exchange))
+        scope = sys.modules["__main__"].__dict__
+        for name, source in list(sources.items())[1:]:
+            _run(source, name, scope)
+        if job["check"]:
+            scope["check"](entry_point)
     except BaseException as error:
-        verdict = [_status(error), _line(error, stage, job), ""]
+        verdict = [_status(error), _line(error, sources), ""]
     else:
         verdict = ["pass", "", job["nonce"]]
     frames.send(b"." + dumps(verdict, _no_handle))
 
 
-def _scope(job: dict[str, Any], link: Link) -> dict[str, Any]:
-    """The tests' namespace: helpers of the stem, and the program's names as remote objects."""
+def _prepare(job: dict[str, Any], link: Link) -> Any:
+    """Fill the tests' namespace: helpers of the stem, and the program's names as remote objects.
+
+    Returns:
+        The entry point; None where the task does not name it.
+
+    Raises:
+        NameError: The program does not define the entry point.
+    """
     module = sys.modules["__main__"] = type(sys)("__main__")
     scope = module.__dict__
     try:
         _run(job["stem"], "stem", scope)
     except Exception:
-        scope = module.__dict__  # a stem need not run by itself
+        scope.clear()  # a stem need not run by itself
     for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
         del scope[name]
     wanted = [name for name in job["names"] if name not in scope]
     for name, value in link.request("names", wanted):
         if name in wanted:
             scope[name] = _bound(name if name in job["modules"] else module_of(value), value)
-    return scope
+    if job["entry_point"] and job["entry_point"] not in scope:
+        raise NameError(f"name {job['entry_point']!r} is not defined")
+    return scope.get(job["entry_point"])
 
 
 def _of_stem(value: Any) -> bool:
@@ -78,21 +90,16 @@ def _status(error: BaseException) -> str:
     return "sandbox_error" if isinstance(error, NotPlain) else "fail"
 
 
-def _line(error: BaseException, stage: str, job: dict[str, Any]) -> str:
-    """The exception, and the line of the test that it came from."""
-    source = job["setup"] if stage == "setup" else job["tests"][int(stage.split()[1]) - 1]
-    line, trace = "", error.__traceback__
+def _line(error: BaseException, sources: dict[str, str]) -> str:
+    """The exception, and the line of the tests that it came from."""
+    place, trace = "", error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == stage:
-            line = source.splitlines()[trace.tb_lineno - 1].strip()
+        if source := sources.get(name := trace.tb_frame.f_code.co_filename):
+            place = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
-    said = " ".join(str(error).split())
     kind = "" if isinstance(error, (NotPlain, Untrusted)) else type(error).__name__
-    return f"{kind}{': ' if kind and said else ''}{said} in {stage}{': ' if line else ''}{line}"
+    return ": ".join(filter(None, [kind, " ".join(str(error).split())])) + place
 
 
 def _no_handle(*arguments: Any) -> Any:
     raise ValueError(f"not plain data: {arguments}")
-
-
-__all__ = ["Remote", "main"]
