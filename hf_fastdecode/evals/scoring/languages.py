@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from ..task import Language
+from .java import JAVA
+from .javascript import JAVASCRIPT
 from .python import PYTHON
 from .runner import LanguageSupport
 
 LANGUAGES: Final[dict[Language, LanguageSupport]] = {
     "python": PYTHON,
+    "java": JAVA,
+    "javascript": JAVASCRIPT,
 }

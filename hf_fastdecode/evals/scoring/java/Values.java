@@ -188,7 +188,7 @@ final class Values {
         for (int i = 0; i < letters.length; i++) {
             letters[i] = in.readChar();
         }
-        return new String(letters);
+        return new String(letters).intern(); // as the literals of the tests: some programs compare with ==
     }
 
     /** A number of items of at least so many bytes each; no more than are there. */

@@ -1,5 +1,5 @@
-"""Java: one process that compiles programs and runs tests, and a process of its own for each program."""
+"""Checking Java programs: each in a sandbox of its own; one process compiles them all and runs their tests."""
 
-from .runner import JavaRunner, missing_jdk
+from .runner import JAVA, JavaRunner
 
-__all__ = ["JavaRunner", "missing_jdk"]
+__all__ = ["JAVA", "JavaRunner"]

@@ -1,4 +1,4 @@
-"""Checks Java programs: a new process for each, and one that compiles them all and runs their tests."""
+"""Checks Java programs with a JDK."""
 
 from __future__ import annotations
 
@@ -6,141 +6,79 @@ import atexit
 import shutil
 import subprocess
 import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from ...records import Status
-from ...sandbox import LimitExceeded, Limits, Sandbox, SandboxedProcess, SandboxError
+from ...sandbox import LimitExceeded, Limits, SandboxError
 from ...task import Task
-from ..messages import BrokenMessageError, Peer, how_it_ended, judged, one_line
+from ..messages import one_line
+from ..pairs import PairRunner
+from ..runner import LanguageSupport, Result
 from .stand_in import StandIn
 
 _FOLDER: Final = Path(__file__).resolve().parent
+_CLASSES: Final = {"server": "evals.Server", "candidate": "evals.Candidate"}
 # A program runs for milliseconds, so that starting counts: one collector thread, the quick compiler, shared classes.
 _OPTIONS: Final = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto", "-Xmx512m")
-_SERVER_SECONDS: Final = 60.0  # more than a program may take
 _COMPILE_SECONDS: Final = 100.0  # as MBXP's own evaluation allows
+_REMEDY: Final = "install a JDK of version 11 or later (apt install default-jdk)"
 _BUILDING: Final = Lock()
 
 
-def missing_jdk() -> str | None:
-    """Why Java cannot be checked here, with the remedy; None where it can."""
-    absent = [name for name in ("java", "javac") if shutil.which(name) is None]
-    if not absent:
-        return None
-    return f"Java programs need {' and '.join(absent)}; install a JDK of version 11 or later (apt install default-jdk)"
+class JavaRunner(PairRunner):
+    """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
-
-class JavaRunner:
-    """Checks programs one after another. To be used by the thread that made it, as a context manager.
-
-    Args:
-        sandbox: Where programs, the compiler and tests run, each program in one of its own.
-        limits: Of each program.
-
-    Raises:
-        SandboxError: There is no JDK.
-    """
-
-    def __init__(self, sandbox: Sandbox, limits: Limits | None = None):
-        if missing := missing_jdk():
-            raise SandboxError(missing)
-        self._sandbox = sandbox
-        self._limits = limits or Limits()
-        self._home = Path(shutil.which("java") or "").resolve().parents[1]
-        self._server: Peer | None = None
-
-    def check(self, task: Task, completion: str) -> tuple[Status, str]:
-        """The outcome of a completion's tests, and a line about it.
+    def check(self, task: Task, completion: str) -> Result:
+        """Run a completion and the task's tests.
 
         Args:
             task: In Java; its stem ends with the signature of a static method.
             completion: What continues it.
 
         Raises:
-            SandboxError: A process could not be started, or the one of the tests broke down; this says nothing about
-                the completion.
+            SandboxError: A process could not be started, or that of the tests broke down.
+            ValueError: The task has no tests, or a stem of another form.
         """
+        if not task.tests:
+            raise ValueError(f"task {task.task_id} has no tests; every program would pass")
         stand_in = StandIn.of_stem(task.stem)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
-        if isinstance(compiled, str):
-            return "compile", compiled
-        server = self._running_server()
-        with self._start("Candidate", self._limits) as process:
-            candidate = Peer(process)
-            if outcome := _loaded(candidate, stand_in, compiled):
-                return outcome
-            try:
-                return judged(server, candidate, "test", stand_in.source + tests)
-            except SandboxError:
-                self.close()
-                raise
+        if isinstance(compiled, Result):
+            return compiled
+        program: list[bytes | str] = [stand_in.holder, stand_in.name, ",".join(stand_in.types), *compiled]
+        return self._tested(program, ["test", stand_in.source + tests])
 
-    def close(self) -> None:
-        """End the process of compiler and tests; the next check starts another."""
-        if self._server is not None:
-            self._server.process.kill()
-        self._server = None
+    def _compiled(self, source: str) -> list[bytes] | Result:
+        """Names and contents of a program's classes in turn.
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _compiled(self, source: str) -> list[bytes] | str:
-        """Names and contents of a program's classes in turn, or the compiler's message.
-
-        A program that the compiler breaks down on twice, the second time anew, is one that does not compile.
+        A program on which the compiler breaks down twice, the second time in a new process, does not compile.
         """
         for last in (False, True):
-            server = self._running_server()
-            server.process.renew(_COMPILE_SECONDS)
+            server = self._running_server(_COMPILE_SECONDS)
             try:
                 server.send("compile", source)
                 kind, *parts = server.receive()
-            except (EOFError, BrokenPipeError, BrokenMessageError, LimitExceeded) as error:
+            except (EOFError, BrokenPipeError, LimitExceeded) as error:
                 self.close()
                 if last:
-                    return one_line(f"the compiler breaks down: {error or 'it ended'}".encode())
+                    return Result("compile", one_line(f"the compiler breaks down: {error}"))
             else:
-                return parts if kind == b"classes" else one_line(parts[0])
+                return parts if kind == b"classes" else Result("compile", one_line(parts[0]))
         raise AssertionError("the second time returns")
 
-    def _running_server(self) -> Peer:
-        seconds = self._limits.wall_seconds + _SERVER_SECONDS
-        if self._server is None:
-            self._server = Peer(self._start("Server", replace(self._limits, cpu_seconds=1e6, wall_seconds=seconds)))
-        self._server.process.renew(seconds)
-        return self._server
-
-    def _start(self, name: str, limits: Limits) -> SandboxedProcess:
+    def _launch(self, role: str) -> tuple[list[str], list[Path]]:
         classes = _built()
-        command = [str(self._home / "bin" / "java"), *_OPTIONS, "-cp", str(classes), f"evals.{name}"]
-        return self._sandbox.popen(command, readable=[classes, *_parts(self._home)], limits=limits)
+        home = Path(shutil.which("java") or "").resolve().parents[1]
+        command = [str(home / "bin" / "java"), *_OPTIONS, "-cp", str(classes), _CLASSES[role]]
+        return command, [classes, *_parts(home)]
 
 
-def _loaded(candidate: Peer, stand_in: StandIn, classes: list[bytes]) -> tuple[Status, str] | None:
-    """Have the program loaded; the outcome where it cannot be."""
-    try:
-        candidate.send(stand_in.holder, stand_in.name, ",".join(stand_in.types), *classes)
-        kind, *texts = candidate.receive()
-    except LimitExceeded as error:
-        return error.status, error.detail
-    except BrokenMessageError as error:
-        return "output", str(error)
-    except (EOFError, BrokenPipeError):
-        return how_it_ended(candidate.process)
-    if kind == b"ready":
-        return None
-    return ("memory" if kind == b"memory" else "fail"), one_line(b" ".join(texts))
+def _missing() -> str | None:
+    absent = [name for name in ("java", "javac") if shutil.which(name) is None]
+    return f"Java programs need {' and '.join(absent)}; {_REMEDY}" if absent else None
 
 
 def _built() -> Path:
@@ -153,14 +91,13 @@ def _built() -> Path:
 def _compile_sources() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="hf-fastdecode-java-")).resolve()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    folder.chmod(0o755)
+    folder.chmod(0o755)  # others run there than this user
     sources = [str(path) for path in sorted(_FOLDER.glob("*.java"))]
-    done = subprocess.run(
-        ["javac", "-nowarn", "-d", str(folder), *sources], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = ["javac", "-nowarn", "-d", str(folder), *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise SandboxError(f"javac does not compile the checker: {said[0]}; install a JDK of version 11 or later")
+        raise SandboxError(f"javac does not compile the checker: {said[0]}; {_REMEDY}")
     return folder
 
 
@@ -169,3 +106,6 @@ def _parts(home: Path) -> list[Path]:
     """A JDK's folder, and what its links lead to outside, such as Debian's settings in `/etc`."""
     targets = {path.resolve() for path in home.rglob("*") if path.is_symlink()}
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
+
+
+JAVA: Final = LanguageSupport(runner=JavaRunner, limits=Limits(), missing=_missing)

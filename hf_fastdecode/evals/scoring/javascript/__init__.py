@@ -1,8 +1,8 @@
-"""JavaScript: programs and their tests by node, each in a process of its own.
+"""Checking JavaScript programs by node: each program in a sandbox of its own, and the tests in another.
 
-`lodash.isequal` is lodash's `_.isEqual` as published on npm, which MBXP's tests compare values with.
+`lodash.isequal` is lodash's `_.isEqual` as published on npm, with which MBXP's tests compare values.
 """
 
-from .runner import JavaScriptRunner, missing_node
+from .runner import JAVASCRIPT, JavaScriptRunner
 
-__all__ = ["JavaScriptRunner", "missing_node"]
+__all__ = ["JAVASCRIPT", "JavaScriptRunner"]

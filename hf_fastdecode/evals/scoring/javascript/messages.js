@@ -1,12 +1,16 @@
-// Messages over standard input and output, and values in them. A message is a list of byte strings.
+// Messages, and values in them. A message is a list of byte strings.
 "use strict";
 
 const fs = require("fs");
 
+// Not the standard streams: programs may read and print.
+const INPUT = 3;
+const OUTPUT = 4;
+
 function read(length) {
   const buffer = Buffer.alloc(length);
   for (let done = 0; done < length; ) {
-    const count = fs.readSync(0, buffer, done, length - done, null);
+    const count = fs.readSync(INPUT, buffer, done, length - done, null);
     if (count === 0) process.exit(0); // the other side is gone
     done += count;
   }
@@ -26,7 +30,7 @@ function send(...parts) {
     pieces.push(number(bytes.length), bytes);
   }
   const message = Buffer.concat(pieces);
-  for (let done = 0; done < message.length; ) done += fs.writeSync(1, message, done);
+  for (let done = 0; done < message.length; ) done += fs.writeSync(OUTPUT, message, done);
 }
 
 function number(value) {
