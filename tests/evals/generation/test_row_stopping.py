@@ -38,5 +38,5 @@ def test_a_word_across_tokens_and_letters_of_several_bytes():
 
 
 def test_end_tokens_are_noted():
-    found, tokenizer = stopped_after(["one two"], [["zzz"]], end_tokens=[load_embedded()[1]("one two").input_ids[1]])
+    found, _ = stopped_after(["one two"], [["zzz"]], end_tokens=[load_embedded()[1]("one two").input_ids[1]])
     assert found == [2]
