@@ -78,7 +78,8 @@ def weights_digest(model: Any) -> str:
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         values = parameter.detach().reshape(-1)
-        at = torch.linspace(0, len(values) - 1, min(64, len(values)), device=values.device).long()
+        count = min(64, len(values))
+        at = torch.arange(count, device=values.device) * (len(values) - 1) // max(1, count - 1)
         digest.update(values[at].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -1,0 +1,41 @@
+"""Digests that tell runs apart."""
+
+import torch
+from torch import nn
+
+from hf_fastdecode.evals.generation.settings import prompts_digest, weights_digest
+
+
+def digest_of(**parameters):
+    module = nn.Module()
+    for name, value in parameters.items():
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return weights_digest(module)
+
+
+def test_weights_are_told_apart():
+    weight = torch.arange(1000.0)
+    changed = weight.clone()
+    changed[-1] += 1
+    others = [
+        digest_of(weight=changed),
+        digest_of(other=weight),
+        digest_of(weight=weight.reshape(10, 100)),
+        digest_of(weight=weight.bfloat16()),
+        digest_of(weight=weight, more=torch.ones(1)),
+    ]
+    assert digest_of(weight=weight) == digest_of(weight=weight.clone())
+    assert len({digest_of(weight=weight), *others}) == 6
+
+
+def test_weights_of_any_size():
+    assert digest_of(weight=torch.ones(1).expand(2**24 + 3_000_001))  # more than float32 can count
+    assert digest_of(weight=torch.ones(()), empty=torch.ones(0))
+
+
+def test_prompts_are_told_apart():
+    assert prompts_digest(["1", "2"], ["a", "b"]) == prompts_digest(["1", "2"], ["a", "b"])
+    assert (
+        len({prompts_digest(ids, texts) for ids in (["1", "2"], ["2", "1"]) for texts in (["a", "b"], ["ab", ""])})
+        == 4
+    )
