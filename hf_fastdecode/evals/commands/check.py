@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import typer
-from tqdm import tqdm
 
 from ..records import Sample, Verdict
 from ..sandbox import Sandbox
-from ..scoring import score
 from ..task import Task
 from .options import Data, Limit, SandboxName, Split, TaskIds, TaskName, Unsafe, Workers
 from .score import make_sandbox
@@ -48,11 +45,10 @@ def check(
 
 def check_references(tasks: Sequence[Task], sandbox: Sandbox, workers: int | None) -> list[Verdict]:
     """Verdicts on the reference solutions of the tasks that have one."""
+    from tqdm import tqdm
+
+    from ..scoring import score
+
+    shown = not tqdm(disable=None).disable  # as bars are by themselves: on a terminal
     samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]
-    return score({task.task_id: task for task in tasks}, samples, sandbox=sandbox, workers=workers, progress=shows())
-
-
-def shows() -> bool:
-    """Whether bars are shown: on a terminal."""
-    bar: Any = tqdm(disable=None)
-    return not bar.disable
+    return score({task.task_id: task for task in tasks}, samples, sandbox=sandbox, workers=workers, progress=shown)

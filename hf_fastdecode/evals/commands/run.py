@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ...command_errors import CommandError
 from ...commands.console import note, quiet_libraries
-from ..generation.samples_file import merged_samples
-from ..report import VERDICTS
 from .check import check_references
 from .generate import draw_samples
 from .latency import time_samples
@@ -103,6 +101,9 @@ def run(
         stock,
     )
     options.check()
+    from ..generation.samples_file import merged_samples
+    from ..report import VERDICTS
+
     if latency < 0:
         raise CommandError(f"--latency must be at least 0, got {latency}; 0 times nothing")
     folder = run_folder(out, task, model)
@@ -126,6 +127,6 @@ def run(
             return
         if latency:
             time_samples(prepared, folder, latency)
-    samples = merged_samples(folder, [one.task_id for one in tasks])
+    samples = merged_samples(folder, [one.task_id for one in tasks], prepared.settings.n)
     judge_samples(tasks, samples, folder / VERDICTS, place, workers)
     write_and_show(folder, top_m=top_m, deduplicate=deduplicate, counts=None)

@@ -11,17 +11,11 @@ import typer
 
 from ...command_errors import CommandError
 from ...commands.console import note
-from ..formats import read_samples
-from ..generation.samples_file import merged_samples, sample_files
-from ..judging import judge
-from ..metrics import pass_at_k
 from ..records import Sample, Verdict
-from ..report import VERDICTS
 from ..sandbox import Sandbox, SandboxError, choose
-from ..scoring import LANGUAGES
 from ..task import Language, Task
 from .options import Data, SandboxName, TaskName, Unsafe, Workers
-from .setup import Selection
+from .setup import Selection, samples_per_task
 
 
 def score(
@@ -60,18 +54,20 @@ def score(
         hf-fastdecode eval score runs/mbpp
         hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl --out results.jsonl
     """
+    from ..formats import read_samples
+    from ..generation.samples_file import merged_samples
+    from ..report import VERDICTS
+
     is_run = samples.is_dir()
     if is_run:
         tasks = list(Selection.of_folder(samples).load().tasks)
-        drawn = merged_samples(samples, [one.task_id for one in tasks])
+        drawn = merged_samples(samples, [one.task_id for one in tasks], samples_per_task(samples))
     else:
         chosen = Selection.of(task, data, split="all").load()
         tasks = list(chosen.tasks)
         drawn = read_samples(samples, tasks)
     path = out or (samples / VERDICTS if is_run else samples.with_name(samples.name + ".results.jsonl"))
     judge_samples(tasks, drawn, path, make_sandbox(sandbox, allow_unsafe_code, tasks), workers)
-    if is_run and len(sample_files(samples)) > 1:
-        note(f"the samples of {len(sample_files(samples))} shards were scored together")
 
 
 def make_sandbox(name: str, allow_unsafe: bool, tasks: Sequence[Task]) -> Sandbox:
@@ -80,6 +76,8 @@ def make_sandbox(name: str, allow_unsafe: bool, tasks: Sequence[Task]) -> Sandbo
     Raises:
         CommandError: There is none, or a language's tools are missing.
     """
+    from ..scoring import LANGUAGES
+
     try:
         for language in _languages(tasks):
             if missing := LANGUAGES[language].missing():
@@ -97,6 +95,9 @@ def judge_samples(
     tasks: Sequence[Task], samples: Sequence[Sample], path: Path, sandbox: Sandbox, workers: int | None
 ) -> list[Verdict]:
     """Score, and say how many passed."""
+    from ..judging import judge
+    from ..metrics import pass_at_k
+
     verdicts = judge(tasks, samples, path, sandbox=sandbox, workers=workers)
     counts = Counter(verdict.status for verdict in verdicts)
     passed: Counter[str] = Counter(verdict.task_id for verdict in verdicts if verdict.passed)

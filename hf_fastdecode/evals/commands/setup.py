@@ -46,19 +46,35 @@ class Selection:
         Raises:
             CommandError: The folder has none.
         """
-        path = folder / "settings.json"
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8"))["provenance"][SELECTION])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(
-                f"{folder} is not the folder of a run: {path.name} is missing or damaged; name another, or a file of "
-                "samples with its --task"
-            ) from error
+        return cls(**_settings_of(folder)["provenance"][SELECTION])
 
     def load(self) -> TaskSet:
-        """The tasks."""
+        """The tasks that it selects."""
         data = None if self.data is None else Path(self.data)
         return load_tasks(self.task, data=data, split=self.split, limit=self.limit, task_ids=self.task_ids)
+
+
+def samples_per_task(folder: Path) -> int:
+    """How many samples of each task a run draws.
+
+    Raises:
+        CommandError: The folder is not that of a run.
+    """
+    return int(_settings_of(folder)["n"])
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    path = folder / "settings.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        Selection(**found["provenance"][SELECTION])
+        int(found["n"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"{folder} is not the folder of a run: {path.name} is missing or damaged; name another, or a file of "
+            "samples with its --task"
+        ) from error
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,38 @@ def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     return (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def merged_samples(folder: Path, task_ids: Sequence[str] | None = None) -> list[Sample]:
-    """The samples of a run, those of all its shards, ordered by task and index.
+def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
+    """The samples of a run, ordered by task and index; files of shards are merged into one.
 
     Args:
         folder: Of the run.
-        task_ids: The order of the tasks; that of first appearance when None.
+        task_ids: Of the run's tasks, in order.
+        n: Samples of each task.
 
     Raises:
-        CommandError: There are none, or one occurs twice.
+        CommandError: There are none, shards have not drawn all of theirs, or two files hold another sample of the
+            same number.
     """
-    samples = [sample for path in sample_files(folder) for sample in read_samples(path)]
+    files = sample_files(folder)
+    samples: dict[tuple[str, int], Sample] = {}
+    for path in files:
+        for sample in read_samples(path):
+            if samples.setdefault((sample.task_id, sample.index), sample) != sample:
+                raise CommandError(
+                    f"{folder} holds two samples {sample.index} of task {sample.task_id}; remove one of the files "
+                    f"{', '.join(path.name for path in files)}"
+                )
     if not samples:
         raise CommandError(f"{folder} has no samples; draw some with `hf-fastdecode eval generate --out {folder}`")
-    order = {task_id: at for at, task_id in enumerate(task_ids or dict.fromkeys(one.task_id for one in samples))}
-    samples.sort(key=lambda sample: (order.get(sample.task_id, len(order)), sample.index))
-    for one, other in pairwise(samples):
-        if (one.task_id, one.index) == (other.task_id, other.index):
+    order = {task_id: at for at, task_id in enumerate(task_ids)}
+    merged = sorted(samples.values(), key=lambda sample: (order.get(sample.task_id, len(order)), sample.index))
+    if any(path.name != SAMPLES for path in files):
+        if len(merged) < n * len(task_ids):
             raise CommandError(
-                f"{folder} holds sample {one.index} of task {one.task_id} twice; remove one of the files "
-                f"{', '.join(path.name for path in sample_files(folder))}"
+                f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
-    return samples
+        write_text(folder / SAMPLES, lambda file: file.writelines(_lines([asdict(sample) for sample in merged])))
+        for path in files:
+            if path.name != SAMPLES:
+                path.unlink()
+    return merged

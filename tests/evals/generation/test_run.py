@@ -8,8 +8,10 @@ import pytest
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
-from hf_fastdecode.evals.generation.samples_file import merged_samples
+from hf_fastdecode.evals.generation.samples_file import merged_samples, sample_files
 from hf_fastdecode.evals.generation.units import Shard
+
+IDS = ["101", "102", "103"]
 
 
 def generate(small, folder, settings=None, **options):
@@ -72,22 +74,33 @@ def test_an_interrupt_loses_the_call_under_way_only(small, unbroken, tmp_path, m
 def test_shards_merge_to_the_same_samples(small, unbroken, tmp_path):
     for number in (2, 1):
         generate(small, tmp_path, shard=Shard(number, 2))
-    merged = merged_samples(tmp_path, [task.task_id for task in small.tasks])
-    expected = [json.loads(line) for line in unbroken.splitlines()]
-    assert [vars(sample) for sample in merged] == expected
     assert generate(small, tmp_path) == 0  # nothing is left for a single process
+    merged = merged_samples(tmp_path, IDS, 4)
+    assert [vars(sample) for sample in merged] == [json.loads(line) for line in unbroken.splitlines()]
+    assert [path.name for path in sample_files(tmp_path)] == ["samples.jsonl"]
+    assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
+    assert merged_samples(tmp_path, IDS, 4) == merged
 
 
-def test_a_sample_that_two_files_hold(small, unbroken, tmp_path):
-    for name in ("samples.jsonl", "samples-1-of-2.jsonl"):
-        (tmp_path / name).write_bytes(unbroken)
-    with pytest.raises(CommandError, match=r"holds sample 0 of task 101 twice; remove one of the files samples-1"):
-        merged_samples(tmp_path)
+def test_shards_that_are_not_done(small, tmp_path):
+    generate(small, tmp_path, shard=Shard(1, 2))
+    with pytest.raises(CommandError, match="hold 8 of 12 samples; draw the rest first"):
+        merged_samples(tmp_path, IDS, 4)
+    assert [path.name for path in sample_files(tmp_path)] == ["samples-1-of-2.jsonl"]
+
+
+def test_another_sample_of_the_same_number(unbroken, tmp_path):
+    (tmp_path / "samples.jsonl").write_bytes(unbroken)
+    (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken)
+    assert len(merged_samples(tmp_path, IDS, 4)) == 12  # a merge that was interrupted leaves equal ones
+    (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken.replace(b"return", b"yield", 1))
+    with pytest.raises(CommandError, match=r"holds two samples \d of task 10\d; remove one of the files samples-1"):
+        merged_samples(tmp_path, IDS, 4)
 
 
 def test_samples_of_no_run(tmp_path):
     with pytest.raises(CommandError, match="has no samples; draw some with"):
-        merged_samples(tmp_path)
+        merged_samples(tmp_path, IDS, 4)
 
 
 @pytest.mark.parametrize(
