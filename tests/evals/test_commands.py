@@ -1,0 +1,194 @@
+"""The commands of ``hf-fastdecode eval``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_fastdecode.cli import app
+from hf_fastdecode.evals.sandbox import SandboxError, choose
+
+MBPP = [
+    {
+        "task_id": 11,
+        "text": "Write a function to double a number.",
+        "code": "def twice(x):\r\n    return 2 * x",
+        "test_setup_code": "",
+        "test_list": ["assert twice(2) == 4", "assert twice(-1) == -2"],
+        "challenge_test_list": [],
+    },
+    {
+        "task_id": 12,
+        "text": "Write a function to halve a number.",
+        "code": "def half(x):\n    return x",
+        "test_setup_code": "",
+        "test_list": ["assert half(2) == 1"],
+        "challenge_test_list": [],
+    },
+]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def sandboxed() -> None:
+    try:
+        choose("auto")
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def mbpp(tmp_path: Path) -> Path:
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in MBPP))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, sandboxed: None) -> Path:
+    """A run with all of its steps."""
+    place = tmp_path_factory.mktemp("runs") / "small"
+    done = run("run", "--limit", 3, "--n", "1,4", "--shots", 1, "--latency", 1, "--max-new-tokens", 40, "--out", place)
+    assert done.exit_code == 0, done.output
+    assert "12 samples drawn" in done.stderr
+    return place
+
+
+def test_a_run_draws_times_scores_and_reports(folder: Path) -> None:
+    verdicts = [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
+    assert len(verdicts) == 12
+    assert all(line["passed"] == (line["status"] == "pass") for line in verdicts)
+    assert {line["passed"] for line in verdicts} == {True, False}
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["settings"]["run"]["task"] == "embedded"
+    assert len((folder / "latency.csv").read_text().splitlines()) == 1 + 2 * 2
+    assert (folder / "accuracy-latency.png").read_bytes().startswith(b"\x89PNG")
+    assert "<html" in (folder / "report.html").read_text()
+
+
+def test_the_same_command_again_keeps_everything(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".jsonl", ".csv", ".json")}
+    again = run(
+        *("run", "--limit", 3, "--n", "1,4", "--shots", 1, "--latency", 1, "--max-new-tokens", 40, "--out", folder)
+    )
+    assert again.exit_code == 0
+    assert "0 samples drawn" in again.stderr
+    assert "0 rows measured" in again.stderr
+    after = {name: (folder / name).read_bytes() for name in before}
+    assert after == before
+
+
+def test_another_run_in_its_folder_is_refused(folder: Path) -> None:
+    refused = run("generate", "--limit", 2, "--n", 4, "--shots", 1, "--max-new-tokens", 40, "--out", folder)
+    assert refused.exit_code == 2
+    assert "holds a run with another digest of the tasks and prompts" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_run_is_scored_anew_where_it_was_interrupted(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("settings.json", "samples.jsonl"):
+        (copy / name).write_bytes((folder / name).read_bytes())
+    whole = (folder / "verdicts.jsonl").read_bytes()
+    (copy / "verdicts.jsonl").write_bytes(whole[: len(whole) // 2])
+    done = run("score", copy)
+    assert done.exit_code == 0
+    found = {json.dumps(json.loads(line)) for line in (copy / "verdicts.jsonl").read_text().splitlines()}
+    assert found == {json.dumps(json.loads(line)) for line in whole.decode().splitlines()}
+
+
+def test_samples_of_another_tool_are_scored(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
+    samples, results = tmp_path / "samples.jsonl", tmp_path / "results.jsonl"
+    solutions = {11: "def twice(x):\n    return x + x\n", 12: "def half(x):\n    return x / 2\n"}
+    lines = [{"task_id": f"Mbpp/{number}", "solution": text} for number, text in solutions.items()]
+    lines.append({"task_id": 12, "completion": "def half(x)\n    return x"})
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run("score", samples, "--task", "mbpp", "--data", mbpp, "--out", results)
+    assert done.exit_code == 0
+    assert "2 of 3 samples of 2 tasks pass; pass@1 75.0 %" in done.stdout
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    assert sorted((line["task_id"], line["index"], line["passed"], line["status"]) for line in found) == [
+        ("11", 0, True, "pass"),
+        ("12", 0, True, "pass"),
+        ("12", 1, False, "compile"),
+    ]
+
+
+def test_changed_samples_are_scored_again(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
+    samples, results = tmp_path / "samples.jsonl", tmp_path / "results.jsonl"
+    for body, passing in (("return 3", 0), ("return 2 * x", 1)):
+        samples.write_text(json.dumps({"task_id": 11, "completion": f"def twice(x):\n    {body}"}) + "\n")
+        done = run("score", samples, "--task", "mbpp", "--data", mbpp, "--out", results)
+        assert f"{passing} of 1 samples" in done.stdout
+
+
+def test_reference_solutions_are_checked(mbpp: Path, sandboxed: None) -> None:
+    done = run("check", "--task", "mbpp", "--data", mbpp)
+    assert done.exit_code == 1
+    assert "12: fail" in done.stdout
+    assert "1 of 2 reference solutions pass (50.0 %)" in done.stdout
+    assert run("check", "--limit", 3).exit_code == 0
+
+
+def test_a_report_without_ranks_and_with_its_own_n(folder: Path) -> None:
+    done = run("report", folder, "--no-rank", "--n", "1,3")
+    assert done.exit_code == 0
+    assert "Samples were not ranked" in done.stdout
+    run("report", folder)  # as it was
+
+
+def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
+    done = run("rescore", folder / "samples.jsonl", "--shots", 1, "--out", tmp_path / "scored.jsonl")
+    assert done.exit_code == 0
+    before = {(line["task_id"], line["index"]): line for line in map(json.loads, open(folder / "samples.jsonl"))}
+    after = [json.loads(line) for line in open(tmp_path / "scored.jsonl")]
+    alike = [one for one in after if one["tokens"] == before[one["task_id"], one["index"]]["tokens"] > 0]
+    close = [
+        one for one in alike if abs(one["sum_logp"] - before[one["task_id"], one["index"]]["sum_logp"]) < 1e-2
+    ]
+    assert len(after) == 12
+    assert len(close) >= len(alike) // 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--n", "0"], "--n must be whole numbers of at least 1 with commas between, got '0'"),
+        (["generate", "--n", "1,x"], "got 'x'"),
+        (["generate", "--temperature", "0"], "greedy samples of a task are all equal, got --n up to 32"),
+        (["generate", "--temperature", "-1"], "--temperature must be 0 (greedy) or at least 1e-6"),
+        (["generate", "--temperature", "nan"], "--temperature must be 0 (greedy) or at least 1e-6"),
+        (["generate", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0"),
+        (["generate", "--rows", "0"], "--rows must be at least 1, got 0"),
+        (["generate", "--seed", "-1"], "--seed must be at least 0"),
+        (["generate", "--stock", "--mode", "graph"], "--mode graph is for hf_fastdecode"),
+        (["generate", "--model", "/nowhere"], "there is no file or folder /nowhere"),
+        (["generate", "--task", "nothing"], "there are no tasks 'nothing'; choose one of embedded, mbpp"),
+        (["generate", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["generate", "--task-ids", "9999"], "there is no task 9999"),
+        (["generate", "--shard", "3/2"], "--shard must be i/N"),
+        (["generate", "--format", "haiku"], "there is no prompt format 'haiku'"),
+        (["generate", "--shots", "39", "--max-new-tokens", "4000"], "positions of this model; lower --shots"),
+        (["generate", "--dtype", "int3"], "int3"),
+        (["run", "--latency", "-1"], "--latency must be at least 0, got -1"),
+        (["check", "--sandbox", "nothing"], "--sandbox must be auto, bwrap"),
+        (["check", "--sandbox", "none"], "add --allow-unsafe-code to permit it"),
+        (["score", "/nowhere"], "/nowhere"),
+        (["report", "/"], "has neither verdicts.jsonl nor latency.csv"),
+        (["score", "/"], "/ is not the folder of a run"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert words in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not any(tmp_path.rglob("samples*.jsonl"))
