@@ -150,9 +150,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
     before = {(line["task_id"], line["index"]): line for line in map(json.loads, open(folder / "samples.jsonl"))}
     after = [json.loads(line) for line in open(tmp_path / "scored.jsonl")]
     alike = [one for one in after if one["tokens"] == before[one["task_id"], one["index"]]["tokens"] > 0]
-    close = [
-        one for one in alike if abs(one["sum_logp"] - before[one["task_id"], one["index"]]["sum_logp"]) < 1e-2
-    ]
+    close = [one for one in alike if abs(one["sum_logp"] - before[one["task_id"], one["index"]]["sum_logp"]) < 1e-2]
     assert len(after) == 12
     assert len(close) >= len(alike) // 2 > 0
 

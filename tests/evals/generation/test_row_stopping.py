@@ -37,6 +37,18 @@ def test_a_word_across_tokens_and_letters_of_several_bytes():
     assert tokenizer.decode(tokenizer("naïve \n\nEND of it").input_ids[: found[0]]).endswith("END")
 
 
+def test_many_rows_are_looked_at_more_seldom():
+    _, tokenizer = load_embedded()
+    ids = tokenizer("stop, and so on and on and on").input_ids
+    first = next(count for count in range(1, 10) if "stop" in tokenizer.decode(ids[:count]))
+    for rows, interval in ((255, 1), (256, 2), (1024, 8)):
+        prompt = torch.tensor([tokenizer("say:").input_ids] * rows)
+        stopping = RowStopping(tokenizer, [StopWords(["stop"]) for _ in range(rows)], prompt, ())
+        text = torch.tensor([ids] * rows)
+        ended = [stopping(torch.cat([prompt, text[:, :step]], dim=1), None).all().item() for step in range(1, 10)]
+        assert ended.index(True) + 1 == -(-first // interval) * interval
+
+
 def test_end_tokens_are_noted():
     found, _ = stopped_after(["one two"], [["zzz"]], end_tokens=[load_embedded()[1]("one two").input_ids[1]])
     assert found == [2]
