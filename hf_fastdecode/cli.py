@@ -20,10 +20,10 @@ from .bench.app import app as bench
 from .command_errors import CommandError, forced_options
 from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file
 from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
+from .commands.evaluation.app import app as evaluations
 from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
-from .evals.app import app as evaluations
 from .interrupts import exit_on_interrupt
 
 app = typer.Typer(

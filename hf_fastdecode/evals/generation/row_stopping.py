@@ -15,7 +15,6 @@ from hf_fastdecode.continuations import ANCHOR
 
 from ..prompts import StopRule
 
-
 _ROWS_OF_A_STEP = 128
 """Decoding a token of so many rows takes half a millisecond."""
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from ...command_errors import CommandError
-from ...commands.console import note
-from ..records import Sample, Verdict
-from ..sandbox import Sandbox, SandboxError, choose
-from ..task import Language, Task
+from ...evals.records import Sample, Verdict
+from ...evals.sandbox import Sandbox, SandboxError, choose
+from ...evals.task import Language, Task
+from ..console import note
 from .options import Data, SandboxName, TaskName, Unsafe, Workers
 from .setup import Selection, samples_per_task
 
@@ -54,9 +54,9 @@ def score(
         hf-fastdecode eval score runs/mbpp
         hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl --out results.jsonl
     """
-    from ..formats import read_samples
-    from ..generation.samples_file import merged_samples
-    from ..report import VERDICTS
+    from ...evals.formats import read_samples
+    from ...evals.generation.samples_file import merged_samples
+    from ...evals.report import VERDICTS
 
     is_run = samples.is_dir()
     if is_run:
@@ -76,7 +76,7 @@ def make_sandbox(name: str, allow_unsafe: bool, tasks: Sequence[Task]) -> Sandbo
     Raises:
         CommandError: There is none, or a language's tools are missing.
     """
-    from ..scoring import LANGUAGES
+    from ...evals.scoring import LANGUAGES
 
     try:
         for language in _languages(tasks):
@@ -95,8 +95,8 @@ def judge_samples(
     tasks: Sequence[Task], samples: Sequence[Sample], path: Path, sandbox: Sandbox, workers: int | None
 ) -> list[Verdict]:
     """Score, and say how many passed."""
-    from ..judging import judge
-    from ..metrics import pass_at_k
+    from ...evals.judging import judge
+    from ...evals.metrics import pass_at_k
 
     verdicts = judge(tasks, samples, path, sandbox=sandbox, workers=workers)
     counts = Counter(verdict.status for verdict in verdicts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...command_errors import CommandError
-from ...commands.console import note, quiet_libraries
+from ..console import note, quiet_libraries
 from .check import check_references
 from .generate import draw_samples
 from .latency import time_samples
@@ -101,8 +101,8 @@ def run(
         stock,
     )
     options.check()
-    from ..generation.samples_file import merged_samples
-    from ..report import VERDICTS
+    from ...evals.generation.samples_file import merged_samples
+    from ...evals.report import VERDICTS
 
     if latency < 0:
         raise CommandError(f"--latency must be at least 0, got {latency}; 0 times nothing")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from .commands.check import check
-from .commands.generate import generate
-from .commands.latency import latency
-from .commands.report import report
-from .commands.rescore import rescore
-from .commands.run import run
-from .commands.score import score
+from .check import check
+from .generate import generate
+from .latency import latency
+from .report import report
+from .rescore import rescore
+from .run import run
+from .score import score
 
 app = typer.Typer(
     add_completion=False,

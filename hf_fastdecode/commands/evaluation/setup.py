@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...command_errors import CommandError
 from ...command_options import check_device, check_dtype, check_options, config_file
+from ...evals.generation.units import WHOLE, Shard
+from ...evals.prompts import PromptFormat, prompt_format
+from ...evals.tasks import TaskSet, load_tasks
 from ...interrupts import exit_on_interrupt
-from ..generation.units import WHOLE, Shard
-from ..prompts import PromptFormat, prompt_format
-from ..tasks import TaskSet, load_tasks
 from .options import check_drawing, parse_counts, parse_ids
 
 if TYPE_CHECKING:
-    from ..generation.settings import RunSettings
+    from ...evals.generation.settings import RunSettings
 
 SELECTION = "selection"
 
@@ -167,10 +167,10 @@ def prepare(options: DrawOptions, selection: Selection, shard: str | None) -> Pr
     if not options.chat:
         prompt_format(tasks, options.format, shots=options.shots)  # a format that does not suit says so before torch
     with exit_on_interrupt():
-        from ...commands.models import load_model, machine
         from ...devices import pick_device
-        from ..generation.settings import RunSettings, prompts_digest, weights_digest
-        from ..provenance import versions
+        from ...evals.generation.settings import RunSettings, prompts_digest, weights_digest
+        from ...evals.provenance import versions
+        from ..models import load_model, machine
     place = pick_device(options.device)
     if shard is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState

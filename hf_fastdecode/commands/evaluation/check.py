@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import typer
 
-from ..records import Sample, Verdict
-from ..sandbox import Sandbox
-from ..task import Task
+from ...evals.records import Sample, Verdict
+from ...evals.sandbox import Sandbox
+from ...evals.task import Task
 from .options import Data, Limit, SandboxName, Split, TaskIds, TaskName, Unsafe, Workers
 from .score import make_sandbox
 from .setup import Selection
@@ -47,7 +47,7 @@ def check_references(tasks: Sequence[Task], sandbox: Sandbox, workers: int | Non
     """Verdicts on the reference solutions of the tasks that have one."""
     from tqdm import tqdm
 
-    from ..scoring import score
+    from ...evals.scoring import score
 
     shown = not tqdm(disable=None).disable  # as bars are by themselves: on a terminal
     samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...command_errors import CommandError, forced_options
-from ...commands.console import note, quiet_libraries
+from ..console import note, quiet_libraries
 from .options import (
     DEFAULT_COUNTS,
     DEFAULT_SHOTS,
@@ -38,7 +38,7 @@ from .options import (
 from .setup import DrawOptions, Prepared, Selection, prepare
 
 if TYPE_CHECKING:
-    from ..generation.draw import Drawing
+    from ...evals.generation.draw import Drawing
 
 
 def latency(
@@ -95,8 +95,8 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
     """Time what the folder's latency.csv lacks."""
     from tqdm import tqdm
 
-    from ..generation.latency import measure_latency
-    from ..report import LATENCY, read_latency, write_latency
+    from ...evals.generation.latency import measure_latency
+    from ...evals.report import LATENCY, read_latency, write_latency
 
     path = folder / LATENCY
     rows = list(read_latency(path)) if path.exists() else []
@@ -126,7 +126,7 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
 
 
 def _ways(prepared: Prepared) -> Iterator[Drawing]:
-    from ..generation.draw import Drawing
+    from ...evals.generation.draw import Drawing
 
     settings = prepared.settings
     shared = Drawing(

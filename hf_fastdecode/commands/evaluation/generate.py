@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...command_errors import forced_options
-from ...commands.console import note, quiet_libraries
+from ..console import note, quiet_libraries
 from .options import (
     DEFAULT_COUNTS,
     DEFAULT_SHOTS,
@@ -95,7 +95,7 @@ def generate(
 
 def draw_samples(prepared: Prepared, folder: Path) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
-    from ..generation.run import generate_samples
+    from ...evals.generation.run import generate_samples
 
     if prepared.tasks.note and prepared.is_first:
         note(prepared.tasks.note)

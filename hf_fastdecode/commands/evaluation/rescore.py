@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.console import note, quiet_libraries
+from ..console import note, quiet_libraries
 from .options import DEFAULT_SHOTS, Chat, Data, Device, Dtype, Format, Model, Shots, TaskName
 from .setup import Selection
 
@@ -30,11 +30,11 @@ def rescore(
     """
     from tqdm import tqdm
 
-    from ...commands.models import load_model
     from ...devices import pick_device
-    from ..formats import read_samples, write_samples
-    from ..generation.rescore import rescored
-    from ..prompts import prompt_format as make_format
+    from ...evals.formats import read_samples, write_samples
+    from ...evals.generation.rescore import rescored
+    from ...evals.prompts import prompt_format as make_format
+    from ..models import load_model
 
     tasks = Selection.of(task, data, split="all").load()
     given = read_samples(samples, tasks.tasks)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...command_errors import CommandError
-from ...commands.console import note
+from ..console import note
 from .options import Dedup, TopM
 
 
@@ -40,8 +40,8 @@ def write_and_show(
     """
     from rich.console import Console
 
-    from ..report import report as build
-    from ..report import report_text, write_report
+    from ...evals.report import report as build
+    from ...evals.report import report_text, write_report
     from .options import parse_counts
 
     if deduplicate not in ("text", "ast"):

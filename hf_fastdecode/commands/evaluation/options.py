@@ -9,9 +9,9 @@ from typing import Annotated, Final
 import typer
 
 from ...command_errors import CommandError
-from ..prompts import FORMAT_NAMES, SHOTS
-from ..sandbox import BACKENDS
-from ..tasks import SPLITS, TASK_NAMES
+from ...evals.prompts import FORMAT_NAMES, SHOTS
+from ...evals.sandbox import BACKENDS
+from ...evals.tasks import SPLITS, TASK_NAMES
 
 DEFAULT_COUNTS: Final = "1,2,4,8,16,32"
 
