@@ -19,7 +19,7 @@ class Result:
     Attributes:
         status: As of `Verdict`.
         detail: As of `Verdict`.
-        load: Whether a busy machine may have caused it: then it is tried again, alone and with more time.
+        load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
     """
 
     status: Status

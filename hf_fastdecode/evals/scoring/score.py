@@ -18,7 +18,6 @@ from ..task import Language, Task
 from .languages import LANGUAGES
 from .runner import Result, Runner
 
-_RETRIES: Final = 2
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
 _Key = tuple[str, str]  # task id, completion
@@ -64,10 +63,11 @@ def score(
             raise SandboxError(missing)
     board = _Board(tasks, sandbox, limits)
     with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
-        results = board.check(list(programs), workers or os.cpu_count() or 1, 1, bar.update)
-    for _ in range(_RETRIES):
-        doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
-        results |= board.check(doubtful, 1, _PATIENCE)
+        results = board.check(list(programs), workers or len(os.sched_getaffinity(0)), 1, bar.update)
+    doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
+    results |= board.check(doubtful, 1, _PATIENCE)
+    broken = [key for key, result in results.items() if result.status == "sandbox_error"]
+    results |= board.check(broken, 1, _PATIENCE)
     keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
     return [Verdict(one.task_id, one.index, results[key].status, results[key].detail) for one, key in keys]
 

@@ -182,7 +182,7 @@ def _compiled(*modules: str) -> bytes:
 
 PYTHON: Final = LanguageSupport(
     runner=PythonRunner,
-    limits=Limits(cpu_seconds=10.0, wall_seconds=60.0, address_bytes=4 << 30),
+    limits=Limits(cpu_seconds=10.0, wall_seconds=30.0, address_bytes=4 << 30),
     missing=lambda: None,
 )
 """10 s as in MBXP (Athiwaratkun et al. 2023), but of CPU time."""
