@@ -20,6 +20,7 @@ from hf_fastdecode.evals.scoring.python import PythonRunner
 from hf_fastdecode.evals.task import Task
 
 from .hostile import DEPEND_ON_THE_SANDBOX, PROGRAMS, SEARCH_FOR_TESTS
+from .processes import running
 
 LIMITS = Limits(
     cpu_seconds=0.6,
@@ -77,13 +78,7 @@ class Host:
         except BlockingIOError:
             pass
         done += [f"{folder} was written to" for folder in (self.folder, Path.home()) if (folder / self.mark).exists()]
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (process / "cmdline").read_bytes():
-                    done.append(f"process {process.name} survived")
-            except OSError:
-                continue
-        return done
+        return done + (["a process survived"] if running(self.mark) else [])
 
 
 @pytest.fixture

@@ -11,23 +11,14 @@ import pytest
 
 from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Outcome, Sandbox, SandboxError, choose, python_command
 
+from ..processes import running
+
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=2, memory_bytes=256 << 20, output_bytes=1 << 20, scratch_bytes=4 << 20)
 
 
 def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS, stdin: bytes = b"") -> Outcome:
     command, readable = python_command()
     return sandbox.run([*command, "-c", source], stdin=stdin, readable=readable, limits=limits)
-
-
-def running(token: str) -> bool:
-    """Whether a process has this argument."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if token.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def test_output_and_exit_codes(sandbox: Sandbox) -> None:
@@ -65,6 +56,18 @@ except OSError as error:
     assert done.stdout == b"content\nRead-only file system\n", done
     done = sandbox.run([*command, "-c", f"open('{tmp_path}/beside')"], readable=[*readable, shown], limits=LIMITS)
     assert done.stderr.splitlines()[-1].startswith(b"FileNotFoundError")
+
+
+def test_packages_are_seen_empty_but_for_those_asked_for(sandbox: Sandbox, tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("asked_for", "other"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "tests.py").write_text("secret")
+    source = f"import os; print(os.listdir('{packages}'), os.listdir('{packages}/asked_for'))"
+    command, readable = python_command()
+    shown = [*readable, tmp_path / "lib", packages / "asked_for"]
+    done = sandbox.run([*command, "-c", source], readable=shown, limits=LIMITS)
+    assert done.stdout == b"['asked_for'] ['tests.py']\n", done
 
 
 @pytest.mark.parametrize(

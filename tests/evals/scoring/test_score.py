@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from types import TracebackType
 from typing import Self
@@ -12,7 +17,10 @@ import pytest
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
+from hf_fastdecode.evals.scoring.python.job import job_of
 from hf_fastdecode.evals.task import Task
+
+from ..processes import running
 
 TASKS = {name: Task(name, "python", "", "", ("assert f() == 1",)) for name in ("a", "b")}
 NONE = choose("none", allow_unsafe=True)
@@ -54,7 +62,7 @@ class Scripted:
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Result | Exception]]:
     """What the runner answers."""
     Scripted.scripts, Scripted.seen = {}, []
-    support = LanguageSupport(runner=Scripted, limits=Limits(wall_seconds=3), missing=lambda: None)
+    support = LanguageSupport(runner=Scripted, limits=Limits(wall_seconds=3), check_task=job_of)
     monkeypatch.setitem(LANGUAGES, "python", support)
     return Scripted.scripts
 
@@ -109,6 +117,50 @@ def test_an_error_ends_the_run(scripts: dict[str, list[Result | Exception]]) -> 
     with pytest.raises(ValueError, match="tests of task a"):
         score(TASKS, samples, sandbox=NONE, workers=2, progress=False)
     assert len(Scripted.seen) < 100
+
+
+def test_ctrl_c_ends_the_run_at_once_and_leaves_nothing(any_sandbox: Sandbox) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    source = f"""
+from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.sandbox import choose
+from hf_fastdecode.evals.scoring import score
+from hf_fastdecode.evals.task import Task
+texts = [f"import os\\nos.execv('/bin/sleep', ['{mark}', '{{seconds}}'])" for seconds in (60, 61, 62, 63)]
+samples = [Sample("a", index, text) for index, text in enumerate(texts)]
+sandbox = choose({any_sandbox.name!r})
+print("ready", flush=True)
+score({{"a": Task("a", "python", "", "", ("assert f()",))}}, samples, sandbox=sandbox, workers=2, progress=False)
+"""
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        until = time.monotonic() + 20
+        while not running(mark):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        assert b"KeyboardInterrupt" in process.communicate(timeout=20)[1]
+    assert time.monotonic() - start < 5
+    until = time.monotonic() + 5
+    while running(mark):
+        assert time.monotonic() < until, "a sandbox outlived its host"
+        time.sleep(0.05)
+
+
+def test_tasks_are_checked_before_anything_runs(scripts: dict[str, list[Result | Exception]]) -> None:
+    tasks = {**TASKS, "empty": Task("empty", "python", "", "", ())}
+    samples = [Sample("a", 0, "x"), Sample("empty", 0, "y")]
+    with pytest.raises(ValueError, match="task empty has no tests; every program would pass"):
+        score(tasks, samples, sandbox=NONE, progress=False)
+    assert Scripted.seen == []
+
+
+def test_scoring_does_not_import_torch() -> None:
+    code = "import sys, hf_fastdecode.evals.scoring; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_unknown_tasks_and_missing_toolchains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from ...task import Task
 _BUILTINS: Final = frozenset(dir(builtins))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def job_of(task: Task) -> dict[str, Any]:
     """The job for `referee`, without its nonce.
 
