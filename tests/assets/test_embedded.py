@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,23 @@ from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fe
 from hf_fastdecode.assets.prompt import SEPARATOR
 from hf_fastdecode.assets.recipe import corpus
 from hf_fastdecode.assets.recipe.data import separator_ids
-from hf_fastdecode.evals.check import check_completion
-from hf_fastdecode.evals.embedded import measure, sample, seeded, table
+from hf_fastdecode.evals.generation.draw import Drawing, draw_rows, read_samples, sharing
+from hf_fastdecode.evals.prompts import prompt_format
+from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.sandbox import Sandbox, SandboxError, choose
+from hf_fastdecode.evals.scoring import score
+from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.tasks import load_tasks
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    """Where generated programs run."""
+    try:
+        return choose()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
 
 FIELDS = {"task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list"}
 
@@ -38,11 +54,13 @@ def test_tasks_follow_mbpps_schema() -> None:
 
 
 @pytest.mark.parametrize("tasks", [embedded_tasks(), fewshot_tasks()], ids=["held-out", "few-shot"])
-def test_reference_code_passes_its_tests(tasks: list[corpus.Task]) -> None:
+def test_reference_code_passes_its_tests(tasks: list[corpus.Task], sandbox: Sandbox) -> None:
     # One process for all: each task runs in a namespace of its own.
     runs = [f"exec({task['code'] + chr(10) + chr(10).join(task['test_list'])!r}, {{}})" for task in tasks]
-    together = {"test_list": ["assert done"]}
-    assert check_completion(together, "\n".join([*runs, "done = True"]), timeout_s=30).reason == "passed"
+    together = Task("all", "python", "", "", ("assert done",))
+    program = Sample("all", 0, "\n".join([*runs, "done = True"]))
+    (verdict,) = score({"all": together}, [program], sandbox=sandbox, progress=False)
+    assert verdict.passed, verdict
 
 
 def test_stored_tasks_are_what_the_recipe_makes() -> None:
@@ -110,37 +128,31 @@ def test_few_shot_prompts_count_their_shots() -> None:
         few_shot_prompt(task, 41)
 
 
-def test_generate_stops_by_itself_and_solves_some_tasks() -> None:
+def test_generate_stops_by_itself_and_solves_some_tasks(sandbox: Sandbox) -> None:
     model, tokenizer = loaded()
     tasks = embedded_tasks()[:12]
     inputs = tokenizer(few_shot_prompt(tasks[0], 3), return_tensors="pt")
     out = model.generate(**inputs, do_sample=False)
     assert out[0, -1] == tokenizer.eos_token_id
     assert out.shape[1] - inputs.input_ids.shape[1] < model.generation_config.max_new_tokens
-    completions = sample(
-        model, tokenizer, [few_shot_prompt(task, 1) for task in tasks], 1, temperature=0, progress=False
-    )
-    assert sum(measure(tasks, completions, progress=False)) >= 2
+    counts = passing(12, 1, Drawing(temperature=0), sandbox)
+    assert sum(counts) >= 2
 
 
-def test_sampling_from_one_seed_repeats_and_finds_more_than_one_try() -> None:
+def passing(tasks: int, count: int, drawing: Drawing, sandbox: Sandbox) -> list[int]:
+    """How many of so many samples of each of the first tasks pass."""
     model, tokenizer = loaded()
-    tasks = embedded_tasks()[:6]
-    prompts = [few_shot_prompt(task, 0) for task in tasks]
-    with seeded(0):
-        first = sample(model, tokenizer, prompts, 8, progress=False)
-    with seeded(0):
-        assert sample(model, tokenizer, prompts, 8, progress=False) == first
-    figures = table(measure(tasks, first, progress=False), 8)
-    assert figures["pass@8"] > figures["pass@1"]
+    tokenizer.padding_side = "left"
+    chosen = load_tasks(limit=tasks)
+    form = prompt_format(chosen, shots=1)
+    with sharing(model, drawing):
+        drawn = draw_rows(model, tokenizer, form, chosen.tasks, count, drawing, seed=0)
+    samples = read_samples(drawn, model, tokenizer, form, chosen.tasks)
+    found = score({task.task_id: task for task in chosen.tasks}, samples, sandbox=sandbox, progress=False)
+    passed = Counter(verdict.task_id for verdict in found if verdict.passed)
+    return [passed[task.task_id] for task in chosen.tasks]
 
 
-def test_a_batch_gives_each_prompt_what_it_gets_alone() -> None:
-    model, tokenizer = loaded()
-    prompts = [few_shot_prompt(task, shots) for shots, task in enumerate(embedded_tasks()[:3])]
-    together = sample(model, tokenizer, prompts, 2, temperature=0, prompts_per_batch=3, progress=False)
-    for prompt, completions in zip(prompts, together, strict=True):
-        inputs = tokenizer(prompt, return_tensors="pt")
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=128)
-        alone = tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        assert completions == [alone, alone]
+def test_more_samples_solve_more_tasks(sandbox: Sandbox) -> None:
+    counts = passing(6, 8, Drawing(), sandbox)
+    assert sum(count > 0 for count in counts) > sum(counts) / 8

@@ -35,6 +35,10 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
 
 
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def sandboxed() -> None:
     try:
@@ -147,8 +151,8 @@ def test_a_report_without_ranks_and_with_its_own_n(folder: Path) -> None:
 def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
     done = run("rescore", folder / "samples.jsonl", "--shots", 1, "--out", tmp_path / "scored.jsonl")
     assert done.exit_code == 0
-    before = {(line["task_id"], line["index"]): line for line in map(json.loads, open(folder / "samples.jsonl"))}
-    after = [json.loads(line) for line in open(tmp_path / "scored.jsonl")]
+    before = {(line["task_id"], line["index"]): line for line in lines_of(folder / "samples.jsonl")}
+    after = lines_of(tmp_path / "scored.jsonl")
     alike = [one for one in after if one["tokens"] == before[one["task_id"], one["index"]]["tokens"] > 0]
     close = [one for one in alike if abs(one["sum_logp"] - before[one["task_id"], one["index"]]["sum_logp"]) < 1e-2]
     assert len(after) == 12
