@@ -80,6 +80,8 @@ def test_the_two_forms_of_mbpp(write: Any) -> None:
     assert (full.task_id, full.description, full.stem, full.tests) == ("11", "Double.", "", ("assert double(2) == 4",))
     assert (full.reference, full.setup) == ("def double(x):\n    return 2 * x", "a = 1")
     sanitized = load_tasks("mbpp", data=write(json.dumps([SANITIZED]), "tasks.json")).tasks[0]
+    again = load_tasks("mbpp-sanitized", data=write(lines(SANITIZED)))
+    assert again.tasks == (sanitized,) and load_tasks("mbpp-sanitized", data=write(lines(FULL))).tasks == (full,)
     assert (sanitized.description, sanitized.setup, sanitized.reference) == ("Double.", "import math", full.reference)
 
 
@@ -250,6 +252,12 @@ def test_the_hub_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids(found) == ["11"] and [task.task_id for task in found.examples] == ["2"]
     assert found.origin == "google-research-datasets/mbpp (full)"
     assert found.note == "google-research-datasets/mbpp (full) holds 3 problems, published were 974"
+
+
+def test_the_other_form_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, {"test": [SANITIZED]})
+    assert ids(load_tasks("mbpp-sanitized")) == ["11"]
+    assert calls == [("google-research-datasets/mbpp", "sanitized", {})]
 
 
 def test_mbxp_from_its_repository_since_the_hub_has_a_script_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from .task_set import TaskIds, TaskSet
 _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "embedded": mbpp_task,
     "mbpp": mbpp_task,
+    "mbpp-sanitized": mbpp_task,
     "mbxp-python": partial(mbxp_task, language="python"),
     "mbxp-java": partial(mbxp_task, language="java"),
     "mbxp-javascript": partial(mbxp_task, language="javascript"),
@@ -32,6 +33,7 @@ TASK_NAMES: Final = tuple(_READERS)
 SPLITS: Final = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 _PROMPT_ORDER: Final = ("2", "3", "4")  # the three of Austin et al. 2021
+_MBPP: Final = frozenset({"mbpp", "mbpp-sanitized"})
 
 
 def load_tasks(
@@ -70,7 +72,7 @@ def load_tasks(
         if not chosen:
             raise CommandError("--task-ids names no task; leave it out for all tasks")
     else:
-        chosen = _of_split(tasks, split or ("test" if name == "mbpp" else "all"), origin)
+        chosen = _of_split(tasks, split or ("test" if name in _MBPP else "all"), origin)
     return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
 
 
@@ -94,7 +96,7 @@ def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
 
 def _check_form(name: str, record: Record) -> None:
     found = recognised(record)
-    expected = "mbpp" if name == "embedded" else name
+    expected = "mbpp" if name == "embedded" or name in _MBPP else name
     if found and found != expected:
         remedy = f"pass --task {found}" if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
         raise record.error(f"this is a record of {found}, not of {name}; {remedy}, or name another file")
@@ -112,7 +114,7 @@ def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
 
 def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
     """MBPP's tasks for few-shot prompts, the paper's three first."""
-    if name != "mbpp":
+    if name not in _MBPP:
         return ()
     found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
     return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))

@@ -42,7 +42,7 @@ def test_right_and_wrong(runner: Runner) -> None:
         ("        List<int[]> l = new ArrayList<>(); for (;;) l.add(new int[1 << 20]);\n    }\n}", "memory", "java."),
         ("        return \"a\".repeat(3000000);\n    }\n}", "output", ""),
         ("        System.out.println(x); System.err.println(x);\n" + RIGHT, "pass", ""),
-        (RIGHT[:-1] + "    static int twice(long x) { return 0; }\n    static int twice() { return 0; }\n}", "pass", ""),
+        (RIGHT[:-1] + "    static int twice(long x) { return 0; }\n    static int twice() { return 0; }}", "pass", ""),
         ("        new Thread(() -> { for (;;) { } }).start();\n" + RIGHT, "pass", ""),
     ],
 )  # fmt: skip
@@ -152,12 +152,14 @@ def test_literals_are_the_same_object(runner: Runner) -> None:
 
 
 def test_the_stand_in_reads_signatures() -> None:
-    stem = "import a.B;\n/** class No { static int f(int x) { */\nclass A {\n    public static Map<String, List<Integer>> "
-    found = StandIn.of_stem(stem + "f(final List<Map<String, Integer>> a, java.util.Set<Long> b, int c) {\n")
+    stem = "import a.B;\n/** class No { static int f(int x) { */\nclass A {\n    public static "
+    found = StandIn.of_stem(
+        stem + "Map<String, List<Integer>> f(final List<Map<String, Integer>> a, java.util.Set<Long> b, int c) {\n"
+    )
     assert (found.holder, found.name, found.types) == ("A", "f", ("List", "Set", "int"))
     assert "return (Map<String, List<Integer>>) evals.Server.call(new Object[] {a, b, c});" in found.source
     assert StandIn.of_stem("class A { static int f() {").types == ()
-    with pytest.raises(ValueError, match="must end with the signature of a static method, got 'class A {'"):
+    with pytest.raises(ValueError, match=r"must end with the signature of a static method, got 'class A \{'"):
         StandIn.of_stem("class A {")
 
 

@@ -53,7 +53,7 @@ def test_statuses(runner: Runner, completion: str, status: str, detail: str) -> 
 
 
 FORGED = """
-const part = (text) => { const b = Buffer.alloc(4); b.writeUInt32BE(text.length); return b.toString('latin1') + text; };
+const part = (text) => '\\0\\0\\0' + String.fromCharCode(text.length) + text;
 const two = '\\0\\0\\0\\2', one = '\\0\\0\\0\\1';
 """
 
