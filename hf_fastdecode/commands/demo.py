@@ -14,7 +14,9 @@ from torch import Tensor
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.assets import Task, few_shot_prompt
 from hf_fastdecode.cache.shared import cache_bytes
-from hf_fastdecode.evals.check import CheckResult, check_many
+from hf_fastdecode.evals.embedded import verdicts
+from hf_fastdecode.evals.records import Verdict
+from hf_fastdecode.evals.sandbox import SandboxError, choose
 
 from ..command_errors import CommandError
 from .completions import Completion, Draw, draw, encode, end_tokens_of, read_completions
@@ -55,12 +57,17 @@ class Candidate:
     Attributes:
         completion: One of the equal completions, the one with the highest mean log-probability.
         count: How many samples have this text.
-        check: Whether it passes the task's tests.
+        verdict: Of the task's tests; None where they were not run.
     """
 
     completion: Completion
     count: int
-    check: CheckResult
+    verdict: Verdict | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests were run and passed."""
+        return self.verdict is not None and self.verdict.passed
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Demo:
         stock: Stock transformers.
         shared: With hf_fastdecode.
         candidates: The distinct completions, best mean log-probability first.
+        not_tested: Why the tests were not run, with the remedy; empty where they were.
     """
 
     task: Task
@@ -86,6 +94,7 @@ class Demo:
     stock: Side
     shared: Side
     candidates: list[Candidate]
+    not_tested: str
 
     @property
     def samples(self) -> int:
@@ -95,7 +104,7 @@ class Demo:
     @property
     def passing(self) -> int:
         """Completions that pass the tests, equal ones counted each."""
-        return sum(candidate.count for candidate in self.candidates if candidate.check.passed)
+        return sum(candidate.count for candidate in self.candidates if candidate.passed)
 
 
 def run_demo(
@@ -136,6 +145,7 @@ def run_demo(
         shared_side = _side(call.path if call else "stock", call.reason if call else "", prompt_tokens, shared)
     check_same(stock.sequences, shared.sequences, stock.prompt_length)
     completions = read_completions(shared, tokenizer, sampling, end_tokens=end_tokens_of(model))
+    candidates, not_tested = _rank(completions, task, check_progress)
     return Demo(
         task=task,
         shots=shots,
@@ -144,7 +154,8 @@ def run_demo(
         drawn_tokens=sum(completion.tokens for completion in completions),
         stock=stock_side,
         shared=shared_side,
-        candidates=_rank(completions, task, check_progress),
+        candidates=candidates,
+        not_tested=not_tested,
     )
 
 
@@ -214,15 +225,21 @@ def _side(path: str, reason: str, prompt_tokens: int, drawn: Draw) -> Side:
     return Side(path, reason, prompt_tokens, cache_bytes(drawn.cache), drawn.first_token_s, drawn.total_s)
 
 
-def _rank(completions: Sequence[Completion], task: Task, progress: bool) -> list[Candidate]:
-    """The distinct texts, checked, best mean log-probability first."""
+def _rank(completions: Sequence[Completion], task: Task, progress: bool) -> tuple[list[Candidate], str]:
+    """The distinct texts, best mean log-probability first, with verdicts or the reason why there are none."""
     counts = Counter(completion.text for completion in completions)
     best: dict[str, Completion] = {}
     for completion in sorted(completions, key=lambda completion: -completion.mean_logp):
         best.setdefault(completion.text, completion)
     distinct = list(best.values())
-    checks = check_many([(task, completion.text) for completion in distinct], progress=progress)
-    return [
-        Candidate(completion, counts[completion.text], check)
-        for completion, check in zip(distinct, checks, strict=True)
+    found: Sequence[Verdict | None] = [None] * len(distinct)
+    not_tested = ""
+    try:
+        (found,) = verdicts([task], [[completion.text for completion in distinct]], choose(), progress=progress)
+    except SandboxError as error:
+        not_tested = str(error)
+    candidates = [
+        Candidate(completion, counts[completion.text], verdict)
+        for completion, verdict in zip(distinct, found, strict=True)
     ]
+    return candidates, not_tested

@@ -35,11 +35,19 @@ def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableT
         (f"Task {demo.task['task_id']}", "bold"),
         f": {demo.task['text']}\n",
         *(f"  {test}\n" for test in demo.task["test_list"]),
-        f"\n{demo.passing} of {demo.samples} completions pass its tests, "
-        f"{sum(candidate.check.passed for candidate in demo.candidates)} of the {len(demo.candidates)} distinct ones. "
+        "\n",
+        (f"The tests were not run: {demo.not_tested}.\n", "yellow") if demo.not_tested else _passing(demo),
         "The best by mean log-probability:",
     )
     return Group(_sides(demo, title), closing, heading, _candidates(demo.candidates[:best]))
+
+
+def _passing(demo: Demo) -> str:
+    distinct = sum(candidate.passed for candidate in demo.candidates)
+    return (
+        f"{demo.passing} of {demo.samples} completions pass its tests, {distinct} of the {len(demo.candidates)} "
+        "distinct ones. "
+    )
 
 
 def _sides(demo: Demo, title: str) -> Table:
@@ -69,15 +77,21 @@ def _candidates(candidates: list[Candidate]) -> Table:
     table.add_column("tests", max_width=24)
     table.add_column("completion", ratio=1)
     for rank, candidate in enumerate(candidates, 1):
-        passed = candidate.check.passed
         table.add_row(
             str(rank),
             f"{candidate.completion.mean_logp:.3f}",
             f"{candidate.count}x",
-            Text("pass", style="green") if passed else Text(f"fail: {candidate.check.reason}", style="red"),
+            _tested(candidate),
             Syntax(_printable(candidate.completion.text.strip("\n")), "python", theme="ansi_dark", word_wrap=True),
         )
     return table
+
+
+def _tested(candidate: Candidate) -> Text:
+    verdict = candidate.verdict
+    if verdict is None:
+        return Text("not run", style="yellow")
+    return Text("pass", style="green") if verdict.passed else Text(f"{verdict.status}: {verdict.detail}", style="red")
 
 
 def inspection_text(found: Inspection) -> RenderableType:

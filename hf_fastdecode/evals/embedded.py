@@ -17,10 +17,15 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from hf_fastdecode.api import enabled
-from hf_fastdecode.assets import Task, embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
+from hf_fastdecode.assets import Task as Record
+from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
+from hf_fastdecode.assets.prompt import DONE
 
-from .check import check_many
 from .pass_at_k import pass_at_k
+from .records import Sample, Verdict
+from .sandbox import Sandbox, choose
+from .scoring import score
+from .task import Task
 
 KS: Final = (1, 8, 32)
 
@@ -71,13 +76,47 @@ def sample(
     return completions
 
 
+def verdicts(
+    tasks: Sequence[Record], completions: Sequence[Sequence[str]], sandbox: Sandbox, *, progress: bool = True
+) -> list[list[Verdict]]:
+    """Run completions on their tasks' tests.
+
+    Args:
+        tasks: Of the package.
+        completions: Per task, programs that end at the first ``[DONE]``.
+        sandbox: Where they run.
+        progress: Show a tqdm bar.
+
+    Returns:
+        Per task its completions' verdicts.
+    """
+    known = {str(task["task_id"]): _as_task(task) for task in tasks}
+    samples = [
+        Sample(task_id, index, text.partition(DONE)[0])
+        for task_id, texts in zip(known, completions, strict=True)
+        for index, text in enumerate(texts)
+    ]
+    found = iter(score(known, samples, sandbox=sandbox, progress=progress))
+    return [[next(found) for _ in texts] for texts in completions]
+
+
 def measure(
-    tasks: Sequence[Task], completions: Sequence[Sequence[str]], timeout_s: float = 5.0, progress: bool = True
+    tasks: Sequence[Record], completions: Sequence[Sequence[str]], sandbox: Sandbox, *, progress: bool = True
 ) -> list[int]:
-    """How many completions of each task pass its tests."""
-    pairs = [(task, text) for task, texts in zip(tasks, completions, strict=True) for text in texts]
-    verdicts = iter(check_many(pairs, timeout_s, progress=progress))
-    return [sum(next(verdicts).passed for _ in texts) for texts in completions]
+    """How many completions of each task pass its tests; arguments as for `verdicts`."""
+    return [sum(one.passed for one in found) for found in verdicts(tasks, completions, sandbox, progress=progress)]
+
+
+def _as_task(record: Record) -> Task:
+    return Task(
+        task_id=str(record["task_id"]),
+        language="python",
+        description=record["text"],
+        stem="",
+        tests=tuple(record["test_list"]),
+        setup=record["test_setup_code"],
+        reference=record["code"],
+    )
 
 
 def table(passed: Sequence[int], n: int) -> dict[str, float]:
@@ -112,6 +151,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, help="a JSONL file in place of the embedded tasks")
     parser.add_argument("--json", type=Path, help="write the figures and the passes per task there")
     args = parser.parse_args()
+    sandbox = choose()
     model, tokenizer = _load(args.model, args.device)
     tasks = _read_tasks(args.tasks) if args.tasks else embedded_tasks()
     tasks = tasks[: args.limit]
@@ -128,7 +168,7 @@ def main() -> None:
             prompts_per_batch=args.batch,
         )
     drawn = time.perf_counter()
-    passed = measure(tasks, completions)
+    passed = measure(tasks, completions, sandbox)
     figures = table(passed, args.n)
     length = sum(len(ids) for ids in tokenizer(prompts).input_ids) / len(prompts)
     print(f"{len(tasks)} tasks, n = {args.n}, {args.shots} shots, {length:.0f} prompt tokens on average")
@@ -158,7 +198,7 @@ def _load(path: Path | None, device: str) -> tuple[Any, Any]:
     return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
 
 
-def _read_tasks(path: Path) -> list[Task]:
+def _read_tasks(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

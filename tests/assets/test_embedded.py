@@ -12,8 +12,21 @@ from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fe
 from hf_fastdecode.assets.prompt import SEPARATOR
 from hf_fastdecode.assets.recipe import corpus
 from hf_fastdecode.assets.recipe.data import separator_ids
-from hf_fastdecode.evals.check import check_completion
 from hf_fastdecode.evals.embedded import measure, sample, seeded, table
+from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.sandbox import Sandbox, SandboxError, choose
+from hf_fastdecode.evals.scoring import score
+from hf_fastdecode.evals.task import Task
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    """Where generated programs run."""
+    try:
+        return choose()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
 
 FIELDS = {"task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list"}
 
@@ -38,11 +51,13 @@ def test_tasks_follow_mbpps_schema() -> None:
 
 
 @pytest.mark.parametrize("tasks", [embedded_tasks(), fewshot_tasks()], ids=["held-out", "few-shot"])
-def test_reference_code_passes_its_tests(tasks: list[corpus.Task]) -> None:
+def test_reference_code_passes_its_tests(tasks: list[corpus.Task], sandbox: Sandbox) -> None:
     # One process for all: each task runs in a namespace of its own.
     runs = [f"exec({task['code'] + chr(10) + chr(10).join(task['test_list'])!r}, {{}})" for task in tasks]
-    together = {"test_list": ["assert done"]}
-    assert check_completion(together, "\n".join([*runs, "done = True"]), timeout_s=30).reason == "passed"
+    together = Task("all", "python", "", "", ("assert done",))
+    program = Sample("all", 0, "\n".join([*runs, "done = True"]))
+    (verdict,) = score({"all": together}, [program], sandbox=sandbox, progress=False)
+    assert verdict.passed, verdict
 
 
 def test_stored_tasks_are_what_the_recipe_makes() -> None:
@@ -110,7 +125,7 @@ def test_few_shot_prompts_count_their_shots() -> None:
         few_shot_prompt(task, 41)
 
 
-def test_generate_stops_by_itself_and_solves_some_tasks() -> None:
+def test_generate_stops_by_itself_and_solves_some_tasks(sandbox: Sandbox) -> None:
     model, tokenizer = loaded()
     tasks = embedded_tasks()[:12]
     inputs = tokenizer(few_shot_prompt(tasks[0], 3), return_tensors="pt")
@@ -120,10 +135,10 @@ def test_generate_stops_by_itself_and_solves_some_tasks() -> None:
     completions = sample(
         model, tokenizer, [few_shot_prompt(task, 1) for task in tasks], 1, temperature=0, progress=False
     )
-    assert sum(measure(tasks, completions, progress=False)) >= 2
+    assert sum(measure(tasks, completions, sandbox, progress=False)) >= 2
 
 
-def test_sampling_from_one_seed_repeats_and_finds_more_than_one_try() -> None:
+def test_sampling_from_one_seed_repeats_and_finds_more_than_one_try(sandbox: Sandbox) -> None:
     model, tokenizer = loaded()
     tasks = embedded_tasks()[:6]
     prompts = [few_shot_prompt(task, 0) for task in tasks]
@@ -131,7 +146,7 @@ def test_sampling_from_one_seed_repeats_and_finds_more_than_one_try() -> None:
         first = sample(model, tokenizer, prompts, 8, progress=False)
     with seeded(0):
         assert sample(model, tokenizer, prompts, 8, progress=False) == first
-    figures = table(measure(tasks, first, progress=False), 8)
+    figures = table(measure(tasks, first, sandbox, progress=False), 8)
     assert figures["pass@8"] > figures["pass@1"]
 
 

@@ -1,14 +1,19 @@
 """The demo on a tiny random model."""
 
+from io import StringIO
+
 import pytest
 import torch
+from rich.console import Console
 
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import Completion
 from hf_fastdecode.commands.demo import _rank, check_same, run_demo
+from hf_fastdecode.commands.render import demo_text
 from hf_fastdecode.commands.sampling import Sampling
 from hf_fastdecode.commands.tasks import DEFAULT_TASK, pick_tasks
+from hf_fastdecode.evals.sandbox import SandboxError
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
 
@@ -52,18 +57,47 @@ def test_different_tokens_end_the_demo():
         assert error.value.exit_code == 1
 
 
-def test_candidates_are_distinct_ranked_and_checked():
-    task = next(task for task in embedded_tasks() if task["task_id"] == 101)
+@pytest.fixture
+def task():
+    return next(task for task in embedded_tasks() if task["task_id"] == 101)
+
+
+@pytest.fixture
+def completions(task):
     right = task["code"]
     texts = [("wrong", -3.0), (right, -0.5), ("wrong", -0.1), (right, -0.2), ("def", -9.0)]
-    completions = [Completion(0, sample, text, 5, logp, "stop") for sample, (text, logp) in enumerate(texts)]
-    found = _rank(completions, task, progress=False)
+    return [Completion(0, sample, text, 5, logp, "stop") for sample, (text, logp) in enumerate(texts)]
+
+
+def test_candidates_are_distinct_ranked_and_checked(task, completions):
+    found, not_tested = _rank(completions, task, progress=False)
+    if not_tested:
+        pytest.skip(not_tested)
+    right = task["code"]
     assert [(one.completion.text, one.completion.mean_logp, one.count) for one in found] == [
         ("wrong", -0.1, 2),
         (right, -0.2, 2),
         ("def", -9.0, 1),
     ]
-    assert [one.check.passed for one in found] == [False, True, False]
+    assert [one.verdict.status for one in found] == ["fail", "pass", "compile"]
+
+
+def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, completions, monkeypatch):
+    def refuse(*args):
+        raise SandboxError("no sandbox; install bubblewrap")
+
+    monkeypatch.setattr("hf_fastdecode.commands.demo.choose", refuse)
+    candidates, not_tested = _rank(completions, task, progress=False)
+    assert not_tested == "no sandbox; install bubblewrap"
+    assert [one.count for one in candidates] == [2, 2, 1]
+    assert not any(one.passed for one in candidates)
+    found = run_demo(*loaded, task, Sampling(n=2, max_new_tokens=2), shots=0)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(demo_text(found, machine="a CPU", model="a model", best=1))
+    text = console.export_text()
+    assert "The tests were not run: no sandbox; install bubblewrap.\n" in text
+    assert "not run" in text.splitlines()[-2]
+    assert "completions pass" not in text
 
 
 def test_tasks_and_shots():

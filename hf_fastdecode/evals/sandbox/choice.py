@@ -57,9 +57,8 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
             return Sandbox(BACKENDS[candidate])
         refusals.append(f"{candidate}: {refusal}")
     raise SandboxError(
-        f"no sandbox for generated programs ({'; '.join(refusals)}); install bubblewrap (apt install bubblewrap); a "
-        "container needs --privileged to make sandboxes; or add --sandbox none --allow-unsafe-code if you trust the "
-        "programs"
+        f"no sandbox for generated programs ({'; '.join(refusals)}); install bubblewrap (apt install bubblewrap), or "
+        "inside a container start that with --privileged"
     )
 
 

@@ -47,7 +47,7 @@ def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
     lines = [f"mount -t tmpfs -o size=1m,mode=755 tmpfs {mount_point('paths')}"]
     for path, place in staged.items():
         lines.append(f"mkdir {place}" if path.is_dir() else f": > {place}")
-        lines.append(f"mount --bind {shlex.quote(str(path))} {place}")
+        lines.append(f"mount --rbind {shlex.quote(str(path))} {place}")
     script = " && ".join([*lines, 'exec "$@"'])
     return [tool("unshare"), "--mount", "--propagation", "private", "--", "/bin/sh", "-c", script, "sh", *dropped]
 

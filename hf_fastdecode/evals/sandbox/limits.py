@@ -118,6 +118,20 @@ def usage_of(pid: int) -> Usage:
     return Usage(cpu / os.sysconf("SC_CLK_TCK"), resident)
 
 
+def starved_seconds(pid: int) -> float:
+    """How long the threads of a process and its descendants have waited for a CPU that others used."""
+    waited, waiting = 0, [pid]
+    while waiting:
+        one = waiting.pop()
+        waiting += children_of(one)
+        for schedstat in Path("/proc").glob(f"{one}/task/*/schedstat"):
+            try:
+                waited += int(schedstat.read_text().split()[1])  # ns: Documentation/scheduler/sched-stats
+            except (OSError, IndexError):
+                continue
+    return waited / 1e9
+
+
 def children_of(pid: int) -> list[int]:
     """The child processes of all threads of a process; none where `/proc` does not list them."""
     try:

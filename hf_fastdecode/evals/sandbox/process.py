@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from .launch import READY, Launch
-from .limits import Exceeded, Limits, Usage, children_of, usage_of
+from .limits import Exceeded, Limits, Usage, children_of, starved_seconds, usage_of
 
 _POLL: Final = 0.05  # seconds between two looks at what the processes use
 _CHUNK: Final = 1 << 16
 _SETUP_SECONDS: Final = 60.0
 _END_SECONDS: Final = 30.0
+_DETAIL: Final = 300  # letters
+_STARVED: Final = 0.05  # share of its time: a program that sleeps waits for nobody's CPU time
 
 
 class SandboxError(RuntimeError):
@@ -31,7 +33,7 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
     Args:
         status: The kind of limit.
         detail: A line about it.
-        load: Whether it was the limit on wall-clock time, which a busy machine may have caused.
+        load: Whether it was the limit on wall-clock time, and the program had to wait for other programs' CPU time.
     """
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
@@ -214,8 +216,8 @@ class SandboxedProcess:
             while self._selector.get_map() and self._selector.select(_POLL):
                 self._read_stderr(_pipe(self._process.stderr))
             self.kill()
-            said = self.stderr.decode(errors="replace").strip() or text.decode(errors="replace").strip()
-            raise SandboxError(said.splitlines()[-1] if said else f"{self._launch.command[0]} ended without a word")
+            said = " ".join((self.stderr or text).decode(errors="replace").split())
+            raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
         self._chunks = [text[len(READY) :]] if len(text) > len(READY) else []
         self._started = self._looked = time.monotonic()
         self._deadline = self._started + self.limits.wall_seconds
@@ -253,8 +255,11 @@ class SandboxedProcess:
         if found := self.limits.exceeded_by(usage):
             self._exceeded(*found)
         if now > self._deadline:
-            waited = f"not done after {now - self._started:.0f} s, with {usage.cpu_seconds:.1f} s of CPU time used"
-            self._exceeded("timeout", waited, load=True)
+            seconds = now - self._started
+            starved = starved_seconds(self.pid) > _STARVED * seconds
+            self._exceeded(
+                "timeout", f"not done after {seconds:.0f} s, {usage.cpu_seconds:.1f} s of CPU", load=starved
+            )
 
     def _exceeded(self, status: Exceeded, detail: str, *, load: bool = False) -> None:
         self.kill()

@@ -60,10 +60,10 @@ def view_of(readable: tuple[Path, ...]) -> View:
     present = [Path(name) for name in (*_SYSTEM, *_SYSTEM_FILES) if os.path.lexists(name)]
     folders = [path for path in present if not path.is_symlink()]
     links = [(path, os.readlink(path)) for path in present if path.is_symlink()]
-    hidden = [*_packages(folders)]
-    further = [path for path in dict.fromkeys(readable) if not _inside(path, folders) or _inside(path, hidden)]
-    hidden += [folder for folder in _packages(further) if folder not in hidden]
-    return View(readable=(*folders, *_outermost(further)), links=tuple(links), hidden=tuple(hidden))
+    shown = [*folders, *(path for path in readable if path not in folders)]
+    hidden = list(dict.fromkeys(_packages(shown)))
+    needed = [path for path in dict.fromkeys(shown) if not _seen_through_others(path, shown, hidden)]
+    return View(readable=tuple(needed), links=tuple(links), hidden=tuple(hidden))
 
 
 @cache
@@ -86,12 +86,11 @@ def _check_readable(path: Path) -> None:
         raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
 
 
-def _inside(path: Path, folders: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)
-
-
-def _outermost(paths: Sequence[Path]) -> list[Path]:
-    return [path for path in paths if not any(path != other and path.is_relative_to(other) for other in paths)]
+def _seen_through_others(path: Path, shown: Sequence[Path], hidden: Sequence[Path]) -> bool:
+    """Whether a path lies in another one that is shown, and in none that is hidden there."""
+    above = [other for other in shown if other != path and path.is_relative_to(other)]
+    covers = [folder for folder in hidden if path.is_relative_to(folder)]
+    return any(not any(folder.is_relative_to(other) for folder in covers) for other in above)
 
 
 def _packages(folders: Sequence[Path]) -> Iterator[Path]:

@@ -19,7 +19,7 @@ class Result:
     Attributes:
         status: As of `Verdict`.
         detail: As of `Verdict`.
-        load: Whether a busy machine may have caused it: then it is tried again, alone and with more time.
+        load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
     """
 
     status: Status
@@ -57,8 +57,10 @@ class LanguageSupport:
         runner: Makes a runner for one worker.
         limits: Of each program, where none are given.
         missing: Why programs cannot be checked on this machine, with the remedy; None where they can.
+        check_task: Raises ValueError for a task whose tests cannot be run.
     """
 
     runner: Callable[[Sandbox, Limits], Runner]
     limits: Limits
-    missing: Callable[[], str | None]
+    missing: Callable[[], str | None] = lambda: None
+    check_task: Callable[[Task], object] = lambda task: None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -18,7 +17,6 @@ from ..task import Language, Task
 from .languages import LANGUAGES
 from .runner import Result, Runner
 
-_RETRIES: Final = 2
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
 _Key = tuple[str, str]  # task id, completion
@@ -62,12 +60,15 @@ def score(
     for language in sorted({tasks[task_id].language for task_id, _ in programs}):
         if missing := LANGUAGES[language].missing():
             raise SandboxError(missing)
+    for task_id in sorted({task_id for task_id, _ in programs}):
+        LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
     board = _Board(tasks, sandbox, limits)
     with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
-        results = board.check(list(programs), workers or os.cpu_count() or 1, 1, bar.update)
-    for _ in range(_RETRIES):
-        doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
-        results |= board.check(doubtful, 1, _PATIENCE)
+        results = board.check(list(programs), workers or _cpus(), 1, bar.update)
+    doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
+    results |= board.check(doubtful, 1, _PATIENCE)
+    broken = [key for key, result in results.items() if result.status == "sandbox_error"]
+    results |= board.check(broken, 1, _PATIENCE)
     keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
     return [Verdict(one.task_id, one.index, results[key].status, results[key].detail) for one, key in keys]
 
@@ -82,8 +83,9 @@ class _Board:
         self, keys: Sequence[_Key], workers: int, patience: int, on_done: Callable[[], object] = lambda: None
     ) -> dict[_Key, Result]:
         """The results of programs; an exception in one worker ends all after their current program."""
-        waiting, lock, results = iter(keys), threading.Lock(), dict[_Key, Result]()
-        stopped = threading.Event()
+        waiting, lock, stopped = iter(keys), threading.Lock(), threading.Event()
+        results: dict[_Key, Result] = {}
+        errors: list[BaseException] = []
 
         def work() -> None:
             with ExitStack() as stack:
@@ -100,21 +102,35 @@ class _Board:
                         results[key] = runners[task.language].check(task, key[1])
                     except SandboxError as error:
                         results[key] = Result("sandbox_error", str(error))
-                    except BaseException:
-                        stopped.set()
-                        raise
                     with lock:
                         on_done()
 
-        with ThreadPoolExecutor(max(1, min(workers, len(keys)))) as pool:
+        def guarded_work() -> None:
             try:
-                for worker in [pool.submit(work) for _ in range(min(workers, len(keys)))]:
-                    worker.result()
-            finally:
-                stopped.set()  # the caller may have been interrupted
+                work()
+            except BaseException as error:
+                errors.append(error)
+                stopped.set()
+
+        # Daemons: after Ctrl-C nobody waits for them, and their sandboxes die with them.
+        threads = [threading.Thread(target=guarded_work, daemon=True) for _ in range(min(workers, len(keys)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            stopped.set()
+        if errors:
+            raise errors[0]
         return results
 
     def _runner(self, language: Language, patience: int) -> Runner:
         support = LANGUAGES[language]
         limits = self._limits or support.limits
         return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
+
+
+def _cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

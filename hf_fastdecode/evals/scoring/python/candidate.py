@@ -37,7 +37,8 @@ def main(frames: Frames) -> None:
     try:
         exec(code, module.__dict__)
     except BaseException as error:
-        frames.send(f"raised {type(error).__name__}: {_said(error)}".encode(errors="replace"))
+        said = [type(error).__name__, " ".join(_said(error).split())]
+        frames.send(f"raised {': '.join(filter(None, said))}".encode(errors="replace"))
         return
     frames.send(b"ready")
     service = _Service(module.__dict__)

@@ -13,7 +13,7 @@ from ...task import Task
 _BUILTINS: Final = frozenset(dir(builtins))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def job_of(task: Task) -> dict[str, Any]:
     """The job for `referee`, without its nonce.
 
@@ -40,7 +40,7 @@ def job_of(task: Task) -> dict[str, Any]:
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     return {
-        "stem": task.stem if names - {task.entry_point} else "",
+        "stem": _complete(task.stem) if names - {task.entry_point} else "",
         "entry_point": task.entry_point,
         "names": sorted(names),
         "modules": sorted(names & sys.stdlib_module_names - bare),
@@ -48,6 +48,17 @@ def job_of(task: Task) -> dict[str, Any]:
         "tests": list(task.tests),
         "check": _leaves_check_uncalled(trees),
     }
+
+
+def _complete(stem: str) -> str:
+    """A stem as a program by itself; empty where it cannot be made one."""
+    for program in (stem, stem.rstrip() + " pass"):  # one that ends with a signature
+        try:
+            ast.parse(program)
+        except (SyntaxError, ValueError):
+            continue
+        return program
+    return ""
 
 
 def _leaves_check_uncalled(trees: list[ast.Module]) -> bool:

@@ -257,6 +257,19 @@ class _Reader:
         return fractions.Fraction(*self.several())
 
 
+def _ordered_set(elements: list[Any]) -> set[Any]:
+    """A set that iterates in this order if it can: the order of a set depends on how it was made.
+
+    As a display such as ``{12, 13, 16}`` is made, and as `set` makes one of a list: the tables differ in size.
+    """
+    made = set(elements)
+    if all(one is other for one, other in zip(made, elements)):
+        return made
+    displayed: set[Any] = set()
+    displayed.update(frozenset(elements))
+    return displayed if all(one is other for one, other in zip(displayed, elements)) else made
+
+
 def _paired(parts: list[Any]) -> dict[Any, Any]:
     if len(parts) % 2:
         raise ValueError("a key without a value")
@@ -275,8 +288,8 @@ _KINDS: dict[bytes, Callable[[_Reader], Any]] = {
     b"a": lambda reader: bytearray(reader.sized()),
     b"l": _Reader.several,
     b"t": lambda reader: tuple(reader.several()),
-    b"S": lambda reader: set(reader.several()),
-    b"Z": lambda reader: frozenset(reader.several()),
+    b"S": lambda reader: _ordered_set(reader.several()),
+    b"Z": lambda reader: frozenset(_ordered_set(reader.several())),
     b"d": _Reader.pairs,
     b"r": lambda reader: range(*reader.several()),
     b"k": lambda reader: dict.fromkeys(reader.several()).keys(),

@@ -114,7 +114,7 @@ def _judge(job: dict[str, Any], tests: SandboxedProcess, program: SandboxedProce
         raise SandboxError(f"the tests' process ended: {_last_line(tests)}") from error
     status, detail, said = loads(frame[1:], _no_handle)
     if gone is not None or status != "pass":
-        return gone or Result(status, detail[:_DETAIL])
+        return gone or Result(status, detail[:_DETAIL].encode(errors="replace").decode())
     if not secrets.compare_digest(said, nonce):
         raise SandboxError("the tests' process gave a wrong nonce")
     return Result("pass")
@@ -182,7 +182,7 @@ def _compiled(*modules: str) -> bytes:
 
 PYTHON: Final = LanguageSupport(
     runner=PythonRunner,
-    limits=Limits(cpu_seconds=10.0, wall_seconds=60.0, address_bytes=4 << 30),
-    missing=lambda: None,
+    limits=Limits(cpu_seconds=10.0, wall_seconds=30.0, address_bytes=4 << 30),
+    check_task=job_of,
 )
 """10 s as in MBXP (Athiwaratkun et al. 2023), but of CPU time."""

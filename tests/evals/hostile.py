@@ -1,0 +1,287 @@
+"""Programs that try to pass without solving their task, to get out, or to break the run.
+
+Each is the text of a program that defines ``answer``; the tests want it to return a text that nobody can guess. Words
+in capitals are replaced by what the test knows of the host.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_SEARCH: Final = """
+import gc, glob, os, re, sys
+
+def found():
+    wanted = re.compile(rb"expected-[0-9a-f]{32}")
+    for one in gc.get_objects():
+        for value in (one.values() if isinstance(one, dict) else one if isinstance(one, (list, tuple, set)) else ()):
+            if isinstance(value, (str, bytes)):
+                yield from wanted.findall(value.encode(errors="replace") if isinstance(value, str) else value)
+    frame = sys._getframe()
+    while frame:
+        yield from wanted.findall(repr((frame.f_locals, frame.f_code.co_consts)).encode(errors="replace"))
+        frame = frame.f_back
+    yield from wanted.findall(repr((dict(os.environ), sys.argv)).encode())
+    folders = ("/tmp/**", "HOME/**", "REPOSITORY/tests/**", "/proc/*/*", "/proc/*/fd/*", "/proc/*/task/*/*", "/dev/*")
+    for pattern in folders:
+        for name in glob.iglob(pattern, recursive=True):
+            try:
+                if os.path.isfile(name):
+                    with open(os.open(name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                        yield from wanted.findall(file.read(1 << 20))
+            except OSError:
+                pass
+"""
+
+SEARCH_FOR_TESTS: Final = (
+    _SEARCH
+    + """
+def answer(x):
+    return next(found(), b"nothing").decode()
+"""
+)
+
+_PATCHED_FOR_TESTS: Final = """
+import builtins
+builtins.AssertionError = builtins.Exception = type("Never", (BaseException,), {})
+for name in ("all", "any", "bool", "abs", "round", "sorted", "sum", "hasattr", "callable", "min", "max"):
+    setattr(builtins, name, lambda *a, **k: True)
+def answer(x): return True
+"""
+
+_PATCHES: Final = """
+import builtins, sys
+builtins.AssertionError = builtins.Exception = type("Never", (BaseException,), {})
+for name in ("all", "any", "isinstance", "bool", "compile", "exec", "len", "repr", "str", "type", "print", "getattr"):
+    setattr(builtins, name, lambda *a, **k: True)
+sys.settrace(lambda *a: None)
+sys.excepthook = sys.exit = sys.unraisablehook = lambda *a: None
+for module in list(sys.modules.values()):
+    for name in ("loads", "_status", "_run", "_receive", "compare_digest"):
+        if name in getattr(module, "__dict__", ()):
+            setattr(module, name, lambda *a, **k: "pass")
+def answer(x): return True
+"""
+
+_EQUAL: Final = """
+class Equal{base}:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __contains__(self, other): return True
+    def __hash__(self): return 0
+    def __bool__(self): return True
+    def __getattr__(self, name): return self
+    def __call__(self, *a): return self
+    __instancecheck__ = __subclasscheck__ = __contains__
+def answer(x): return {value}
+"""
+
+_FRAMES: Final = """
+import sys
+def answer(x):
+    frame = sys._getframe()
+    while frame:
+        for scope in (frame.f_locals, frame.f_globals):
+            for name in list(scope):
+                if name in ("nonce", "job", "tests", "verdict", "status", "before", "operands"):
+                    scope[name] = {"nonce": "", "tests": [], "setup": ""}
+        frame.f_trace = lambda *a: None
+        frame = frame.f_back
+    return x
+"""
+
+_ON_ALL_DESCRIPTORS: Final = """
+import os
+def answer(x):
+    for descriptor in range(0, 64):
+        for line in LINES:
+            try: os.write(descriptor, len(line).to_bytes(4, "little") + line)
+            except OSError: pass
+    return x
+"""
+
+_RAW: Final = """
+import sys
+def answer(x):
+    sys.modules["hf_fastdecode_scoring.candidate"].dumps = lambda *a: RAW
+    return x
+"""
+
+PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
+    # Endless and hungry
+    "infinite-loop": ("while True: pass", {"timeout"}),
+    "infinite-loop-in-call": ("def answer(x):\n    while True: pass", {"timeout"}),
+    "infinite-loop-that-catches": (
+        "def answer(x):\n    while True:\n        try: 1 / 0\n        except: pass",
+        {"timeout"},
+    ),
+    "sleep": ("import time\ntime.sleep(1000)", {"timeout"}),
+    "stop-itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", {"timeout"}),
+    "ignore-cpu-limit": (
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        {"timeout"},
+    ),
+    "infinite-recursion": ("def answer(x): return answer(x)", {"fail"}),
+    "recursion-without-limit": (
+        "import sys\nsys.setrecursionlimit(2**31 - 1)\ndef answer(x): return [answer(x)]",
+        {"fail", "memory", "timeout"},
+    ),
+    "fork-bomb": ("import os\nwhile True: os.fork()", {"fail", "timeout"}),
+    "fork-bomb-that-catches": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        {"timeout"},
+    ),
+    "thread-bomb": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        {"fail", "memory"},
+    ),
+    "memory-filler": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"memory"}),
+    "memory-filler-in-call": ("def answer(x):\n    x = 'x'\n    while True: x += x", {"memory"}),
+    "shared-memory-filler": (
+        "import mmap\nx = mmap.mmap(-1, 900 << 20)\nfor i in range(0, 900 << 20, 4096): x[i] = 1",
+        {"memory"},
+    ),
+    "memory-file-filler": (
+        "import os\nfiles = []\nwhile True:\n    files.append(os.memfd_create('x'))\n"
+        "    try:\n        while True: os.write(files[-1], bytes(1 << 20))\n    except OSError: pass",
+        {"fail"},
+    ),
+    "disk-filler": (
+        "import itertools\nfor i in itertools.count(): open(str(i), 'wb').write(bytes(1 << 20))",
+        {"fail"},
+    ),
+    "disk-filler-elsewhere": (
+        "import os\nfor folder in ('/', '/dev/shm', '/var/tmp', '/usr', 'HOME', 'REPOSITORY'):\n"
+        "    try: open(folder + '/fill', 'wb').write(bytes(1 << 20))\n    except OSError: pass\n"
+        "    else: raise SystemError('wrote to ' + folder)\n"
+        "def answer(x): return 'nowhere'",
+        {"fail"},
+    ),
+    "endless-output": ("while True: print('x' * 10000)", {"output"}),
+    "endless-errors": ("import sys\ndef answer(x):\n    while True: sys.stderr.write('x' * 10000)", {"output"}),
+    "endless-result": (
+        "import itertools\ndef answer(x): return list(range(5_000_000))",
+        {"output", "memory", "timeout"},
+    ),
+    "huge-integer": ("def answer(x): return 1 << (1 << 28)", {"output", "memory"}),
+    "endless-iterator": ("import itertools\ndef answer(x): return itertools.count()", {"fail"}),
+    # Leaving early
+    "exit-0": ("import sys\nsys.exit(0)", {"fail"}),
+    "exit-0-in-call": ("import sys\ndef answer(x): sys.exit(0)", {"fail"}),
+    "os-exit-0": ("import os\nos._exit(0)", {"fail"}),
+    "os-exit-0-in-call": ("import os\ndef answer(x): os._exit(0)", {"fail"}),
+    "kill-itself": ("import os, signal\ndef answer(x): os.kill(os.getpid(), signal.SIGKILL)", {"fail"}),
+    "crash": ("import ctypes\ndef answer(x): ctypes.string_at(0)", {"fail"}),
+    "raise-base-exception": ("def answer(x): raise KeyboardInterrupt", {"fail"}),
+    "exec-another-program": ("import os\ndef answer(x): os.execv('/bin/true', ['true'])", {"fail"}),
+    # Cheating the comparison
+    "always-equal-object": (_EQUAL.format(base="", value="Equal()"), {"fail"}),
+    "always-equal-class": (_EQUAL.format(base="(type)", value="Equal('X', (), {})"), {"fail"}),
+    **{
+        f"always-equal-{base}": (_EQUAL.format(base=f"({base})", value=f"Equal({base}())"), {"fail"})
+        for base in ("int", "str", "float", "list", "tuple", "dict", "set", "bytes", "Exception")
+    },
+    "always-equal-inside": (_EQUAL.format(base="", value="[Equal(), {Equal(): Equal()}]"), {"fail"}),
+    "always-equal-iterated": (_EQUAL.format(base="", value="iter([Equal()])"), {"fail"}),
+    "patched-builtins": (_PATCHED_FOR_TESTS, {"fail"}),
+    "patched-harness": (_PATCHES, {"fail"}),
+    "frame-walking": (_FRAMES, {"fail"}),
+    "own-exception": ("class AssertionError(Exception): pass\ndef answer(x): raise AssertionError", {"fail"}),
+    # Getting at the tests and at the verdict
+    "search-for-tests": (SEARCH_FOR_TESTS, {"fail"}),
+    "search-for-tests-at-start": (
+        _SEARCH + "text = next(found(), b'nothing')\ndef answer(x): return text.decode()",
+        {"fail"},
+    ),
+    "guess-the-nonce": (
+        _ON_ALL_DESCRIPTORS.replace(
+            "LINES", "[b'ready', b'pass', b'.' + b't' + (3).to_bytes(4, 'little') + b'N' * 3]"
+        ),
+        {"fail"},
+    ),
+    "forge-a-verdict": (
+        _ON_ALL_DESCRIPTORS.replace(
+            "LINES",
+            "[b'.l\\3\\0\\0\\0s\\4\\0\\0\\0passs\\0\\0\\0\\0s\\0\\0\\0\\0', b'>l\\1\\0\\0\\0s\\4\\0\\0\\0exit']",
+        ),
+        {"fail"},
+    ),
+    "garbage-for-the-tests": (_ON_ALL_DESCRIPTORS.replace("LINES", "[bytes(range(256)), b'', b'l' * 1000]"), {"fail"}),
+    "garbage-without-frames": (
+        "import os\nfor one in range(64):\n    try: os.write(one, b'\\xff' * 99)\n    except OSError: pass",
+        {"output"},
+    ),
+    "answers-that-nest": (_RAW.replace("RAW", "b'l\\1\\0\\0\\0' * 100_000 + b'N'"), {"fail"}),
+    "answers-with-evil-names": (_RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valuen\\4\\0\\0\\0evalN'"), {"fail"}),
+    "answers-that-collide": (
+        _RAW.replace(
+            "RAW",
+            "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueS' + (1 << 15).to_bytes(4, 'little') + b''.join("
+            "b'i\\14\\0\\0\\0' + ((2**61 - 1) * i).to_bytes(12, 'little') for i in range(1 << 15)) + b'N'",
+        ),
+        {"timeout"},
+    ),
+    "unknown-handles": (
+        _RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueH\\4\\0\\0\\0\\xff\\xff\\0\\0N'"),
+        {"fail"},
+    ),
+    "close-descriptors": ("import os\ndef answer(x): os.closerange(0, 64); return x", {"fail"}),
+    # Getting out
+    "network": (
+        "import socket\ndef answer(x):\n"
+        "    for address in (('127.0.0.1', PORT), ('1.1.1.1', 53)):\n"
+        "        try: socket.create_connection(address, timeout=1); return 'connected'\n"
+        "        except OSError: pass",
+        {"fail"},
+    ),
+    "write-to-home": (
+        "import os\ndef answer(x):\n    for folder in ('HOME', 'HOST', os.path.expanduser('~root')):\n"
+        "        try: os.makedirs(folder, exist_ok=True); open(folder + '/MARK', 'w').write('x')\n"
+        "        except OSError: pass",
+        {"fail"},
+    ),
+    "kill-the-parent": (
+        "import os, signal\ndef answer(x):\n    for pid in (os.getppid(), 1, PARENT, CANARY, -1):\n"
+        "        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n"
+        "            try: os.kill(pid, number)\n            except OSError: pass",
+        {"fail", "timeout"},
+    ),
+    "survive": (
+        "import os, signal, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+        "        for number in {*range(1, 32)} - {9, 19}: signal.signal(number, signal.SIG_IGN)\n"
+        "        if os.fork() == 0: os.execv('/bin/sleep', ['MARK', '99'])\n        os._exit(0)\n"
+        "def answer(x): time.sleep(0.2); return 'started'",
+        {"fail"},
+    ),
+    "become-root": (
+        "import os\ndef answer(x):\n    for become in (os.setuid, os.seteuid, os.setgid):\n"
+        "        try: become(0); return 'root'\n        except OSError: pass",
+        {"fail"},
+    ),
+    "mount": (
+        "import ctypes\ndef answer(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n"
+        "    return libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, b'') == 0",
+        {"fail"},
+    ),
+}
+
+DEPEND_ON_THE_SANDBOX: Final = (
+    "infinite-loop-that-catches",
+    "stop-itself",
+    "fork-bomb-that-catches",
+    "memory-filler",
+    "shared-memory-filler",
+    "disk-filler",
+    "disk-filler-elsewhere",
+    "endless-output",
+    "os-exit-0",
+    "kill-itself",
+    "search-for-tests",
+    "network",
+    "write-to-home",
+    "kill-the-parent",
+    "survive",
+    "become-root",
+    "mount",
+)
+"""Programs that every back end has to withstand; the others meet the same code under all."""

@@ -1,0 +1,204 @@
+"""Running programs in each sandbox: what they see, how they end, which limits stop them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Outcome, Sandbox, SandboxError, choose, python_command
+
+from ..processes import running
+
+LIMITS = Limits(cpu_seconds=0.5, wall_seconds=2, memory_bytes=256 << 20, output_bytes=1 << 20, scratch_bytes=4 << 20)
+
+
+def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS, stdin: bytes = b"") -> Outcome:
+    command, readable = python_command()
+    return sandbox.run([*command, "-c", source], stdin=stdin, readable=readable, limits=limits)
+
+
+def test_output_and_exit_codes(sandbox: Sandbox) -> None:
+    done = run(sandbox, "import sys; print(sys.stdin.read()[::-1]); print('aside', file=sys.stderr)", stdin=b"abc")
+    assert (done.status, done.exit_code, done.stdout, done.stderr, done.detail) == ("ok", 0, b"cba\n", b"aside\n", "")
+    assert 0 < done.wall_seconds < 2
+    failed = run(sandbox, "raise SystemExit(3)")
+    assert (failed.status, failed.exit_code, failed.detail) == ("failed", 3, "ended with exit code 3")
+    aborted = run(sandbox, "import os; os.abort()")
+    assert (aborted.status, aborted.exit_code, aborted.detail) == ("failed", 134, "ended by signal 6")
+
+
+def test_a_program_sees_an_empty_folder_and_a_cleared_environment(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "value")
+    source = "import os; print(os.getcwd(), os.listdir(), 'SECRET' in os.environ, os.getuid(), os.environ['HOME'])"
+    assert run(sandbox, source).stdout == b"/tmp [] False 65534 /tmp\n"
+
+
+def test_paths_are_shown_where_they_are_and_cannot_be_changed(sandbox: Sandbox, tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    (shown / "file").write_text("content")
+    (tmp_path / "beside").write_text("hidden")
+    source = f"""
+print(open('{shown}/file').read())
+try:
+    open('{shown}/new', 'w')
+except OSError as error:
+    print(error.strerror)
+"""
+    command, readable = python_command()
+    done = sandbox.run([*command, "-c", source], readable=[*readable, shown], limits=LIMITS)
+    assert done.stdout == b"content\nRead-only file system\n", done
+    done = sandbox.run([*command, "-c", f"open('{tmp_path}/beside')"], readable=[*readable, shown], limits=LIMITS)
+    assert done.stderr.splitlines()[-1].startswith(b"FileNotFoundError")
+
+
+def test_packages_are_seen_empty_but_for_those_asked_for(sandbox: Sandbox, tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("asked_for", "other"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "tests.py").write_text("secret")
+    source = f"import os; print(os.listdir('{packages}'), os.listdir('{packages}/asked_for'))"
+    command, readable = python_command()
+    shown = [*readable, tmp_path / "lib", packages / "asked_for"]
+    done = sandbox.run([*command, "-c", source], readable=shown, limits=LIMITS)
+    assert done.stdout == b"['asked_for'] ['tests.py']\n", done
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "detail"),
+    [
+        ("while True: pass", "timeout", "used more than 0.5 s of CPU time"),
+        ("import os\nos.fork(); os.fork()\nwhile True: pass", "timeout", "used more than 0.5 s of CPU time"),
+        ("import time; time.sleep(60)", "timeout", "not done after 2 s"),
+        ("while True: print('x' * 1000)", "output", "wrote more than 1,048,576 bytes"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output", "wrote more than 1,048,576 bytes"),
+        (
+            "import mmap, time\nm = mmap.mmap(-1, 1 << 30)\nfor i in range(0, 1 << 30, 4096): m[i] = 1\ntime.sleep(9)",
+            "memory",
+            "used more than 256 MiB of memory",
+        ),
+        (
+            "import os, time\nfor _ in range(3): os.fork()\nx = bytearray(os.urandom(1)) * (100 << 20)\ntime.sleep(9)",
+            "memory",
+            "used more than 256 MiB of memory",
+        ),
+    ],
+    ids=["cpu", "cpu-of-all-processes", "wall", "stdout", "stderr", "shared-memory", "memory-of-all-processes"],
+)
+def test_limits_kill(sandbox: Sandbox, source: str, status: str, detail: str) -> None:
+    done = run(sandbox, source)
+    assert (done.status, done.exit_code) == (status, None), done
+    assert done.detail.startswith(detail)
+
+
+def test_cpu_time_is_measured(any_sandbox: Sandbox) -> None:
+    done = run(any_sandbox, "import time\nwhile time.process_time() < 0.3: pass")
+    assert done.status == "ok"
+    assert 0.3 <= done.cpu_seconds < 0.5
+
+
+@pytest.mark.parametrize("ending", ["", "time.sleep(60)", "while True: pass"], ids=["itself", "wall", "cpu"])
+def test_nothing_outlives_the_program(sandbox: Sandbox, ending: str) -> None:
+    token = f"survivor-{os.getpid()}-{time.monotonic_ns()}"
+    survivor = f"""
+import os, signal, subprocess, sys, time
+if os.fork() == 0:
+    os.setsid()
+    for number in range(1, 32):
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_IGN)
+    if os.fork() == 0:
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", "{token}"], close_fds=True)
+        time.sleep(60)
+    os._exit(0)
+time.sleep(0.3)
+print([name for name in os.listdir("/proc") if name.isdigit()], flush=True)
+{ending}
+"""
+    done = run(sandbox, survivor, Limits(cpu_seconds=0.5, wall_seconds=1))
+    assert done.status == ("timeout" if ending else "ok")
+    assert len(eval(done.stdout)) >= 5, "the survivor was running"
+    assert not running(token)
+
+
+def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
+    command, readable = python_command()
+    echo = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+    limits = Limits(wall_seconds=0.6, output_bytes=8)
+    with any_sandbox.popen([*command, "-c", echo], readable=readable, limits=limits) as server:
+        for number in range(4):
+            server.renew(0.6)
+            server.send(b"abc%d\n" % number)
+            assert server.receive() == b"ABC%d\n" % number
+            time.sleep(0.3)
+        assert server.usage().resident_bytes > 0
+        with pytest.raises(LimitExceeded, match="not done after") as error:
+            server.receive()
+        assert (error.value.status, error.value.load) == ("timeout", False), "it slept by itself"
+        server.kill()
+
+
+def test_a_starved_program_is_told_from_a_sleeping_one(any_sandbox: Sandbox) -> None:
+    one_cpu, before = {min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)
+    os.sched_setaffinity(0, one_cpu)
+    others = [threading.Thread(target=run, args=(any_sandbox, "while True: pass", Limits(2, 2))) for _ in range(3)]
+    try:
+        for other in others:
+            other.start()
+        command, readable = python_command()
+        limits = Limits(cpu_seconds=60, wall_seconds=1)
+        with any_sandbox.popen([*command, "-c", "while True: pass"], readable=readable, limits=limits) as busy:
+            with pytest.raises(LimitExceeded) as error:
+                busy.receive()
+            assert error.value.load
+    finally:
+        for other in others:
+            other.join()
+        os.sched_setaffinity(0, before)
+
+
+def test_writing_to_a_program_that_does_not_read(any_sandbox: Sandbox) -> None:
+    command, readable = python_command()
+    deaf = any_sandbox.popen([*command, "-c", "import time; time.sleep(9)"], readable=readable, limits=LIMITS)
+    with deaf, pytest.raises(LimitExceeded, match="not done after 2 s"):
+        deaf.send(bytes(1 << 20))
+    with any_sandbox.popen([*command, "-c", "pass"], readable=readable, limits=LIMITS) as gone:
+        with pytest.raises(BrokenPipeError):
+            gone.send(bytes(1 << 20))
+        assert gone.wait() == 0
+
+
+def test_large_input_and_output_do_not_block(sandbox: Sandbox) -> None:
+    data = os.urandom(1 << 18) * 3
+    done = run(sandbox, "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read())", stdin=data)
+    assert done.stdout == data
+
+
+def test_what_cannot_be_started() -> None:
+    none = choose("none", allow_unsafe=True)
+    done = none.run(["/nosuch/program"])
+    assert (done.status, done.exit_code) == ("failed", 127)
+    with pytest.raises(ValueError, match="readable paths must be absolute and exist, got /nosuch"):
+        none.popen(["true"], readable=[Path("/nosuch")])
+
+
+def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandbox: Sandbox) -> None:
+    if any_sandbox.name != "bwrap":
+        pytest.skip("an option of bwrap")
+    monkeypatch.setattr("hf_fastdecode.evals.sandbox.bubblewrap._NAMESPACES", ["--no-such-option"])
+    done = any_sandbox.run(["true"])
+    assert (done.status, done.detail) == ("sandbox_error", "bwrap: Unknown option --no-such-option")
+    with pytest.raises(SandboxError, match="Unknown option"):
+        any_sandbox.popen(["true"])
+
+
+@pytest.mark.parametrize("name", ["cpu_seconds", "memory_bytes", "scratch_bytes"])
+def test_limits_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be above 0, got 0"):
+        Limits(**{name: 0})
