@@ -43,6 +43,7 @@ def test_more_text_changes_no_finished_completion(name: str, data: st.DataObject
     )
     growing, completion, end = new(), None, None
     for length in range(len(text) + 1):
+        assert growing.finished(text[:length]) == new().finished(text[:length])
         if not growing.finished(text[:length]):
             assert completion is None, "a finished text went on"
         elif completion is None:
@@ -142,6 +143,10 @@ def test_python_function(text: str, completion: str) -> None:
         (
             "        return new Node(x).y;\n    }\n}\nclass Node implements Foo {\n    int y;\n}\nclass Other { }",
             "        return new Node(x).y;\n    }\n}\nclass Node implements Foo {\n    int y;\n}",
+        ),
+        (
+            "        return f(x);\n    }\n    /** Doubles. */\n    static int f(int x) { return 2 * x; }\n}\n// End\n",
+            "        return f(x);\n    }\n    /** Doubles. */\n    static int f(int x) { return 2 * x; }\n}",
         ),
         ("        return 2 * x;\n    }\n    static { twice(1); }\n}", "        return 2 * x;\n    }\n}"),
         ("        return 2 * x;\n    }\n    This method doubles, as it should.\n", "        return 2 * x;\n    }\n}"),

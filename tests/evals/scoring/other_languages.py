@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
+from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import LANGUAGES, Runner
 from hf_fastdecode.evals.task import Language, Task
 
@@ -68,18 +68,10 @@ def javascript_task(signature: str, *cases: tuple[str, str]) -> Task:
     return Task("MBJSP/1", "javascript", "", f"function {signature} {{\n", (JAVASCRIPT_TESTS + tests,), name)
 
 
-def usable_sandbox() -> Sandbox:
-    """A sandbox; skips the test where there is none."""
-    try:
-        return choose()
-    except SandboxError as error:
-        pytest.skip(str(error))
-
-
 @contextmanager
-def usable_runner(language: Language) -> Iterator[Runner]:
-    """A runner of a language; skips the test where there is none."""
+def usable_runner(language: Language, sandbox: Sandbox) -> Iterator[Runner]:
+    """A runner of a language; skips the test where its toolchain is missing."""
     if missing := LANGUAGES[language].missing():
         pytest.skip(missing)
-    with LANGUAGES[language].runner(usable_sandbox(), LIMITS) as runner:
+    with LANGUAGES[language].runner(sandbox, LIMITS) as runner:
         yield runner

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
 from hf_fastdecode.evals.scoring.java.stand_in import StandIn
 
@@ -17,8 +18,8 @@ RIGHT = "        return 2 * x;\n    }\n}"
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with usable_runner("java") as found:
+def runner(any_sandbox: Sandbox) -> Iterator[Runner]:
+    with usable_runner("java", any_sandbox) as found:
         yield found
 
 
@@ -26,6 +27,12 @@ def test_right_and_wrong(runner: Runner) -> None:
     assert runner.check(DOUBLE, RIGHT) == Result("pass")
     wrong = "java.lang.Exception: Exception -- test case 1 did not pass. x1 = 1"
     assert runner.check(DOUBLE, "        return x == 0 ? 1 : 2 * x;\n    }\n}") == Result("fail", wrong)
+
+
+def test_each_sandbox(sandbox: Sandbox) -> None:
+    with usable_runner("java", sandbox) as found:
+        assert found.check(DOUBLE, RIGHT) == Result("pass")
+        assert found.check(DOUBLE, RIGHT.replace("2", "3")).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -164,8 +171,19 @@ def test_the_stand_in_reads_signatures() -> None:
 
 
 def test_tasks_that_cannot_be_run(runner: Runner) -> None:
-    with pytest.raises(ValueError, match="task MBJP/1 has no tests"):
-        runner.check(replace(DOUBLE, tests=()), RIGHT)
+    check_task = LANGUAGES["java"].check_task
+    check_task(DOUBLE)
+    for task, message in (
+        (replace(DOUBLE, tests=()), "task MBJP/1 has no tests; every program would pass"),
+        (replace(DOUBLE, stem="class A {"), "a stem in Java must end with the signature of a static method"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_task(task)
+        with pytest.raises(ValueError, match=message):
+            runner.check(task, RIGHT)
+    with pytest.raises(SandboxError, match=r"the tests cannot be run: java.lang.ClassNotFoundException: Main"):
+        runner.check(replace(DOUBLE, tests=("class Other { }",)), RIGHT)
+    assert runner.check(DOUBLE, RIGHT) == Result("pass")
 
 
 def test_without_a_jdk(monkeypatch: pytest.MonkeyPatch) -> None:

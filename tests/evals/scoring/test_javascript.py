@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
-from hf_fastdecode.evals.task import Task
 
 from .other_languages import javascript_task, usable_runner
 
@@ -16,8 +17,8 @@ RIGHT = "  return Array.isArray(x) ? x.map(y => 2 * y) : 2 * x;\n}"
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with usable_runner("javascript") as found:
+def runner(any_sandbox: Sandbox) -> Iterator[Runner]:
+    with usable_runner("javascript", any_sandbox) as found:
         yield found
 
 
@@ -26,6 +27,12 @@ def test_right_and_wrong(runner: Runner) -> None:
     assert runner.check(DOUBLE, "  return 2 * x;\n}") == Result(
         "fail", "Error at 2th assert statement. Value = undefined"
     )
+
+
+def test_each_sandbox(sandbox: Sandbox) -> None:
+    with usable_runner("javascript", sandbox) as found:
+        assert found.check(DOUBLE, RIGHT) == Result("pass")
+        assert found.check(DOUBLE, RIGHT.replace("2", "3")).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -126,10 +133,20 @@ def test_programs_may_keep_a_state_and_use_the_tests_names(runner: Runner) -> No
     assert runner.check(task, "  return compare(a, b) && _.isEqual(a, b);\n}") == Result("pass")
 
 
-def test_a_task_without_tests(runner: Runner) -> None:
-    task = Task("MBJSP/1", "javascript", "", "function f() {\n", (), "f")
-    with pytest.raises(ValueError, match="task MBJSP/1 has no tests"):
-        runner.check(task, "}")
+def test_tasks_that_cannot_be_run(runner: Runner) -> None:
+    check_task = LANGUAGES["javascript"].check_task
+    check_task(DOUBLE)
+    for task, message in (
+        (replace(DOUBLE, tests=()), "task MBJSP/1 has no tests; every program would pass"),
+        (replace(DOUBLE, entry_point=""), "task MBJSP/1 must name the function under test, got ''"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_task(task)
+        with pytest.raises(ValueError, match=message):
+            runner.check(task, RIGHT)
+    with pytest.raises(SandboxError, match="the tests cannot be run: SyntaxError"):
+        runner.check(replace(DOUBLE, tests=("if (",)), RIGHT)
+    assert runner.check(DOUBLE, RIGHT) == Result("pass")
 
 
 def test_without_node(monkeypatch: pytest.MonkeyPatch) -> None:

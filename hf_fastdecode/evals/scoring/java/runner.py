@@ -41,9 +41,7 @@ class JavaRunner(PairRunner):
             SandboxError: A process could not be started, or that of the tests broke down.
             ValueError: The task has no tests, or a stem of another form.
         """
-        if not task.tests:
-            raise ValueError(f"task {task.task_id} has no tests; every program would pass")
-        stand_in = StandIn.of_stem(task.stem)
+        stand_in = _stand_in(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
         if isinstance(compiled, Result):
@@ -108,4 +106,10 @@ def _parts(home: Path) -> list[Path]:
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
 
 
-JAVA: Final = LanguageSupport(runner=JavaRunner, limits=Limits(), missing=_missing)
+def _stand_in(task: Task) -> StandIn:
+    if not task.tests:
+        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+    return StandIn.of_stem(task.stem)
+
+
+JAVA: Final = LanguageSupport(JavaRunner, Limits(), _missing, _stand_in)

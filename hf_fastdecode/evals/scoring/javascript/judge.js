@@ -16,14 +16,23 @@ function call(...values) {
   return decode(content);
 }
 
-for (;;) {
-  const [test, entryPoint] = receive().map(String);
-  let verdict = ["pass", ""];
+function verdict(test, entryPoint) {
+  let run;
   try {
     // Where a test fails, MBXP's message names a variable x that its program lacks.
-    new Function(entryPoint, "require", "x", test)(call, library, undefined);
+    run = new Function(entryPoint, "require", "x", test);
   } catch (error) {
-    verdict = ["fail", String(error)];
+    return ["broken", String(error)];
   }
-  send(...verdict);
+  try {
+    run(call, library, undefined);
+    return ["pass", ""];
+  } catch (error) {
+    return ["fail", String(error)];
+  }
+}
+
+for (;;) {
+  const [test, entryPoint] = receive().map(String);
+  send(...verdict(test, entryPoint));
 }

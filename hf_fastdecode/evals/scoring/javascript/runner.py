@@ -30,10 +30,9 @@ class JavaScriptRunner(PairRunner):
 
         Raises:
             SandboxError: A process could not be started, or that of the tests broke down.
-            ValueError: The task has no tests.
+            ValueError: The task has no tests, or names no function.
         """
-        if not task.tests:
-            raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+        _check_task(task)
         return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
 
     def _launch(self, role: str) -> tuple[list[str], list[Path]]:
@@ -46,4 +45,11 @@ def _missing() -> str | None:
     return None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)"
 
 
-JAVASCRIPT: Final = LanguageSupport(runner=JavaScriptRunner, limits=Limits(), missing=_missing)
+def _check_task(task: Task) -> None:
+    if not task.tests:
+        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+    if not task.entry_point.isidentifier():
+        raise ValueError(f"task {task.task_id} must name the function under test, got {task.entry_point!r}")
+
+
+JAVASCRIPT: Final = LanguageSupport(JavaScriptRunner, Limits(), _missing, _check_task)
