@@ -1,4 +1,4 @@
-"""From a name on the command line to a device."""
+"""Devices: from a name on the command line, and errors of their memory."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ def pick_device(name: str) -> torch.device:
     if device.type == "meta":
         raise CommandError(f"device {name!r} holds no numbers; try auto or cpu")
     return device
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; for memory of the CPU torch raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

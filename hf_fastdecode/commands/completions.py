@@ -18,7 +18,8 @@ from hf_fastdecode.generation.token_log_probs import NotFiniteError, TokenLogPro
 from ..command_errors import CommandError
 from ..configs import max_positions
 from ..continuations import continuation
-from .memory import memory_error, out_of_memory
+from ..devices import out_of_memory
+from .memory import memory_error
 from .sampling import Sampling
 
 

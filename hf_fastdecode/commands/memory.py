@@ -43,13 +43,6 @@ def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: b
         )
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; for memory of the CPU torch raises a RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
 def memory_error(rows: int, sampling: Sampling, device: torch.device) -> CommandError:
     """The error for a call whose allocation failed."""
     return CommandError(f"{_rows(rows, sampling)} do not fit in the memory of {device}; lower --n or --max-new-tokens")

@@ -17,9 +17,9 @@ from hf_fastdecode.assets import load_embedded
 from ..command_errors import CommandError, one_line
 from ..command_options import EMBEDDED, check_dtype
 from ..configs import load_config
+from ..devices import out_of_memory
 from .completions import vocabulary_of
 from .console import note
-from .memory import out_of_memory
 
 
 def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:

@@ -71,21 +71,21 @@ def generate(
         accelerate launch -m hf_fastdecode eval generate --model MODEL --task humaneval
     """
     options = DrawOptions(
-        model,
-        dtype,
-        device,
-        prompt_format,
-        shots,
-        chat,
-        n,
-        temperature,
-        top_p,
-        max_new_tokens,
-        seed,
-        rows,
-        mode,
-        sampler,
-        stock,
+        model=model,
+        dtype=dtype,
+        device=device,
+        format=prompt_format,
+        shots=shots,
+        chat=chat,
+        counts=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rows=rows,
+        mode=mode,
+        sampler=sampler,
+        stock=stock,
     )
     folder = run_folder(out, task, model)
     with quiet_libraries(warnings=True):

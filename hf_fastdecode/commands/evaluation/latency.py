@@ -69,21 +69,21 @@ def latency(
     not measured again; delete it to measure anew.
     """
     options = DrawOptions(
-        model,
-        dtype,
-        device,
-        prompt_format,
-        shots,
-        chat,
-        n,
-        temperature,
-        top_p,
-        max_new_tokens,
-        seed,
-        1,
-        mode,
-        sampler,
-        False,
+        model=model,
+        dtype=dtype,
+        device=device,
+        format=prompt_format,
+        shots=shots,
+        chat=chat,
+        counts=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rows=1,
+        mode=mode,
+        sampler=sampler,
+        stock=False,
     )
     folder = run_folder(out, task, model)
     with quiet_libraries(warnings=True):

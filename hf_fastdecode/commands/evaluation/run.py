@@ -84,21 +84,21 @@ def run(
         hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 --out runs/mbpp
     """
     options = DrawOptions(
-        model,
-        dtype,
-        device,
-        prompt_format,
-        shots,
-        chat,
-        n,
-        temperature,
-        top_p,
-        max_new_tokens,
-        seed,
-        rows,
-        mode,
-        sampler,
-        stock,
+        model=model,
+        dtype=dtype,
+        device=device,
+        format=prompt_format,
+        shots=shots,
+        chat=chat,
+        counts=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rows=rows,
+        mode=mode,
+        sampler=sampler,
+        stock=stock,
     )
     options.check()
     from ...evals.generation.samples_file import merged_samples

@@ -77,7 +77,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrawOptions:
     """Options of drawing, as a command line gives them."""
 

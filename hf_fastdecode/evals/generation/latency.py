@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from hf_fastdecode.api import explain
+from hf_fastdecode.devices import out_of_memory
 
 from ..prompts import PromptFormat
 from ..report import Latency
 from ..report.latency import Mode
 from ..task import Task
 from .draw import Drawing, DrawnRows, draw_rows, sharing
-from .memory import out_of_memory
 
 _WARM_UP_TOKENS: Final = 8
 

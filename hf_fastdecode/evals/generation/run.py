@@ -8,11 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_fastdecode.devices import out_of_memory
+
 from ...command_errors import CommandError
 from ..prompts import PromptFormat
 from ..task import Task
 from .draw import Drawing, draw_rows, read_samples, sharing
-from .memory import out_of_memory
 from .samples_file import done_units, open_samples
 from .settings import RunSettings, claim_folder
 from .units import WHOLE, Shard, units_of
