@@ -170,7 +170,7 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
     "exit-0-in-call": ("import sys\ndef answer(x): sys.exit(0)", {"fail"}),
     "os-exit-0": ("import os\nos._exit(0)", {"fail"}),
     "os-exit-0-in-call": ("import os\ndef answer(x): os._exit(0)", {"fail"}),
-    "kill-itself": ("import os, signal\ndef answer(x): os.kill(os.getpid(), signal.SIGKILL)", {"fail"}),
+    "kill-itself": ("import os, signal\ndef answer(x): os.kill(os.getpid(), signal.SIGKILL)", {"fail", "memory"}),
     "crash": ("import ctypes\ndef answer(x): ctypes.string_at(0)", {"fail"}),
     "raise-base-exception": ("def answer(x): raise KeyboardInterrupt", {"fail"}),
     "exec-another-program": ("import os\ndef answer(x): os.execv('/bin/true', ['true'])", {"fail"}),

@@ -6,20 +6,29 @@ read-only. A container takes some tenths of a second to start, much longer than 
 
 from __future__ import annotations
 
+import atexit
 import io
+import json
+import os
 import secrets
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Final
 
-from .launch import NOBODY, Launch, limited
+from .launch import NOBODY, Launch, first_process, limited
 from .limits import Limits
+from .process import SandboxError
 from .view import ENVIRONMENT, SCRATCH, View
 
-_SECONDS = 120.0
+_SECONDS: Final = 120.0
+_NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWNS: sched.h
+_PROCESSES_OF_NOBODY: Final = 4096  # in all containers together; --pids-limit is that of one
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,12 @@ class Container:
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
         """Run as `nobody` without network or capabilities."""
         container = f"hf-fastdecode-{secrets.token_hex(8)}"
-        command = [self.name, "run", "--rm", "--interactive", "--init", "--name", container]
+        command = [self.name, "run", "--rm", "--interactive", "--name", container]
         command += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        command += _only_podman() if self.name == "podman" else []
         command += ["--user", f"{NOBODY}:{NOBODY}", "--workdir", str(SCRATCH), "--ipc", "none", "--log-driver", "none"]
+        # The programs' own defaults may be above what this user may set.
+        command += ["--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={_PROCESSES_OF_NOBODY}"]
         command += ["--pids-limit", str(limits.processes), "--memory", str(limits.memory_bytes)]
         command += ["--tmpfs", f"{SCRATCH}:rw,exec,nosuid,nodev,mode=1777,size={limits.scratch_bytes}"]
         for variable, value in ENVIRONMENT.items():
@@ -48,10 +60,24 @@ class Container:
         for path in view.readable:
             command += ["--mount", f"type=bind,source={path},destination={path},readonly"]
         for path in view.hidden:
-            command += ["--tmpfs", f"{path}:ro,size=4k"]
+            command += ["--mount", f"type=tmpfs,destination={path},tmpfs-size=4096,tmpfs-mode=0755{self._as_it_is}"]
         links = tuple((str(path).lstrip("/"), target) for path, target in view.links)
-        command += [_empty_image(self.name, links), *limited(argv, limits)]
-        return Launch(command, stop=lambda: _kill(self.name, container))
+        command += [_empty_image(self.name, links)]
+        command += first_process(limited(argv, limits, processes=False), name=container)
+        return Launch(
+            command,
+            environment=dict(
+                os.environ
+            ),  # of the client, which finds daemon and storage by it; the container has its own
+            holder=lambda: _process_with_argument(container),
+            kills_for_memory=True,
+            stop=lambda: _kill(self.name, container),
+        )
+
+    @property
+    def _as_it_is(self) -> str:
+        """Has podman not fill a tmpfs with what it covers."""
+        return ",notmpcopyup" if self.name == "podman" else ""
 
 
 @cache
@@ -63,20 +89,51 @@ def _empty_image(program: str, links: tuple[tuple[str, str], ...]) -> str:
             member = tarfile.TarInfo(path)
             member.type, member.linkname = tarfile.SYMTYPE, target
             tar.addfile(member)
-    done = subprocess.run(
-        [program, "import", "-"], input=archive.getvalue(), capture_output=True, timeout=_SECONDS, check=False
-    )
+    done = _call(program, "import", "-", stdin=archive.getvalue())
     if done.returncode:
-        raise OSError(f"`{program} import` fails: {_last_line(done.stderr)}")
+        raise SandboxError(f"`{program} import` fails: {_last_line(done.stderr)}")
     return done.stdout.decode().split()[-1]
+
+
+@cache
+def _only_podman() -> list[str]:
+    """As docker by default: no other writable folders, and no user namespaces, in which a tmpfs has no size."""
+    found = _call("podman", "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}").stdout.decode().strip()
+    if not Path(found).is_file():
+        return ["--read-only-tmpfs=false"]
+    profile = json.loads(Path(found).read_text(encoding="utf-8"))
+    for rule in profile["syscalls"]:
+        if rule["action"] == "SCMP_ACT_ALLOW":
+            rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", "unshare", "setns")]
+    no_namespace = {"index": 0, "value": _NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    profile["syscalls"].append({"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_namespace]})
+    with tempfile.NamedTemporaryFile("w", prefix="hf-fastdecode-seccomp-", suffix=".json", delete=False) as file:
+        json.dump(profile, file)
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    return ["--read-only-tmpfs=false", "--security-opt", f"seccomp={file.name}"]
+
+
+def _process_with_argument(text: str) -> int | None:
+    """The first process of a container, which is no descendant of its client."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[:1] == [b"/bin/sh"] and text.encode() in words:
+            return int(process.name)
+    return None
 
 
 def _kill(program: str, container: str) -> None:
     _call(program, "kill", container)
 
 
-def _call(program: str, *args: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([program, *args], capture_output=True, timeout=_SECONDS, check=False)
+def _call(program: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run([program, *args], input=stdin, capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess([program], 1, b"", b"no answer")
 
 
 def _last_line(text: bytes) -> str:

@@ -32,6 +32,8 @@ class Launch:
         command: Of the host.
         environment: Complete.
         folder: Working directory on the host's side.
+        holder: The process of the host whose descendants are those of the sandbox; None for that of the command.
+        kills_for_memory: Whether something else enforces the memory limit, by SIGKILL.
         stop: Ends what killing the command would leave, such as a container.
         clean: Removes what was made for it.
     """
@@ -39,6 +41,8 @@ class Launch:
     command: list[str]
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
     folder: Path = Path("/")
+    holder: Callable[[], int | None] = lambda: None
+    kills_for_memory: bool = False
     stop: Callable[[], None] = _nothing
     clean: Callable[[], None] = _nothing
 
@@ -57,17 +61,27 @@ class Backend(Protocol):
         """The command line that runs a program in a new sandbox."""
 
 
-def limited(argv: Sequence[str], limits: Limits) -> list[str]:
-    """The last commands in every sandbox: put the limits on, write `READY`, become the program."""
-    return [*limits.prlimit(), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
+def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> list[str]:
+    """The last commands in every sandbox: put the limits on, write `READY`, become the program.
+
+    Args:
+        argv: The program.
+        limits: Of it.
+        processes: Limit their number; RLIMIT_NPROC counts all of a user's outside user namespaces.
+    """
+    return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
 
-def first_process(argv: Sequence[str]) -> list[str]:
+def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
     """The first process of a PID namespace: it runs a command, waits for it and so accounts for its CPU time.
 
     No signal from inside can end it, and with it end all processes that the command has left.
+
+    Args:
+        argv: The command.
+        name: An argument by which others can find it.
     """
-    return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *argv]
+    return ["/bin/sh", "-c", '"$@"; exit $?', name, *argv]
 
 
 def tool(name: str) -> str:

@@ -48,7 +48,7 @@ class Limits:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
 
-    def prlimit(self) -> list[str]:
+    def prlimit(self, *, processes: bool = True) -> list[str]:
         """The `prlimit` command that puts these limits on the command behind it; empty where there is no `prlimit`."""
         program = shutil.which("prlimit")
         if program is None:
@@ -59,9 +59,10 @@ class Limits:
             "data": (self.memory_bytes,) * 2,
             "fsize": (self.file_bytes,) * 2,
             "nofile": (self.open_files,) * 2,
-            "nproc": (self.processes,) * 2,
             "core": (0, 0),
         }
+        if processes:
+            values["nproc"] = (self.processes,) * 2
         if self.address_bytes is not None:
             values["as"] = (self.address_bytes,) * 2
         return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items() if _lowers(name, hard))]
@@ -71,8 +72,12 @@ class Limits:
         if usage.cpu_seconds > self.cpu_seconds:
             return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
         if usage.resident_bytes > self.memory_bytes + _RESIDENT_SLACK:
-            return "memory", f"used more than {self.memory_bytes >> 20:,} MiB of memory"
+            return self.memory_exceeded()
         return None
+
+    def memory_exceeded(self) -> tuple[Exceeded, str]:
+        """The limit on memory, and a line about it."""
+        return "memory", f"used more than {self.memory_bytes >> 20:,} MiB of memory"
 
 
 def _lowers(name: str, value: int) -> bool:

@@ -91,9 +91,11 @@ class SandboxedProcess:
         self._selector.register(self._stdout, selectors.EVENT_READ, self._read_stdout)
         self._selector.register(_pipe(self._process.stderr), selectors.EVENT_READ, self._read_stderr)
         self._first: list[int] = []
+        self._holder = self.pid
         self._await_ready()
         # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
         self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
+        self._holder = launch.holder() or self.pid
 
     @property
     def pid(self) -> int:
@@ -113,7 +115,7 @@ class SandboxedProcess:
 
     def usage(self) -> Usage:
         """What all its processes use now."""
-        return usage_of(self.pid)
+        return usage_of(self._holder)
 
     def send(self, data: bytes) -> None:
         """Write to its standard input. What it writes meanwhile is kept for `receive`.
@@ -171,6 +173,8 @@ class SandboxedProcess:
         code = self._process.returncode
         self.exit_code = code if code >= 0 else 128 - code
         self.kill()
+        if self._launch.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
+            raise LimitExceeded(*self.limits.memory_exceeded())
         return self.exit_code
 
     def kill(self) -> None:
@@ -256,7 +260,7 @@ class SandboxedProcess:
             self._exceeded(*found)
         if now > self._deadline:
             seconds = now - self._started
-            starved = starved_seconds(self.pid) > _STARVED * seconds
+            starved = starved_seconds(self._holder) > _STARVED * seconds
             self._exceeded(
                 "timeout", f"not done after {seconds:.0f} s, {usage.cpu_seconds:.1f} s of CPU", load=starved
             )
