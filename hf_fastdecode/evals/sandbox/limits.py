@@ -15,6 +15,8 @@ Exceeded = Literal["timeout", "memory", "output"]
 # by the stacks and what is shared.
 _RESIDENT_SLACK: Final = 64 << 20
 
+_LEAST_AVAILABLE: Final = 0.03  # of the machine's memory
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -135,6 +137,20 @@ def starved_seconds(pid: int) -> float:
             except (OSError, IndexError):
                 continue
     return waited / 1e9
+
+
+def memory_is_exhausted() -> bool:
+    """Whether the machine has next to no memory left.
+
+    Limits of processes do not count what is in files without a name (`memfd_create`), in shared memory that nobody has
+    mapped, or in the file system's tables.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return False
+    sizes = {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
+    return sizes.get("MemAvailable", 1) < _LEAST_AVAILABLE * sizes.get("MemTotal", 0)
 
 
 def children_of(pid: int) -> list[int]:

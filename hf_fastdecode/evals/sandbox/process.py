@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from .launch import READY, Launch
-from .limits import Exceeded, Limits, Usage, children_of, starved_seconds, usage_of
+from .limits import Exceeded, Limits, Usage, children_of, memory_is_exhausted, starved_seconds, usage_of
 
 _POLL: Final = 0.05  # seconds between two looks at what the processes use
 _CHUNK: Final = 1 << 16
@@ -33,7 +33,7 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
     Args:
         status: The kind of limit.
         detail: A line about it.
-        load: Whether it was the limit on wall-clock time, and the program had to wait for other programs' CPU time.
+        load: Whether other programs may be to blame: it waited for a CPU, or the machine has no memory left.
     """
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
@@ -258,6 +258,8 @@ class SandboxedProcess:
         usage = self.usage()
         if found := self.limits.exceeded_by(usage):
             self._exceeded(*found)
+        if memory_is_exhausted():
+            self._exceeded("memory", "the machine ran out of memory", load=True)
         if now > self._deadline:
             seconds = now - self._started
             starved = starved_seconds(self._holder) > _STARVED * seconds

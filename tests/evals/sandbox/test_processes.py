@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Outcome, Sandbox, SandboxError, choose, python_command
+from hf_fastdecode.evals.sandbox.limits import memory_is_exhausted
 
 from ..processes import running
 
@@ -161,6 +162,26 @@ def test_a_starved_program_is_told_from_a_sleeping_one(any_sandbox: Sandbox) -> 
         for other in others:
             other.join()
         os.sched_setaffinity(0, before)
+
+
+def test_a_machine_without_memory_ends_programs_that_may_not_be_to_blame(
+    any_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, readable = python_command()
+    with any_sandbox.popen(
+        [*command, "-c", "import time; time.sleep(9)"], readable=readable, limits=LIMITS
+    ) as process:
+        monkeypatch.setattr("hf_fastdecode.evals.sandbox.process.memory_is_exhausted", lambda: True)
+        with pytest.raises(LimitExceeded, match="the machine ran out of memory") as error:
+            process.receive()
+    assert (error.value.status, error.value.load) == ("memory", True)
+
+
+@pytest.mark.parametrize(("available", "exhausted"), [(2_000, False), (200, True)])
+def test_exhausted_memory_is_noticed(monkeypatch: pytest.MonkeyPatch, available: int, exhausted: bool) -> None:
+    text = f"MemTotal: 10000 kB\nMemFree: 100 kB\nMemAvailable: {available} kB\nHugePages_Total: 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    assert memory_is_exhausted() == exhausted
 
 
 def test_writing_to_a_program_that_does_not_read(any_sandbox: Sandbox) -> None:
