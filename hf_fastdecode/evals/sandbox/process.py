@@ -68,6 +68,7 @@ class SandboxedProcess:
         self.cpu_seconds = 0.0
         self.exit_code: int | None = None
         self._launch = launch
+        self._last_usage = Usage()
         self._chunks: list[bytes] = []
         self._written = 0  # bytes of standard output
         self._started = self._looked = time.monotonic()
@@ -255,7 +256,7 @@ class SandboxedProcess:
         if now - self._looked < _POLL:
             return
         self._looked = now
-        usage = self.usage()
+        usage = self._last_usage = self.usage()
         if found := self.limits.exceeded_by(usage):
             self._exceeded(*found)
         if memory_is_exhausted():
@@ -288,7 +289,8 @@ class SandboxedProcess:
             if pid == 0:
                 return False
             self._process.returncode = os.waitstatus_to_exitcode(status)
-            self.cpu_seconds = usage.ru_utime + usage.ru_stime
+            # Killed processes of a PID namespace are reaped without being counted.
+            self.cpu_seconds = max(usage.ru_utime + usage.ru_stime, self._last_usage.cpu_seconds)
         return True
 
 

@@ -102,6 +102,8 @@ def test_cpu_time_is_measured(any_sandbox: Sandbox) -> None:
     done = run(any_sandbox, "import time\nwhile time.process_time() < 0.3: pass")
     assert done.status == "ok"
     assert 0.3 <= done.cpu_seconds < 0.5
+    killed = run(any_sandbox, "while True: pass")
+    assert killed.cpu_seconds > LIMITS.cpu_seconds
 
 
 @pytest.mark.parametrize("ending", ["", "time.sleep(60)", "while True: pass"], ids=["itself", "wall", "cpu"])
