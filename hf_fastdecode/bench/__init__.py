@@ -1,1 +1,6 @@
 """Measurements: cases as data, one runner, rows that say where they come from."""
+
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+"""Where the rows lie that the documentation cites."""

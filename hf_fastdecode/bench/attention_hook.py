@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.interface import ATTENTION_NAME, SharedKV, shared_context_attention
 from ..attention.kv import Segment
 from ..cache.handles import DecodeKV
+from ..measurement.status import NotAvailableError
 from .baselines import TwoCalls, bifurcated
 from .op_inputs import NodeBatch
 
@@ -26,10 +27,6 @@ Attend = Callable[[SharedKV, Tensor, float], Tensor | None]
 
 # What layers ask of attention that the papers' ways do not compute.
 _NOT_KNOWN = ("softcap", "sliding_window", "s_aux")
-
-
-class NotAvailableError(Exception):
-    """A way cannot run here; the message says why."""
 
 
 class Replaced:

@@ -19,9 +19,9 @@ import typer
 from ..attention.costs import Candidate, Costs, estimated_costs
 from ..attention.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from ..attention.forest import Forest
+from ..measurement.rows import Row, read_rows
 from .op_cases import NodeSpec
 from .op_inputs import make_forest
-from .rows import Row, read_rows
 
 # A way's rows, in some variants, are a candidate's times; plain decoding reads nodes and suffixes alike.
 _WAYS = {("ours", "kernels"): KERNELS, ("recipe", ""): LIBRARY, ("plain", ""): PLAIN}

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
+from ..measurement.timing import time_operator
 from .op_cases import OpCase
-from .timing import time_operator
 
 # Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower. One
 # alone would move the floors of all operators, which are timed at many moments.

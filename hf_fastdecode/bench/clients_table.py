@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..measurement.rows import Row
 from .markdown import head, line
-from .rows import Row
 
 
 def training_table(rows: Sequence[Row]) -> str:

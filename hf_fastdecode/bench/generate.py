@@ -18,12 +18,12 @@ import hf_fastdecode as fd
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.cache.shared import cache_bytes
 
-from .attention_hook import NotAvailableError
+from ..measurement.status import NotAvailableError, status_of
+from ..measurement.timing import Times, percentiles, wall_samples, wall_seconds
 from .generate_calls import batch_caller, caller, load
 from .generate_cases import GenerateCase
 from .generate_check import check_way
-from .generate_ways import GenerateWay, find_way, status_of, using
-from .timing import Times, percentiles, wall_samples, wall_seconds
+from .generate_ways import GenerateWay, find_way, using
 
 _BATCH_STEPS = 4  # steps timed of `generate_batch`
 

@@ -18,9 +18,9 @@ from transformers import (
 
 import hf_fastdecode as fd
 
-from .attention_hook import NotAvailableError
+from ..measurement.shapes import SHAPES, random_model
+from ..measurement.status import NotAvailableError
 from .generate_cases import GenerateCase
-from .shapes import SHAPES, random_model
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 _FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies

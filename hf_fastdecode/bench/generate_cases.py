@@ -60,9 +60,6 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
     return base, given
 
 
-SHAPE_NAMES = ("7b-mha", "7b-gqa", "8b-gqa", "13b-mha", "1b-gqa", "tiny")
-"""The named shapes of `shapes.SHAPES`."""
-
 _TREE = " tree "  # between shape and tree in a row
 
 

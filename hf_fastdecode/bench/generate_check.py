@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..measurement.shapes import random_model
+from ..measurement.status import status_of
 from .accuracy import BOUND
-from .generate_ways import GenerateWay, status_of, using
-from .shapes import random_model
+from .generate_ways import GenerateWay, using
 
 _ROWS, _CONTEXT, _TOKENS = 8, 200, 24
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,8 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 
 from ..generation.options import Options
-from .attention_hook import REPLACEMENTS, NotAvailableError, replaced_attention
+from ..measurement.status import NotAvailableError
+from .attention_hook import REPLACEMENTS, replaced_attention
 from .generate_cases import parse_way
 
 
@@ -81,16 +81,6 @@ def find_way(name: str) -> GenerateWay:
 
 def _value(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
-
-
-def status_of(error: Exception) -> str:
-    """What a row says of an error: memory and refusals are results, all else has failed."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    # A mode that is asked for by name runs or raises so.
-    if isinstance(error, NotAvailableError) or (isinstance(error, ValueError) and " cannot run: " in str(error)):
-        return f"not run: {error}"
-    return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 
-from .rows import Row
+from ..measurement.rows import Row
 
 CEILING = "-no-attention"
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work

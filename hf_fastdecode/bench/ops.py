@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measurement.timing import Times, time_operator
 from .accuracy import BOUND, Oracle, make_oracle
 from .ceilings import Ceilings, measure_ceilings
 from .op_cases import OpCase
 from .op_inputs import OpInputs, make_inputs, sets_needed
 from .op_ways import OP_WAYS, OpWay, Unmerged
-from .timing import Times, time_operator
 
 
 class OpBench:

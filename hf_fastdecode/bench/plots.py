@@ -7,9 +7,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from ..measurement.rows import Row
+from ..measurement.runner import failed
 from .markdown import CEILING, is_part, one_node
-from .rows import Row
-from .runner import failed
 
 STYLES: dict[str, tuple[str, str]] = {
     "ours": ("#1b7f5c", "hf_fastdecode"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import linear_regression
 
+from ..measurement.rows import Row
+from ..measurement.shapes import SHAPES
 from .markdown import CEILING, cases_of, head, line, one_node
-from .rows import Row
-from .shapes import SHAPES
 
 
 def fixed_parts_table(rows: Sequence[Row]) -> str:

@@ -20,10 +20,10 @@ from transformers import (
 from ..generation.chain import read_chain
 from ..generation.sampler import TransformersSampler
 from ..kernels.sampling import limits
+from ..measurement.timing import Times, percentiles, time_operator, wall_samples
 from .ceilings import Ceilings, measure_ceilings
 from .sampling_cases import SETTINGS, SamplingCase
 from .sampling_check import red
-from .timing import Times, percentiles, time_operator, wall_samples
 
 # In the order in which generate builds them.
 _WARPERS: dict[str, Callable[..., Any]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..measurement.rows import Row
 from .markdown import by, cell, head, line
-from .rows import Row
 
 
 def sampling_table(rows: Sequence[Row]) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import typer
 
+from ..measurement.rows import Row, read_rows
+from . import RESULTS
 from .clients_table import evaluation_table, rollouts_table, training_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
@@ -27,7 +29,6 @@ from .markdown import (
 )
 from .plots import STYLES, plot
 from .profile_tables import fixed_parts_table, steps_apart_table
-from .rows import RESULTS, Row, read_rows
 from .sampling_table import sampling_table
 
 PICTURE = RESULTS / "generate.png"

@@ -1,7 +1,6 @@
 """The bench's commands from the outside."""
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,16 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_fastdecode.bench import RESULTS
 from hf_fastdecode.bench.commands.generate import _warn_of_size
 from hf_fastdecode.bench.commands.ops import OP_WAY_NAMES
-from hf_fastdecode.bench.commands.report import noisy, show
+from hf_fastdecode.bench.commands.report import noisy
 from hf_fastdecode.bench.generate_cases import GenerateCase
 from hf_fastdecode.bench.markdown import ops_table
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
 from hf_fastdecode.bench.paper_tables import PAPER_TABLES
-from hf_fastdecode.bench.rows import RESULTS, read_rows
-from hf_fastdecode.bench.shapes import MAX_POSITIONS, random_model
 from hf_fastdecode.cli import app
+from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def test_as_a_module(tmp_path):
     ("name", "message"),
     [
         (".", "--out must be a CSV file, "),
-        ("notes.md", "exists and holds no rows of the bench"),
+        ("notes.md", "exists and holds no measured rows"),
         ("notes.md/ops.csv", "cannot be written: "),
         ("a" * 300 + ".csv", "cannot be written: File name too long"),
         ("busy.csv", "cannot be written: "),
@@ -334,35 +334,3 @@ def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-MARKDOWN = """| rows | bifurcated-compiled | ours over floor |
-|---|---|---|
-| 1 | 39.4 | 1.67x |
-| 1024 | 1613.5 | 1.52x |
-
-A note.
-"""
-
-
-@pytest.mark.parametrize("width", [100, 40, 24, 18, 16])
-def test_tables_fit_the_terminal(width, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
-    show(MARKDOWN)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert text.endswith("A note.\n")
-    if width == 16:  # not even the cells fit
-        assert text == MARKDOWN
-        return
-    lines = text.splitlines()
-    assert all(len(line) <= width for line in lines)
-    assert ("bifurcated-compiled" in text) == (width >= 40)
-    assert lines[-4].split() == ["1", "39.4", "1.67x"]
-    assert lines[-3].split() == ["1024", "1613.5", "1.52x"]
-
-
-def test_tables_are_markdown_in_files(capsys):
-    show(MARKDOWN)
-    assert capsys.readouterr().out == MARKDOWN + "\n"

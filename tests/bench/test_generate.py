@@ -9,13 +9,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
 from hf_fastdecode.bench import attention_hook, generate
-from hf_fastdecode.bench.attention_hook import NotAvailableError, no_attention, replaced_attention
+from hf_fastdecode.bench.attention_hook import no_attention, replaced_attention
 from hf_fastdecode.bench.generate import GenerateBench
 from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load, prompt
-from hf_fastdecode.bench.generate_cases import SHAPE_NAMES, WAYS, GenerateCase, PromptTree
+from hf_fastdecode.bench.generate_cases import WAYS, GenerateCase, PromptTree
 from hf_fastdecode.bench.generate_check import check_way, logits_error
 from hf_fastdecode.bench.generate_ways import find_way, using
-from hf_fastdecode.bench.shapes import SHAPES, random_model
+from hf_fastdecode.measurement.shapes import random_model
+from hf_fastdecode.measurement.status import NotAvailableError
 
 CPU = torch.device("cpu")
 CASE = GenerateCase("tiny", 120, 4, 8, "float32")
@@ -264,10 +265,6 @@ def test_bifurcated_takes_one_prompt(bench):
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_shape_has_its_name():
-    assert tuple(SHAPES) == SHAPE_NAMES
 
 
 def test_models(tmp_path, model):

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 from hf_fastdecode.bench import summary
 from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.rows import read_rows, write_rows
 from hf_fastdecode.bench.sampling import SamplingBench, processors_of
 from hf_fastdecode.bench.sampling_cases import SAMPLING_SETS, SETTINGS, SamplingCase
 from hf_fastdecode.bench.sampling_check import logprob_error, outside_support
 from hf_fastdecode.cli import app
 from hf_fastdecode.kernels.sampling import api
+from hf_fastdecode.measurement.rows import read_rows, write_rows
 
 CPU = torch.device("cpu")
 CASE = SamplingCase(2, 200, "top_k50-top_p0.95")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_fastdecode.bench import profile_tables, summary
-from hf_fastdecode.bench.rows import RESULTS, read_rows, write_rows
+from hf_fastdecode.bench import RESULTS, profile_tables, summary
+from hf_fastdecode.measurement.rows import read_rows, write_rows
 
 
 def test_tables_are_made_from_the_rows():

@@ -9,7 +9,7 @@ import torch
 from hf_fastdecode.bench import ceilings
 from hf_fastdecode.bench.ceilings import Ceilings, measure_ceilings
 from hf_fastdecode.bench.op_cases import shared
-from hf_fastdecode.bench.timing import percentiles, time_operator, wall_samples
+from hf_fastdecode.measurement.timing import percentiles, time_operator, wall_samples
 
 CPU = torch.device("cpu")
 

@@ -12,14 +12,16 @@ from ...attention.backends import backend_of_environment
 from ...command_errors import CommandError
 from ...command_options import check_device, check_options
 from ...interrupts import exit_on_interrupt
-from ..generate_cases import DEFAULT_WAYS, SHAPE_NAMES, WAYS, GenerateCase, PromptTree, parse_way
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
+from ...measurement.out_file import check_out
+from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
+from ..generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
 
 if TYPE_CHECKING:
     import torch
 
-    from ..rows import Row
+    from ...measurement.rows import Row
 
 
 def generate(
@@ -105,7 +107,7 @@ def generate(
     known("way", [name.partition("+")[0] for name in ways], WAYS)
     check_ways(ways)
     check_dtype(dtype)
-    known("shape", shape or [], (*SHAPE_NAMES, "embedded"))
+    known("shape", shape or [], (*SHAPES, "embedded"))
     try:
         cases = chosen(
             [
@@ -137,9 +139,9 @@ def run_generate(
         CommandError: A model cannot be read, or a case is longer than its model.
     """
     with exit_on_interrupt():
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
         from ..generate import GenerateBench
-        from ..rows import provenance
-        from ..runner import run
 
     _check_numbers(ways)
     _check_models(cases)
@@ -173,7 +175,6 @@ def _check_numbers(ways: Sequence[str]) -> None:
 def _check_models(cases: Sequence[GenerateCase]) -> None:
     """Refuse models whose config cannot be read, and cases longer than their model."""
     from ...configs import load_config, max_positions
-    from ..shapes import MAX_POSITIONS, SHAPES
 
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():
@@ -190,7 +191,6 @@ def _check_models(cases: Sequence[GenerateCase]) -> None:
 
 def _warn_of_size(cases: Sequence[GenerateCase]) -> None:
     """Say what takes so long, where a shape is meant for a GPU."""
-    from ..shapes import SHAPES, parameters
 
     for shape in dict.fromkeys(case.shape for case in cases if case.shape in SHAPES):
         if (billions := parameters(shape) / 1e9) > 1:

@@ -13,14 +13,15 @@ from ...attention.backends import BACKEND_VARIABLE
 from ...command_errors import CommandError
 from ...command_options import check_device
 from ...interrupts import exit_on_interrupt
+from ...measurement.out_file import check_out
 from ..op_cases import OP_SETS, OpCase, with_dtype
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, check_out, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
 
 if TYPE_CHECKING:
     import torch
 
-    from ..rows import Row
+    from ...measurement.rows import Row
 
 OP_WAY_NAMES = (
     "ours",
@@ -101,9 +102,9 @@ def ops(
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
     """Measure operators into `out`."""
     with exit_on_interrupt():
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
         from ..ops import OpBench
-        from ..rows import provenance
-        from ..runner import run
 
     return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
 

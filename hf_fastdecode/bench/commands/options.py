@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -15,7 +13,7 @@ from ...interrupts import exit_on_interrupt
 if TYPE_CHECKING:
     import torch
 
-    from ..runner import Case
+    from ...measurement.runner import Case
 
 C = TypeVar("C", bound="Case")
 
@@ -52,27 +50,6 @@ def known(what: str, names: Sequence[str], allowed: Iterable[str]) -> list[str]:
         if name not in allowed:
             raise CommandError(f"--{what} must be one of {', '.join(allowed)}, got {name!r}")
     return list(dict.fromkeys(names))
-
-
-def check_out(out: Path) -> None:
-    """Refuse a file that rows cannot be written to, or that holds something else, before anything is measured."""
-    from ..rows import partial_of, read_rows
-
-    try:
-        if out.is_dir():
-            raise CommandError(f"--out must be a CSV file, {str(out)!r} is a directory; name a file in it")
-        if out.exists() and not out.is_file():
-            raise CommandError(f"--out must be a CSV file, {str(out)!r} is a device or a pipe; name a file")
-        if out.exists() and out.stat().st_size and not all("way" in row for row in read_rows(out) or [{}]):
-            raise CommandError(f"--out {str(out)!r} exists and holds no rows of the bench; name another file")
-        partial = partial_of(out.resolve())
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        partial.unlink()
-    except OSError as error:
-        raise CommandError(f"--out {str(out)!r} cannot be written: {error.strerror}; name another file") from error
-    except (UnicodeError, csv.Error) as error:
-        raise CommandError(f"--out {str(out)!r} exists and is no CSV file ({error}); name another file") from error
 
 
 def check_dtype(name: str | None) -> None:

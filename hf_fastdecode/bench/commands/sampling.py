@@ -9,8 +9,9 @@ import typer
 
 from ...command_options import check_device
 from ...interrupts import exit_on_interrupt
+from ...measurement.out_file import check_out
 from ..sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
-from .options import CHECK, DEVICE, LIST, ONLY, check_out, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
 from .report import report
 
 
@@ -57,8 +58,8 @@ def sampling(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ..rows import provenance
-        from ..runner import run
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
         from ..sampling import SamplingBench
         from ..sampling_table import sampling_table
 

@@ -11,12 +11,13 @@ import typer
 
 from ...command_errors import CommandError
 from ...command_options import check_device, check_options
+from ...measurement.out_file import check_out
 from ..generate_cases import WAYS
 from ..op_cases import OpCase
 from ..paper_tables import PAPER_TABLES
 from .generate import check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_out, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
 from .report import report
 
 

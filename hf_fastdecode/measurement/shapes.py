@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 MAX_POSITIONS = 131072
 """Of every named shape."""
@@ -74,6 +75,9 @@ def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> 
     Raises:
         ValueError: No such shape.
     """
+    import torch  # here, since the names of shapes are also read where its seconds would be lost
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=MAX_POSITIONS, pad_token_id=0, eos_token_id=None)
@@ -90,6 +94,9 @@ def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> 
 
 def parameters(shape: str) -> int:
     """Weights of a named shape; none are made."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
     return sum(parameter.numel() for parameter in model.parameters())

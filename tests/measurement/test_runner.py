@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
-from hf_fastdecode.bench import rows as rows_module
-from hf_fastdecode.bench import runner as runner_module
-from hf_fastdecode.bench.rows import provenance, read_rows
-from hf_fastdecode.bench.runner import brief, failed, run
+from hf_fastdecode.measurement import rows as rows_module
+from hf_fastdecode.measurement import runner as runner_module
+from hf_fastdecode.measurement.rows import provenance, read_rows
+from hf_fastdecode.measurement.runner import brief, failed, run
 
 HERE = {"device": "d", "torch": "1", "transformers": "2", "commit": "abc", "command": "bench x"}
 

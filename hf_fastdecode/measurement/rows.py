@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, str]
 
-RESULTS = Path(__file__).parent / "results"
-"""Where the rows lie that the documentation cites."""
-
 # Options that say nothing about what is measured: where rows go, and what is done with them.
 _SILENT_OPTIONS = {"--out": 1, "--plot": 0}
 

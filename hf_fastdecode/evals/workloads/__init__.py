@@ -1,0 +1,1 @@
+"""Workloads with shared context: many samples of many problems, many questions about one text."""

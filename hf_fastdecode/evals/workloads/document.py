@@ -1,0 +1,132 @@
+"""A long text with facts in it and questions about them, of a given number of tokens (Hydragen, section 4.3)."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from hf_fastdecode.command_errors import CommandError
+
+from .facts import Fact, make_facts, make_prose
+
+MOST_FACTS: Final = 256
+"""Facts that are asked about, as in the paper; with more questions, they come again."""
+
+_SENTENCE: Final = re.compile(r".*?[.!?][\"'”’)\]]*(?:\s+|$)|.+$", re.DOTALL)
+_PARAGRAPH: Final = 6  # sentences
+_TASK: Final = "Answer the questions about the text above.\n\n"
+
+
+@dataclass(frozen=True)
+class LongDocument:
+    """What all rows begin with, and what they ask.
+
+    Attributes:
+        prefix: The text, then solved questions.
+        facts: Those that are asked about; at least one.
+    """
+
+    prefix: str
+    facts: tuple[Fact, ...]
+
+    def prompt(self, fact: Fact) -> str:
+        """The text and a question, up to where its answer begins."""
+        return self.prefix + _asked(fact)
+
+
+def make_document(
+    count: Callable[[str], int], tokens: int | None, *, shots: int = 5, seed: int = 0, prose: str | None = None
+) -> LongDocument:
+    """Hide facts evenly in prose, so that text and solved questions together have nearly so many tokens, never more.
+
+    At most half of the tokens are facts, and at most `MOST_FACTS` are asked about.
+
+    Args:
+        count: Tokens of a text.
+        tokens: Of the prefix; None for all of the given prose.
+        shots: Solved questions, about facts of the text too.
+        seed: The same seed makes the same facts, order and prose.
+        prose: In place of prose that is made.
+
+    Raises:
+        CommandError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
+        ValueError: Neither tokens nor prose are given.
+    """
+    if prose is None and tokens is None:
+        raise ValueError("tokens must be a number where no prose is given, got None")
+    facts = make_facts(MOST_FACTS + shots, seed)
+    solved = _TASK + "".join(f"{_asked(fact)} {fact.answer}\n\n" for fact in facts[:shots])
+    pieces = _made_pieces(count, tokens or 0, seed) if prose is None else _SENTENCE.findall(prose.strip() + "\n\n")
+    room = (count("".join(pieces)) if tokens is None else tokens - count(solved)) // 2
+    facts = facts[: _fitting(count, facts, room)]
+    if len(facts) <= shots:
+        least = count(solved) + 2 * sum(count(fact.sentence + " ") for fact in make_facts(shots + 1, seed))
+        given = f"--tokens {tokens}" if tokens is not None else "the document's tokens"
+        raise CommandError(
+            f"{given} leave no room for {shots} solved questions and a fact to ask about, which take about {least} "
+            "tokens; ask for more, or for fewer --shots"
+        )
+    order = Random(seed).sample(facts, len(facts))
+
+    def prefix(length: int) -> str:
+        return f"{_interleaved(pieces[:length], order).strip()}\n\n{solved}"
+
+    if tokens is None:
+        return LongDocument(prefix(len(pieces)), tuple(facts[shots:]))
+    fitting = bisect.bisect_right(range(len(pieces) + 1), tokens, key=lambda length: count(prefix(length))) - 1
+    if fitting == len(pieces) and prose is not None and count(prefix(fitting)) < tokens:
+        raise CommandError(
+            f"the document with {len(facts)} facts and {shots} solved questions has {count(prefix(fitting))} tokens, "
+            f"fewer than --tokens {tokens}; pass a longer document, or leave --tokens out"
+        )
+    return LongDocument(prefix(max(0, fitting)), tuple(facts[shots:]))
+
+
+def is_right(answer: str, fact: Fact) -> bool:
+    """Whether the first line of a generated text is the answer, but for case and a full stop."""
+    lines = answer.strip().splitlines()
+    return bool(lines) and lines[0].strip().rstrip(".").casefold() == fact.answer.casefold()
+
+
+def _asked(fact: Fact) -> str:
+    return f"Question: {fact.question}\nAnswer:"
+
+
+def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[str]:
+    """Sentences of at least so many tokens, with the white space behind them."""
+    pieces: list[str] = []
+    total = 0
+    for sentence in make_prose(seed):
+        pieces.append(sentence + ("\n\n" if len(pieces) % _PARAGRAPH == _PARAGRAPH - 1 else " "))
+        total += count(sentence)
+        if total >= tokens:
+            return pieces
+    raise AssertionError("prose has no end")
+
+
+def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
+    """How many of the first facts fit into so many tokens."""
+    total = 0
+    for number, fact in enumerate(facts):
+        total += count(fact.sentence + " ")
+        if total > room:
+            return number
+    return len(facts)
+
+
+def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
+    """The pieces with the facts between them, evenly."""
+    parts: list[str] = []
+    behind = [round((place + 1) * len(pieces) / (len(facts) + 1)) for place in range(len(facts))]
+    for number in range(len(pieces) + 1):
+        parts += pieces[number - 1 : number] if number else []
+        parts += [facts[place].sentence + " " for place in range(*_at(behind, number))]
+    return "".join(parts)
+
+
+def _at(behind: Sequence[int], number: int) -> tuple[int, int]:
+    return bisect.bisect_left(behind, number), bisect.bisect_right(behind, number)
