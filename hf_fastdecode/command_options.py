@@ -10,9 +10,12 @@ from typing import Final
 from .assets import MODEL_PATH
 from .command_errors import CommandError, one_line
 from .generation.options import Options
+from .measurement.shapes import SHAPES
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 EMBEDDED: Final = "embedded"
+SHAPE: Final = "shape:"
+"""In front of the name of a shape: a model with random weights."""
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
@@ -29,6 +32,21 @@ def check_dtype(name: str) -> None:
     """Refuse a dtype that models are not loaded in."""
     if name not in ("auto", *DTYPES):
         raise CommandError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+
+
+def check_model(name: str) -> None:
+    """Refuse the name of a model that there is not, as far as can be told without loading it.
+
+    Args:
+        name: ``embedded``, a folder or a hub id; or ``shape:`` and one of `SHAPES`.
+
+    Raises:
+        CommandError: There is no such folder or shape.
+    """
+    if not name.startswith(SHAPE):
+        config_file(name)
+    elif (shape := name.removeprefix(SHAPE)) not in SHAPES:
+        raise CommandError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
 
 
 def check_device(name: str) -> None:

@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from hf_fastdecode.assets import load_embedded
+from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
 from ..command_errors import CommandError, one_line
-from ..command_options import EMBEDDED, check_dtype
+from ..command_options import EMBEDDED, SHAPE, check_dtype
 from ..configs import load_config
 from ..devices import out_of_memory
+from ..measurement.shapes import SHAPES, random_model
 from .completions import vocabulary_of
 from .console import note
 
@@ -29,14 +30,18 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     the command line says.
 
     Args:
-        name: As for `load_config`, but for a config.json.
-        dtype: One of `DTYPES`, or ``auto``: float32 for the embedded model, what the checkpoint says for others.
+        name: As for `load_config`, but for a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
+            as fast as trained ones, and the embedded tokenizer.
+        dtype: One of `DTYPES`, or ``auto``: float32 for the embedded model, of a shape bfloat16 on a GPU and float32
+            elsewhere, what the checkpoint says for others.
         device: Where the parameters go.
 
     Raises:
         CommandError: The model cannot be loaded, or does not generate.
     """
     check_dtype(dtype)
+    if name.startswith(SHAPE):
+        return _random_model(name.removeprefix(SHAPE), dtype, device)
     config = load_config(name)
     if config.is_encoder_decoder:
         raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
@@ -61,6 +66,22 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
         raise CommandError(f"cannot load {name}: {kind}{one_line(error)}") from error
     _prepare(model, tokenizer)
     return model, tokenizer
+
+
+def _random_model(shape: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    chosen = ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    if len(tokenizer) > SHAPES[shape]["vocab_size"]:
+        raise CommandError(
+            f"shape {shape} has {SHAPES[shape]['vocab_size']} tokens, fewer than the {len(tokenizer)} of the embedded "
+            "tokenizer; choose another"
+        )
+    try:
+        return random_model(shape, device, getattr(torch, chosen)), tokenizer
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise CommandError(f"shape {shape} does not fit in the memory of {device}; name a smaller one") from error
 
 
 def _load_weights(name: str, place: str, dtype: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from hf_fastdecode.evals.workloads.app import app as workloads
+
 from .check import check
 from .generate import generate
 from .latency import latency
@@ -24,6 +26,8 @@ app = typer.Typer(
 def main() -> None:
     """Sample code for programming tasks, score it in a sandbox, and set pass@n and pass@top-m against latency."""
 
+
+app.add_typer(workloads, name="workloads")
 
 for command in (run, generate, latency, score, report, check, rescore):
     app.command()(command)

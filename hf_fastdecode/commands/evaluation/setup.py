@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...command_errors import CommandError
-from ...command_options import check_device, check_dtype, check_options, config_file
+from ...command_options import check_device, check_dtype, check_model, check_options
 from ...evals.generation.units import WHOLE, Shard
 from ...evals.prompts import PromptFormat, prompt_format
 from ...evals.tasks import TaskSet, load_tasks
@@ -119,7 +119,7 @@ class DrawOptions:
             raise CommandError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
         check_dtype(self.dtype)
         check_device(self.device)
-        config_file(self.model)
+        check_model(self.model)
         return counts
 
 
