@@ -19,10 +19,10 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.devices import out_of_memory
 
 from ...measurement.status import NotAvailableError, status_of
 from ...measurement.timing import percentiles, wall_samples
-from ..generation.memory import out_of_memory
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
