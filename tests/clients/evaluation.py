@@ -49,12 +49,41 @@ def lm_eval_samples(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    task = _task(tasks, folder, shots=shots, new_tokens=new_tokens, repeats=repeats, until=until)
+    evaluated = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **wrapper),
+        tasks=[task],
+        task_manager=TaskManager(include_defaults=False),  # reading lm-eval's own thousands of tasks takes a minute
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    samples = sorted(evaluated["samples"]["embedded"], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0] for sample in samples]
+
+
+def write_task(folder: Path, tasks: list[Task], *, shots: int, new_tokens: int, repeats: int) -> None:
+    """The same task as a file of a folder that lm-eval's command line includes; arguments as for `lm_eval_samples`."""
+    folder.mkdir()
+    task = _task(tasks, folder, shots=shots, new_tokens=new_tokens, repeats=repeats)
+    (folder / "embedded.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+
+
+def _task(
+    tasks: list[Task],
+    folder: Path,
+    *,
+    shots: int,
+    new_tokens: int,
+    repeats: int,
+    until: tuple[str, ...] = (SEPARATOR,),
+) -> dict[str, Any]:
+    """lm-eval's description of a few-shot task, whose problems are written into the folder."""
     files = {"test": tasks, "train": fewshot_tasks()}
     for split, docs in files.items():
         text = "".join(json.dumps(_document(doc)) + "\n" for doc in docs)
         (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
     sampling = SAMPLING if repeats > 1 else {"do_sample": False}
-    task = {
+    return {
         "task": "embedded",
         "dataset_path": "json",
         "dataset_kwargs": {
@@ -74,15 +103,6 @@ def lm_eval_samples(
         "generation_kwargs": {"until": list(until), "max_gen_toks": new_tokens, **sampling},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
-    evaluated = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **wrapper),
-        tasks=[task],
-        task_manager=TaskManager(include_defaults=False),  # reading lm-eval's own thousands of tasks takes a minute
-        log_samples=True,
-        bootstrap_iters=0,
-    )
-    samples = sorted(evaluated["samples"]["embedded"], key=lambda sample: sample["doc_id"])
-    return [sample["resps"][0] for sample in samples]
 
 
 def _document(task: Task) -> dict[str, str]:

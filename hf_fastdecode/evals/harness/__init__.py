@@ -1,0 +1,1 @@
+"""lm-evaluation-harness with an enabled model, from its own command line."""

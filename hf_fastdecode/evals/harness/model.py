@@ -1,0 +1,52 @@
+"""``hf-fastdecode`` as a model of lm-evaluation-harness. Imports lm_eval, which is an optional extra."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from hf_fastdecode.api import enable
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.generation.options import Options
+
+from ...command_options import EMBEDDED
+
+MODEL_NAME: Final = "hf-fastdecode"
+"""Under which lm-eval knows it."""
+
+
+@register_model(MODEL_NAME)
+class FastDecodeLM(HFLM):
+    """lm-eval's `HFLM` with its model enabled: repeats share their prompt, and problems the examples in front of them.
+
+    Args:
+        pretrained: As `HFLM` takes it, or ``embedded``.
+        mode: Of `hf_fastdecode.enable`.
+        sampler: Of `hf_fastdecode.enable`.
+        reuse_prefix: Of `hf_fastdecode.enable`. By default on where prompts come one at a time, since within a call
+            there is then nothing to share.
+        arguments: As `HFLM` takes them.
+
+    Raises:
+        CommandError: `mode`, `sampler` or `reuse_prefix` is none that `hf_fastdecode.enable` takes.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = EMBEDDED,
+        *,
+        mode: str = "auto",
+        sampler: str = "auto",
+        reuse_prefix: bool | int | None = None,
+        **arguments: Any,
+    ):
+        try:
+            Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
+        except ValueError as error:
+            raise CommandError(f"--model_args: {error}") from error
+        super().__init__(str(MODEL_PATH) if pretrained == EMBEDDED else pretrained, **arguments)
+        reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
+        enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)
