@@ -81,9 +81,9 @@ class Measured:
 
     Attributes:
         columns: Of a row. ``prefill_s``: seconds to the first token of all rows; ``decode_s``: seconds for the others;
-            ``total_s``: both; ``ms_per_step``: `decode_s` over the steps; ``tokens_per_s``: over
-            ``decode_s`` too; ``prefilled_tokens``: with stock's padding; ``kv_bytes``: of keys and values at the end;
-            ``peak_bytes``: most memory over what was held before, on CUDA. Times are medians.
+            ``total_s``: both; ``ms_per_step``: `decode_s` over the steps; ``tokens_per_s``: tokens drawn in
+            `decode_s`, over it; ``prefilled_tokens``: with stock's padding; ``kv_bytes``: of keys and values at the
+            end; ``peak_bytes``: most memory over what was held before, on CUDA. Times are medians.
         tokens: ``[rows, new_tokens]`` int64 on the CPU, of the first call; None without numbers.
     """
 
@@ -150,8 +150,9 @@ def _measured(model: PreTrainedModel, batch: Batch, is_enabled: bool, timing: Ti
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         first = call(most, return_dict_in_generate=True)
-        tokens, held = first.sequences[:, batch.width :].cpu(), cache_bytes(first.past_key_values)
-        del first
+        tokens, cache = first.sequences[:, batch.width :].cpu(), first.past_key_values
+        held = None if cache is None else cache_bytes(cache)  # rows that were cut into waves leave none
+        del first, cache
         before = _reset_peak(device)
         times = _times_of_one_call if before is None else _times_apart
         prefills, decodes = times(model, call, is_enabled, timing)

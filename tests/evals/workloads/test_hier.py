@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 import torch
 
@@ -140,6 +142,34 @@ def test_errors_are_rows(monkeypatch, bench, case):
 
 def test_free_memory_is_some():
     assert 2**20 < calls._free_memory() < 2**50
+
+
+@pytest.mark.parametrize("level", ["none", "two-level"])
+def test_where_calls_are_captured_decoding_is_what_is_over_one_token(monkeypatch, bench, case, level):
+    # The numbers of a GPU, on a CPU: calls of one token and whole ones, in turn.
+    lengths = []
+    inner = bench.model.generate
+
+    @wraps(inner)
+    def counted(*args, **kwargs):
+        lengths.append(kwargs["max_new_tokens"])
+        return inner(*args, **kwargs)
+
+    def half_a_second_a_token(call, *args, **kwargs):
+        call()
+        return [0.5 * lengths[-1]]
+
+    monkeypatch.setattr(bench.model, "generate", counted)
+    monkeypatch.setattr(calls, "_reset_peak", lambda device: 10)
+    monkeypatch.setattr(calls.torch.cuda, "max_memory_allocated", lambda device: 25)
+    monkeypatch.setattr(calls, "wall_samples", lambda call, *args, **kwargs: [call() is None or 0.5 * lengths[-1]])
+    row = calls.measure_calls(
+        bench.model, bench._batch(case, LEVELS[level]), bench._enable(case, LEVELS[level]), QUICK
+    )
+    assert lengths == [3, 1, 1, 3]
+    assert (row.columns["prefill_s"], row.columns["decode_s"], row.columns["ms_per_step"]) == (0.5, 1.0, 500.0)
+    assert row.columns["peak_bytes"] == 15
+    assert row.columns["tokens_per_s"] == 3 * SAMPLES * 2
 
 
 def test_levels_are_named_for_people():
