@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from hf_fastdecode.evals.workloads.app import app as workloads
-
 from .check import check
 from .generate import generate
 from .latency import latency
@@ -13,6 +11,7 @@ from .report import report
 from .rescore import rescore
 from .run import run
 from .score import score
+from .workloads import app as workloads
 
 app = typer.Typer(
     add_completion=False,

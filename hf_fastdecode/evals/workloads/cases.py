@@ -10,9 +10,6 @@ SAMPLING: Final = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k"
 GREEDY: Final = {"do_sample": False}
 """How answers are drawn."""
 
-SHAPE: Final = "shape:"
-"""What stands before the name of a shape in place of a model."""
-
 
 @dataclass(frozen=True)
 class Level:

@@ -1,10 +1,8 @@
-"""What a command line names: points of problems and samples, numbers of questions, shapes. Without torch."""
+"""Numbers of a command line: points of problems and samples, numbers of questions. Without torch."""
 
 from __future__ import annotations
 
 from hf_fastdecode.command_errors import CommandError
-
-from ...measurement.shapes import SHAPES
 
 
 def parse_points(text: str) -> list[tuple[int, int]]:
@@ -53,16 +51,6 @@ def parse_counts(name: str, text: str) -> list[int]:
     if wrong := [part for part in parts if not _is_count(part)]:
         raise CommandError(f"--{name} must be whole numbers of at least 1 with commas between, got {wrong[0]!r}")
     return sorted(set(map(int, parts)))
-
-
-def check_shape(shape: str) -> None:
-    """Refuse a shape that there is not.
-
-    Raises:
-        CommandError: It is none of `SHAPES`.
-    """
-    if shape not in SHAPES:
-        raise CommandError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
 
 
 def _parts(text: str) -> list[str]:

@@ -8,24 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from hf_fastdecode.commands.console import OneLineErrors
+from hf_fastdecode.cli import app
 from hf_fastdecode.evals.workloads import hier, longqa, pictures
-from hf_fastdecode.evals.workloads.app import app
 from hf_fastdecode.measurement.rows import read_rows
 
 ROOT = Path(__file__).parents[3]
 HIER = "hier --shots 1 --points 2x2 --new-tokens 2 --repeats 1 --device cpu"
 LONGQA = "longqa --shots 1 --tokens 300 --questions 1,3 --new-tokens 2 --repeats 1 --device cpu"
 
-root = typer.Typer(cls=OneLineErrors, rich_markup_mode="markdown")
-root.add_typer(app, name="workloads")
-
 
 def run(words, *more):
-    return CliRunner().invoke(root, ["workloads", *words.split(), *map(str, more)])
+    return CliRunner().invoke(app, ["eval", "workloads", *words.split(), *map(str, more)])
 
 
 @pytest.mark.parametrize("command", ["hier", "longqa"])
@@ -42,7 +37,7 @@ def test_help_needs_no_torch():
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from hf_fastdecode.evals.workloads.app import app
+from hf_fastdecode.commands.evaluation.workloads import app
 for words in (["hier", "--help"], ["longqa", "--help"]):
     try:
         app(words)

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from hf_fastdecode.command_errors import CommandError, one_line
-
 from ...attention.backends import backend_of_environment
-from ...command_options import check_device, check_dtype, check_options, config_file
+from ...command_errors import CommandError, one_line
+from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
+from ...evals.prompts import SHOTS
+from ...evals.tasks import load_tasks
+from ...evals.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
+from ...evals.workloads.points import check_point, parse_counts, parse_points
+from ...evals.workloads.problems import problem_prompts
 from ...interrupts import exit_on_interrupt
-from ..prompts import SHOTS
-from ..tasks import load_tasks
-from .cases import GREEDY, LEVELS, SAMPLING, SHAPE, WAYS
-from .points import check_point, check_shape, parse_counts, parse_points
-from .problems import problem_prompts
+from ..console import quiet_libraries
 
 if TYPE_CHECKING:
+    from ...evals.workloads.calls import Timing
     from ...measurement.rows import Row
     from ...measurement.runner import Case
-    from .calls import Timing
 
 C = TypeVar("C", bound="Case")
 
@@ -130,9 +130,9 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, dtype, device, out) as found:
-        from .hier import HierBench
-        from .outcome import levels_table, show_outcome
-        from .pictures import draw_levels
+        from ...evals.workloads.hier import HierBench
+        from ...evals.workloads.outcome import levels_table, show_outcome
+        from ...evals.workloads.pictures import draw_levels
 
         bench = HierBench(
             found.model,
@@ -199,10 +199,10 @@ def longqa(
     _check(model, dtype, device, mode=mode)
     prose = None if document is None else _text(document)
     with _prepared(model, dtype, device, out) as found:
-        from .document import make_document
-        from .longqa import QuestionsBench
-        from .outcome import questions_table, show_outcome
-        from .pictures import draw_questions
+        from ...evals.workloads.document import make_document
+        from ...evals.workloads.longqa import QuestionsBench
+        from ...evals.workloads.outcome import questions_table, show_outcome
+        from ...evals.workloads.pictures import draw_questions
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
@@ -232,7 +232,7 @@ class _Prepared:
 
     def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
         """How calls are timed on this device."""
-        from .calls import Timing
+        from ...evals.workloads.calls import Timing
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
 
@@ -252,11 +252,10 @@ def _prepared(model: str, dtype: str, device: str, out: Path) -> Iterator[_Prepa
 
     check_out(out)
     with exit_on_interrupt():
-        from ...commands.console import quiet_libraries
         from ...devices import pick_device
-        from .models import load
+        from ..models import load_model
     with quiet_libraries():
-        yield _Prepared(*load(model, dtype, pick_device(device)), out)
+        yield _Prepared(*load_model(model, dtype, pick_device(device)), out)
 
 
 def _check(model: str, dtype: str, device: str, *, mode: str, sampler: str = "auto") -> None:
@@ -264,10 +263,7 @@ def _check(model: str, dtype: str, device: str, *, mode: str, sampler: str = "au
     check_options(mode=mode, sampler=sampler)
     check_dtype(dtype)
     check_device(device)
-    if model.startswith(SHAPE):
-        check_shape(model.removeprefix(SHAPE))
-    else:
-        config_file(model)
+    check_model(model)
 
 
 def _known(name: str, given: Sequence[str] | None, known: Iterable[str]) -> list[str]:
