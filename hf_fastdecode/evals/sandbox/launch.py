@@ -20,6 +20,10 @@ READY: Final = b"ready\n"
 """What a sandbox writes to standard output once it is set up, right before the program starts."""
 
 
+class SandboxError(RuntimeError):
+    """A sandbox could not be made or had; it says nothing about the program."""
+
+
 def _nothing() -> None:
     pass
 
