@@ -71,7 +71,7 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
     Args:
         argv: The program.
         limits: Of it.
-        processes: Limit their number; RLIMIT_NPROC counts all of a user's outside user namespaces.
+        processes: Limit their number, outside a user namespace that of all processes of the user.
     """
     return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
@@ -107,7 +107,7 @@ class Unconfined:
         """Run with the rights of this user; the view does not apply."""
         folder = tempfile.TemporaryDirectory(prefix="hf-fastdecode-", ignore_cleanup_errors=True)
         return Launch(
-            limited(argv, limits),
+            limited(argv, limits, processes=False),
             environment={**ENVIRONMENT, "HOME": folder.name, "TMPDIR": folder.name},
             folder=Path(folder.name),
             clean=folder.cleanup,
