@@ -222,7 +222,7 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
         {"timeout"},
     ),
     "unknown-handles": (
-        _RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueH\\4\\0\\0\\0\\xff\\xff\\0\\0N'"),
+        _RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueH\\xff\\xff\\0\\0N'"),
         {"fail"},
     ),
     "close-descriptors": ("import os\ndef answer(x): os.closerange(0, 64); return x", {"fail"}),

@@ -1,8 +1,9 @@
 """Isolation of untrusted programs: back ends, the proof that one isolates, limits, and running programs in it."""
 
 from .choice import BACKENDS, choose
-from .limits import Limits, Usage
-from .process import LimitExceeded, SandboxedProcess, SandboxError
+from .launch import SandboxError
+from .limits import LimitExceeded, Limits, Usage
+from .process import SandboxedProcess
 from .run import Outcome, Sandbox
 from .view import python_command
 

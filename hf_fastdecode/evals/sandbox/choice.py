@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from .bubblewrap import Bubblewrap
 from .containers import Container
-from .launch import Backend, Unconfined
-from .limits import Limits
-from .process import LimitExceeded, SandboxError
+from .launch import Backend, SandboxError, Unconfined
+from .limits import LimitExceeded, Limits
 from .run import Sandbox
 from .unshare import Unshare
 from .view import SCRATCH, python_command

@@ -21,9 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from .launch import NOBODY, Launch, first_process, limited
+from .launch import NOBODY, Launch, SandboxError, first_process, limited
 from .limits import Limits
-from .process import SandboxError
 from .view import ENVIRONMENT, SCRATCH, View
 
 _SECONDS: Final = 120.0

@@ -7,16 +7,15 @@ in root's home, a private mount namespace shows it in a folder that everybody ma
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import os
 import shlex
 import stat
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from .launch import NOBODY, tool
+from .launch import NOBODY, SandboxError, tool
 
 
 def sources(readable: Sequence[Path]) -> dict[Path, Path]:
@@ -54,12 +53,22 @@ def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
 
 @cache
 def mount_point(purpose: str) -> Path:
-    """An empty folder that everybody may enter; what is mounted on it is seen in private mount namespaces only."""
-    folder = Path(tempfile.mkdtemp(prefix=f"hf-fastdecode-{purpose}-", dir="/tmp"))
-    folder.chmod(0o755)
-    owner = os.getpid()
-    atexit.register(lambda: folder.rmdir() if os.getpid() == owner else None)
-    return folder
+    """An empty folder that everybody may enter; what is mounted on it is seen in private mount namespaces only.
+
+    It stays for the next run: a process that is killed could not remove it.
+
+    Raises:
+        SandboxError: Another user has taken its name.
+    """
+    folder = Path(f"/tmp/hf-fastdecode-{os.geteuid()}")
+    for path in (folder, folder / purpose):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            raise SandboxError(f"{path} is no folder of user {os.geteuid()}; remove it")
+        path.chmod(0o755)
+    return folder / purpose
 
 
 def _open_to_all(path: Path) -> bool:

@@ -20,6 +20,10 @@ READY: Final = b"ready\n"
 """What a sandbox writes to standard output once it is set up, right before the program starts."""
 
 
+class SandboxError(RuntimeError):
+    """A sandbox could not be made or had; it says nothing about the program."""
+
+
 def _nothing() -> None:
     pass
 
@@ -67,7 +71,7 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
     Args:
         argv: The program.
         limits: Of it.
-        processes: Limit their number; RLIMIT_NPROC counts all of a user's outside user namespaces.
+        processes: Limit their number, outside a user namespace that of all processes of the user.
     """
     return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
@@ -103,7 +107,7 @@ class Unconfined:
         """Run with the rights of this user; the view does not apply."""
         folder = tempfile.TemporaryDirectory(prefix="hf-fastdecode-", ignore_cleanup_errors=True)
         return Launch(
-            limited(argv, limits),
+            limited(argv, limits, processes=False),
             environment={**ENVIRONMENT, "HOME": folder.name, "TMPDIR": folder.name},
             folder=Path(folder.name),
             clean=folder.cleanup,

@@ -18,6 +18,20 @@ _RESIDENT_SLACK: Final = 64 << 20
 _LEAST_AVAILABLE: Final = 0.03  # of the machine's memory
 
 
+class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an error of the caller
+    """A sandboxed program exceeded a limit and has been killed.
+
+    Args:
+        status: The kind of limit.
+        detail: A line about it.
+        load: Whether other programs may be to blame: it waited for a CPU, or the machine has no memory left.
+    """
+
+    def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
+        super().__init__(detail)
+        self.status, self.detail, self.load = status, detail, load
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bounds of one sandboxed program.

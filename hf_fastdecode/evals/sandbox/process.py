@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-from .launch import READY, Launch
-from .limits import Exceeded, Limits, Usage, children_of, memory_is_exhausted, starved_seconds, usage_of
+from .launch import READY, Launch, SandboxError
+from .limits import Exceeded, LimitExceeded, Limits, Usage, children_of, memory_is_exhausted, starved_seconds, usage_of
 
 _POLL: Final = 0.05  # seconds between two looks at what the processes use
 _CHUNK: Final = 1 << 16
@@ -21,24 +21,6 @@ _SETUP_SECONDS: Final = 60.0
 _END_SECONDS: Final = 30.0
 _DETAIL: Final = 300  # letters
 _STARVED: Final = 0.05  # share of its time: a program that sleeps waits for nobody's CPU time
-
-
-class SandboxError(RuntimeError):
-    """A sandbox could not be made or had; it says nothing about the program."""
-
-
-class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an error of the caller
-    """A sandboxed program exceeded a limit and has been killed.
-
-    Args:
-        status: The kind of limit.
-        detail: A line about it.
-        load: Whether other programs may be to blame: it waited for a CPU, or the machine has no memory left.
-    """
-
-    def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
-        super().__init__(detail)
-        self.status, self.detail, self.load = status, detail, load
 
 
 class SandboxedProcess:
@@ -93,7 +75,11 @@ class SandboxedProcess:
         self._selector.register(_pipe(self._process.stderr), selectors.EVENT_READ, self._read_stderr)
         self._first: list[int] = []
         self._holder = self.pid
-        self._await_ready()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.kill()
+            raise
         # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
         self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
         self._holder = launch.holder() or self.pid
@@ -220,7 +206,6 @@ class SandboxedProcess:
         if not text.startswith(READY):
             while self._selector.get_map() and self._selector.select(_POLL):
                 self._read_stderr(_pipe(self._process.stderr))
-            self.kill()
             said = " ".join((self.stderr or text).decode(errors="replace").split())
             raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
         self._chunks = [text[len(READY) :]] if len(text) > len(READY) else []

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .launch import Backend
-from .limits import Limits
-from .process import LimitExceeded, SandboxedProcess, SandboxError
+from .launch import Backend, SandboxError
+from .limits import LimitExceeded, Limits
+from .process import SandboxedProcess
 from .view import view_of
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choice, choose
+from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choice, choose, drop_root
 from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined
 from hf_fastdecode.evals.sandbox.unshare import Unshare
 from hf_fastdecode.evals.sandbox.view import View, view_of
@@ -91,7 +91,8 @@ def test_without_isolation_the_proof_tells_each_escape() -> None:
     refusal = choice.prove(Unconfined())
     assert refusal is not None
     expected = ["network", "temporary folder", "outside its own folder", "more than its size", "processes of the host"]
-    expected += ["it makes user namespaces"] if os.geteuid() == 0 else []
+    expected += ["keeps root or capabilities", "makes user namespaces"] if os.geteuid() == 0 else []
+    expected += ["limit on processes"]
     assert [part for part in expected if part not in refusal] == []
 
 
@@ -118,9 +119,19 @@ def test_a_back_end_that_does_not_start_is_refused() -> None:
         pytest.skip(refusal)
     absent = str(choice.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
     assert "no-such-program cannot be started" in absent or "no-such-program: not found" in absent
-    assert "mount: /tmp/hf-fastdecode-root-" in str(
+    assert "mount: /tmp/hf-fastdecode-" in str(
         choice.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),)))
     )
+
+
+def test_a_mount_point_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drop_root, "Path", lambda path: tmp_path / Path(path).name)
+    point = drop_root.mount_point.__wrapped__("root")
+    assert point.stat().st_mode & 0o777 == 0o755
+    point.rmdir()
+    point.symlink_to("/etc")
+    with pytest.raises(SandboxError, match="is no folder of user"):
+        drop_root.mount_point.__wrapped__("root")
 
 
 @pytest.mark.parametrize("path", [Path("relative"), Path("/nosuch"), Path("/"), Path("/proc"), Path.home()])

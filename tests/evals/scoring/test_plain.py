@@ -12,11 +12,12 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_fastdecode.evals.scoring.python.plain import ALL_NAMES, MAX_DEPTH, SAFE_NAMES, dumps, loads
 
+PROPERTY = settings(deadline=None, database=None)
 HASHABLE = st.recursive(
     st.none()
     | st.booleans()
@@ -53,12 +54,12 @@ class Objects:
     def __init__(self) -> None:
         self.known: list[Any] = []
 
-    def give(self, value: Any) -> tuple[int, str]:
+    def give(self, value: Any) -> int:
         self.known.append(value)
-        return len(self.known) - 1, type(value).__name__
+        return len(self.known) - 1
 
-    def take(self, number: int, word: str) -> Any:
-        return "handle", number, word
+    def take(self, number: int) -> Any:
+        return "handle", number
 
 
 def sent(value: Any) -> Any:
@@ -82,6 +83,7 @@ def described(value: Any) -> Any:
     return type(value), repr(value)
 
 
+@PROPERTY
 @given(PLAIN)
 def test_what_comes_back_is_equal_and_of_the_same_class(value: Any) -> None:
     back = loads(dumps(value, no_handle), no_handle)
@@ -170,9 +172,9 @@ def test_views_and_ranges_compare_as_such() -> None:
 def test_all_else_is_a_handle() -> None:
     thing = object()
     for value in (thing, print, iter([1]), len, map(str, [1]), enum, (one for one in "ab"), memoryview(b"a"), eval):
-        assert sent(value) == ("handle", 0, type(value).__name__)
+        assert sent(value) == ("handle", 0)
     objects = Objects()
-    assert loads(dumps([1, {"key": thing}], objects.give), objects.take) == [1, {"key": ("handle", 0, "object")}]
+    assert loads(dumps([1, {"key": thing}], objects.give), objects.take) == [1, {"key": ("handle", 0)}]
     assert objects.known == [thing]
     assert loads(dumps([len, eval], no_handle, ALL_NAMES), no_handle, ALL_NAMES) == [len, eval]
 
@@ -205,22 +207,24 @@ def test_depth_is_bounded_on_both_sides() -> None:
         loads(one_list * 100_000 + b"N", no_handle)
 
 
+@PROPERTY
 @given(st.binary(max_size=200))
 def test_any_bytes_give_plain_data_or_an_error(data: bytes) -> None:
     try:
-        value = loads(data, lambda number, word: None)
+        value = loads(data, lambda number: None)
     except ValueError:
         return
     assert sent(value) == value or value != value
 
 
+@PROPERTY
 @given(PLAIN, st.data())
 def test_damaged_bytes_give_plain_data_or_an_error(value: Any, data: st.DataObject) -> None:
     encoded = bytearray(dumps(value, no_handle))
     place = data.draw(st.integers(0, len(encoded) - 1))
     encoded[place] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):
-        loads(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]), lambda number, word: None)
+        loads(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]), lambda number: None)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_damaged_bytes_give_plain_data_or_an_error(value: Any, data: st.DataObje
         (b"n\12\0\0\0__import__", "'__import__' may not occur"),
         (b"n\12\0\0\0SystemExit", "'SystemExit' may not occur"),
         (b"D\1\0\0\0s\1\0\0\0x", "makes its values by a builtin class"),
-        (b"D\1\0\0\0H\4\0\0\0\0\0\0\0", "makes its values by a builtin class"),
+        (b"D\1\0\0\0H\0\0\0\0", "makes its values by a builtin class"),
         (b"m\5\0\0\0xyzxy", "not a value"),
         (b"Q\2\0\0\0" + b"i\1\0\0\0\1" + b"i\1\0\0\0\0", "not a value"),
         (b"s\1\0\0\0\xff", "codec can't decode"),
@@ -247,7 +251,7 @@ def test_damaged_bytes_give_plain_data_or_an_error(value: Any, data: st.DataObje
 )
 def test_hostile_bytes(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        loads(data, lambda number, word: object())
+        loads(data, lambda number: object())
 
 
 def test_names_that_may_come_from_programs_do_no_harm() -> None:

@@ -238,6 +238,20 @@ def test_what_cannot_travel_is_no_failure_of_the_program(any_sandbox: Sandbox) -
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("import math\ndef f(x): return x", "assert math.pi and f(math) == 1"),
+        ("def f(x):\n    y = []\n    for _ in range(99): y = [y]\n    return y", "assert f([[f(1)]]) == 1"),
+        ("class T:\n    def __str__(self): raise KeyboardInterrupt\ndef f(x): return T()", "assert f(1) == 2, f(1)"),
+        ("class T:\n    def __str__(self): return 1\ndef f(x): return T()", "assert f(1) == 2, f(1)"),
+    ],
+    ids=["module", "depth", "text-of-an-assert", "no-text-of-an-assert"],
+)
+def test_a_program_cannot_make_its_failure_one_of_the_sandbox(any_sandbox: Sandbox, program: str, test: str) -> None:
+    assert check(any_sandbox, asserts(test), program).status == "fail"
+
+
 def test_a_result_that_holds_itself_is_refused(any_sandbox: Sandbox) -> None:
     result = check(any_sandbox, asserts("assert f() is None"), "def f():\n    x = []\n    x.append(x)\n    return x")
     assert result.status == "fail"

@@ -15,8 +15,6 @@ TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
     from typing import Any
 
-ModuleType = type(sys)
-
 _OPERATIONS: dict[str, Any] = {
     "call": lambda function, positional, named: function(*positional, **named),
     "getitem": lambda container, key: container[key],
@@ -28,7 +26,7 @@ _OPERATIONS: dict[str, Any] = {
 def main(frames: Frames) -> None:
     """Run the program, then serve until the requests end."""
     program = frames.receive().decode("utf-8", "surrogatepass")
-    module = sys.modules["__main__"] = ModuleType("__main__")
+    module = sys.modules["__main__"] = type(sys)("__main__")
     try:
         code = compile(program, "completion.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # a null byte; nested too deep to parse
@@ -55,7 +53,7 @@ class _Service:
         self.numbers: dict[int, int] = {}  # by identity: `objects` keeps them alive
 
     def answer(self, request: bytes) -> bytes:
-        operation, *operands = loads(request, lambda number, word: self.objects[number], ALL_NAMES)
+        operation, *operands = loads(request, self.objects.__getitem__, ALL_NAMES)
         before = self.dumps(operands)
         try:
             result = self.names(*operands) if operation == "names" else _OPERATIONS[operation](*operands)
@@ -76,11 +74,11 @@ class _Service:
         except ValueError as error:
             return dumps(["raise", [["ValueError"], str(error)], None], self.give)
 
-    def give(self, value: Any) -> tuple[int, str]:
+    def give(self, value: Any) -> int:
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
-        return number, f"module {value.__name__}" if isinstance(value, ModuleType) else type(value).__name__
+        return number
 
 
 def _said(error: BaseException) -> str:

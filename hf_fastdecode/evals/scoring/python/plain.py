@@ -7,7 +7,7 @@ A value is a byte that names its kind and then its content; lengths are four byt
     r        range                             k v e          keys, values and items of a dict
     C O D q  Counter, OrderedDict, defaultdict, deque
     m Q      Decimal as its text, Fraction as a pair of integers
-    n        a builtin by its name             H              a handle: a number and a word
+    n        a builtin by its name             H              a handle: its number
 
 A subclass of one of these travels as that one, so no behaviour of a program's own classes reaches the reader. All else
 travels as a handle, which only the process that made it can open. Containers that hold themselves are refused.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    Give = Callable[[Any], tuple[int, str]]
-    Take = Callable[[int, str], Any]
+    Give = Callable[[Any], int]
+    Take = Callable[[int], Any]
     _Way = Callable[["_Writer", Any], None]
 
 MAX_DEPTH = 100  # of nested containers: writing, reading and comparing them stays below the recursion limit
@@ -49,7 +49,7 @@ def dumps(value: Any, handle: Give, names: frozenset[str] = SAFE_NAMES) -> bytes
 
     Args:
         value: Anything.
-        handle: Gives an object that is not plain data a number and a word.
+        handle: Gives an object that is not plain data a number.
         names: Builtins that travel by name.
 
     Raises:
@@ -65,7 +65,7 @@ def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES) -> Any:
 
     Args:
         data: From `dumps`, or from somebody hostile.
-        handle: Gives the object of a number and a word.
+        handle: Gives the object of a number.
         names: Builtins that may occur.
 
     Raises:
@@ -102,8 +102,7 @@ class _Writer:
         elif (name := builtin_name(value)) in self.names:
             self.sized(b"n", name.encode())
         else:
-            number, word = self.handle(value)
-            self.sized(b"H", _LENGTH.pack(number) + word.encode(errors="replace"))
+            self.out += b"H" + _LENGTH.pack(self.handle(value))
 
     def sized(self, kind: bytes, content: bytes) -> None:
         self.out += kind + _LENGTH.pack(len(content)) + content
@@ -219,9 +218,6 @@ class _Reader:
         self.depth -= 1
         return values
 
-    def pairs(self) -> dict[Any, Any]:
-        return _paired(self.several())
-
     def real(self) -> float:
         return float(_FLOAT.unpack(self.take(8))[0])
 
@@ -230,10 +226,6 @@ class _Reader:
         if name not in self.names:
             raise ValueError(f"{name!r} may not occur")
         return getattr(builtins, name)
-
-    def opaque(self) -> Any:
-        content = self.sized()
-        return self.handle(int.from_bytes(content[:4], "little"), content[4:].decode())
 
     def collection(self, name: str, *values: Any) -> Any:
         import collections  # takes milliseconds, and few values need it
@@ -290,17 +282,17 @@ _KINDS: dict[bytes, Callable[[_Reader], Any]] = {
     b"t": lambda reader: tuple(reader.several()),
     b"S": lambda reader: _ordered_set(reader.several()),
     b"Z": lambda reader: frozenset(_ordered_set(reader.several())),
-    b"d": _Reader.pairs,
+    b"d": lambda reader: _paired(reader.several()),
     b"r": lambda reader: range(*reader.several()),
     b"k": lambda reader: dict.fromkeys(reader.several()).keys(),
     b"v": lambda reader: dict(enumerate(reader.several())).values(),
     b"e": lambda reader: dict(reader.several()).items(),
-    b"C": lambda reader: reader.collection("Counter", reader.pairs()),
-    b"O": lambda reader: reader.collection("OrderedDict", reader.pairs()),
+    b"C": lambda reader: reader.collection("Counter", _paired(reader.several())),
+    b"O": lambda reader: reader.collection("OrderedDict", _paired(reader.several())),
     b"D": _Reader.defaults,
     b"q": lambda reader: reader.collection("deque", reader.several()),
     b"m": _Reader.decimal,
     b"Q": _Reader.fraction,
     b"n": _Reader.named,
-    b"H": _Reader.opaque,
+    b"H": lambda reader: reader.handle(reader.length()),
 }

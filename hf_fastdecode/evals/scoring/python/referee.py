@@ -10,7 +10,7 @@ import sys
 
 from .frames import Frames
 from .plain import dumps, loads
-from .remote import Link, NotPlain, Untrusted, module_of
+from .remote import Link, NotPlain, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     wanted = [name for name in job["names"] if name not in scope]
     for name, value in link.request("names", wanted):
         if name in wanted:
-            scope[name] = _bound(name if name in job["modules"] else module_of(value), value)
+            # Modules of the standard library are the tests' own.
+            scope[name] = __import__(name) if name in job["modules"] else value
     if job["entry_point"] and job["entry_point"] not in scope:
         raise NameError(f"name {job['entry_point']!r} is not defined")
     return scope.get(job["entry_point"])
@@ -71,13 +72,6 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
 def _of_stem(value: Any) -> bool:
     """Whether the stem defines this class, or the class of this object: the program needs its own."""
     return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
-
-
-def _bound(module: str, value: Any) -> Any:
-    """What a name of the program stands for: modules of the standard library are the tests' own."""
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        return __import__(module, fromlist=["*"])
-    return value
 
 
 def _run(source: str, name: str, scope: dict[str, Any]) -> None:
@@ -98,7 +92,14 @@ def _line(error: BaseException, sources: dict[str, str]) -> str:
             place = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
     kind = "" if isinstance(error, (NotPlain, Untrusted)) else type(error).__name__
-    return ": ".join(filter(None, [kind, " ".join(str(error).split())])) + place
+    return ": ".join(filter(None, [kind, _said(error)])) + place
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except BaseException:  # it holds an object of the program, which was asked for its text
+        return ""
 
 
 def _no_handle(*arguments: Any) -> Any:

@@ -39,15 +39,12 @@ class Link:
         """The result of an operation, with the mutable operands as it left them.
 
         Raises:
-            Exception: What the operation raised: the builtin class that is nearest to its own.
-            NotPlain: An operand cannot be sent.
+            Exception: What the operation raised: the builtin class that is nearest to its own. Or an operand is
+                nested too deep.
+            NotPlain: An operand is an object of the tests' own.
             Untrusted: There is no valid answer.
         """
-        try:
-            request = dumps([operation, *operands], _number, ALL_NAMES)
-        except ValueError as error:
-            raise NotPlain(f"an argument cannot be sent to the program: {error}") from None
-        answer = self._exchange(request)
+        answer = self._exchange(dumps([operation, *operands], _number, ALL_NAMES))
         if not answer:
             raise Untrusted("the program ended during a call")
         try:
@@ -57,19 +54,21 @@ class Link:
             if kind == "value":
                 return result
             raised = _error(*result)
-        except (ValueError, TypeError, RecursionError) as invalid:
+        except MemoryError:
+            raise
+        except Exception as invalid:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
         raise raised
 
-    def _take(self, number: int, word: str) -> Remote:
-        return self._known.setdefault(number, Remote(self, number, word))
+    def _take(self, number: int) -> Remote:
+        return self._known.setdefault(number, Remote(self, number))
 
 
 class Remote:
     """An object of the program that is not plain data."""
 
-    def __init__(self, link: Link, number: int, word: str):
-        vars(self).update(_link=link, _number=number, _word=word)
+    def __init__(self, link: Link, number: int):
+        vars(self).update(_link=link, _number=number)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         return self._link.request("call", self, positional, named)
@@ -105,15 +104,11 @@ class Remote:
         return _of(str, self._link.request("repr", self))
 
 
-def module_of(value: Any) -> str:
-    """The name of the module that a remote object is; empty if it is none."""
-    word = vars(value)["_word"] if isinstance(value, Remote) else ""
-    return word.partition("module ")[2]
-
-
-def _number(value: Any) -> tuple[int, str]:
+def _number(value: Any) -> int:
     if isinstance(value, Remote):
-        return vars(value)["_number"], ""
+        return vars(value)["_number"]
+    if isinstance(value, type(builtins)):  # the program chooses whether a name is that of a module
+        raise TypeError("a module cannot be sent to the program")
     raise NotPlain(f"the tests give the program a {type(value).__name__}; only plain data can be sent to it")
 
 

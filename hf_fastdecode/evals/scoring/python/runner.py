@@ -150,14 +150,14 @@ def _receive(process: SandboxedProcess) -> bytes:
         EOFError: It has ended.
         LimitExceeded: It exceeded a limit, or the frame that of a frame.
     """
-    received = b""
+    received = bytearray()
     while len(received) < 4 or len(received) < 4 + int.from_bytes(received[:4], "little"):
         if int.from_bytes(received[:4], "little") > MAX_BYTES:
             raise LimitExceeded("output", f"gave a result of more than {MAX_BYTES:,} bytes")
         if not (data := process.receive()):
             raise EOFError
         received += data
-    return received[4:]
+    return bytes(received[4:])
 
 
 def _last_line(process: SandboxedProcess) -> str:
