@@ -30,6 +30,7 @@ from .markdown import (
 from .plots import STYLES, plot
 from .profile_tables import fixed_parts_table, steps_apart_table
 from .sampling_table import sampling_table
+from .workload_tables import levels_table, questions_table, samples_table
 
 PICTURE = RESULTS / "generate.png"
 _ROOT = RESULTS.parents[2]
@@ -98,6 +99,9 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "training": training_table,
     "evaluation": evaluation_table,
     "rollouts": rollouts_table,
+    "samples": samples_table,
+    "levels": levels_table,
+    "questions": questions_table,
 }
 """What a marker can ask for behind the file's name."""
 

@@ -97,6 +97,7 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
 
     from ...evals.generation.latency import measure_latency
     from ...evals.report import LATENCY, read_latency, write_latency
+    from ...measurement.rows import provenance
 
     path = folder / LATENCY
     rows = list(read_latency(path)) if path.exists() else []
@@ -104,7 +105,15 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
         raise CommandError(f"{path} has rows of {strange[0]}, this is {prepared.device}; name another --out")
     asked = [(n, drawing) for n in prepared.counts for drawing in _ways(prepared)]
     left = [(n, drawing) for n, drawing in asked if not any((row.n, row.way) == (n, drawing.way) for row in rows)]
-    extra = {**{name: prepared.provenance[name] for name in ("torch", "transformers", "hf_fastdecode")}}
+    settings = prepared.settings
+    where = {name: value for name, value in provenance(prepared.model.device).items() if name != "device"}
+    extra = where | {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "task": settings.task,
+        "prompt_tokens": _longest_prompt(prepared, prompts),
+        "new_tokens": settings.max_new_tokens,
+    }
     tasks = prepared.tasks.tasks[:prompts]
     with tqdm(total=len(left), desc="latency", unit="row", disable=None) as bar, forced_options():
         for n, drawing in left:
@@ -123,6 +132,14 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
             write_latency(path, rows, extra)
             bar.update()
     note(f"{len(left)} rows measured into {path}")
+
+
+def _longest_prompt(prepared: Prepared, prompts: int) -> int:
+    """Tokens of the longest of the timed prompts."""
+    form = prepared.form
+    texts = [form.prompt(task) for task in prepared.tasks.tasks[:prompts]]
+    encoded = prepared.tokenizer(texts, add_special_tokens=form.special_tokens, verbose=False).input_ids
+    return max(map(len, encoded))
 
 
 def _ways(prepared: Prepared) -> Iterator[Drawing]:
