@@ -24,6 +24,9 @@ class JsonlWriter:
 
     Args:
         path: Of the file.
+
+    Raises:
+        CommandError: The file ends in something else, and is left as it is.
     """
 
     def __init__(self, path: Path):
@@ -34,8 +37,11 @@ class JsonlWriter:
         tail = self._file.read()
         if _object(tail) is not None:  # whole: another program ends its files without a newline
             self._file.write(b"\n")
-        elif tail:
+        elif tail.startswith(b"{"):
             self._file.truncate(start)
+        elif tail:  # no line of an object that was cut off: this is another file
+            self._file.close()
+            raise CommandError(f"{path} does not end in a JSON object; name another file to write to")
 
     def write(self, records: Iterable[Mapping[str, Any] | Sample | Verdict]) -> None:
         """Append a batch; when this returns, the disk has it.

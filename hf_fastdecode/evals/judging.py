@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from ..command_errors import CommandError
 from .jsonl import JsonlWriter, read_jsonl
 from .records import Sample, Verdict
 from .sandbox import Limits, Sandbox
@@ -46,6 +47,9 @@ def judge(
 
     Returns:
         A verdict per sample, in their order.
+
+    Raises:
+        CommandError: The file holds something else than results.
     """
     by_id = {task.task_id: task for task in tasks}
     programs = {sample: _digest(by_id[sample.task_id], sample) for sample in samples}
@@ -94,6 +98,8 @@ def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
     if not path.exists():
         return
     for line in read_jsonl(path):
+        if "status" not in line:
+            raise CommandError(f"{path} holds lines that are no results; name another --out")
         if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
             verdict = Verdict(line["task_id"], line["index"], line["status"], line.get("detail", ""))
             yield (verdict.task_id, verdict.index, line["program"]), verdict

@@ -125,6 +125,22 @@ def test_samples_of_another_tool_are_scored(mbpp: Path, tmp_path: Path, sandboxe
     ]
 
 
+@pytest.mark.parametrize("content", [None, '[["def twice(x): return 2 * x"]]', '[{"task_id": 11}]'])
+def test_results_do_not_go_into_files_of_something_else(
+    content: str | None, mbpp: Path, tmp_path: Path, sandboxed: None
+) -> None:
+    samples, other = tmp_path / "samples.jsonl", tmp_path / "other.json"
+    samples.write_text(json.dumps({"task_id": 11, "completion": "def twice(x):\n    return 3"}) + "\n")
+    out = samples if content is None else other
+    if content is not None:
+        other.write_text(content)
+    before = out.read_bytes()
+    refused = run("score", samples, "--task", "mbpp", "--data", mbpp, "--out", out)
+    assert refused.exit_code == 2
+    assert "name another" in refused.stderr
+    assert out.read_bytes() == before
+
+
 def test_changed_samples_are_scored_again(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
     samples, results = tmp_path / "samples.jsonl", tmp_path / "results.jsonl"
     for body, passing in (("return 3", 0), ("return 2 * x", 1)):
