@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_fastdecode.generation.token_log_probs import NotFiniteError, TokenLogProbs
+from hf_fastdecode.generation.token_log_probs import TokenLogProbs
 
 from ..command_errors import CommandError
 from ..configs import max_positions
 from ..continuations import continuation
-from ..devices import out_of_memory
+from ..drawing_errors import told
 from .memory import memory_error
 from .sampling import Sampling
 
@@ -136,7 +135,7 @@ def draw(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         start = _now(device)
-        with _told(model, len(inputs["input_ids"]) * sampling.n, sampling):
+        with told(model, lambda: memory_error(len(inputs["input_ids"]) * sampling.n, sampling, device)):
             out = model.generate(
                 **inputs,
                 **options,
@@ -149,25 +148,6 @@ def draw(
             length = inputs["input_ids"].shape[1]
             drawn = log_probs.of(out.sequences[:, length:])
     return Draw(out.sequences, length, drawn, out.past_key_values, first_token[0] - start, total)
-
-
-@contextmanager
-def _told(model: Any, rows: int, sampling: Sampling) -> Iterator[None]:
-    """Within, memory that runs out and logits that are not finite are told in one line."""
-    try:
-        yield
-    except (RuntimeError, MemoryError, NotFiniteError) as error:
-        if out_of_memory(error):
-            raise memory_error(rows, sampling, model.device) from error
-        # What torch.multinomial says of a later step than the first.
-        if not isinstance(error, NotFiniteError) and "probability tensor contains" not in str(error):
-            raise
-        weights = (name for name, weight in model.named_parameters() if not bool(weight.isfinite().all()))
-        if culprit := next(weights, None):
-            reason = f"its weight {culprit} holds NaN or infinity; get the checkpoint again"
-        else:
-            reason = f"numbers are too large for {str(model.dtype).removeprefix('torch.')}; try --dtype float32"
-        raise CommandError(f"the model's logits are not finite: {reason}") from error
 
 
 def read_completions(

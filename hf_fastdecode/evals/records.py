@@ -1,12 +1,19 @@
-"""What passes between the stages of an evaluation: samples and verdicts."""
+"""What passes between the stages of an evaluation: samples, verdicts, latencies."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "sandbox_error"]
 """Outcome of running a program on its tests; ``sandbox_error`` says nothing about the program."""
+
+Way = Literal["shared", "stock"]
+"""How samples are drawn: with hf_fastdecode, or by transformers as it is."""
+
+Mode = Literal["eager", "graph", "compile"]
+"""How decode steps run."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class Sample:
         tokens: Tokens that the log-probabilities are over; None where unknown.
         sum_logp: Sum of the model's log-probabilities of these tokens (natural logarithm, before temperature and
             nucleus); None where unknown.
+        sum_processed_logp: The same after temperature and nucleus, as the tokens were drawn; None where not asked for.
     """
 
     task_id: str
@@ -27,6 +35,7 @@ class Sample:
     completion: str
     tokens: int | None = None
     sum_logp: float | None = None
+    sum_processed_logp: float | None = None
 
     @property
     def mean_logp(self) -> float | None:
@@ -54,3 +63,47 @@ class Verdict:
     def passed(self) -> bool:
         """Whether all tests passed."""
         return self.status == "pass"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Drawing n samples of one prompt, in one way on one device.
+
+    Times are medians (p50) over repeats, or their 90th percentile where the name says so; NaN (an empty cell) where
+    unknown. They are measured in runs of their own and say nothing about which samples pass.
+
+    Attributes:
+        way: ``shared`` (hf_fastdecode) or ``stock`` (transformers).
+        mode: How decode steps run.
+        n: Samples drawn at once.
+        device: Such as ``NVIDIA H200`` or ``x86_64 CPU, 2 threads``.
+        prefill_s: Seconds to the first token.
+        ms_per_step_p50: Milliseconds of a decode step.
+        ms_per_step_p90: The same, 90th percentile.
+        first_sample_s: Seconds from the call to the first finished sample.
+        median_sample_s: To the median finished sample.
+        last_sample_s: To the last one, when all can be ranked: what accuracy is set against.
+        first_sample_s_p90: 90th percentile over repeats.
+        median_sample_s_p90: 90th percentile over repeats.
+        last_sample_s_p90: 90th percentile over repeats.
+        peak_bytes: Highest memory in use; None where unknown.
+        runs: Repeats, after a warm-up.
+        status: ``ok``, or why there are no numbers, such as ``out of memory``.
+    """
+
+    way: Way
+    mode: Mode
+    n: int
+    device: str
+    prefill_s: float = math.nan
+    ms_per_step_p50: float = math.nan
+    ms_per_step_p90: float = math.nan
+    first_sample_s: float = math.nan
+    median_sample_s: float = math.nan
+    last_sample_s: float = math.nan
+    first_sample_s_p90: float = math.nan
+    median_sample_s_p90: float = math.nan
+    last_sample_s_p90: float = math.nan
+    peak_bytes: int | None = None
+    runs: int = 0
+    status: str = "ok"

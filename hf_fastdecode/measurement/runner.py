@@ -25,8 +25,8 @@ C = TypeVar("C", bound=Case)
 _SAME_RUN = ("device", "torch", "transformers", "commit", "command")
 
 _SHOWN = (
-    *("case", "shape", "context", "problems", "questions", "samples", "finish", "way", "variant"),
-    *("us_p50", "over_floor", "tb_per_s", "first_call_s", "prefill_s", "ms_per_step", "tokens_per_s", "total_s"),
+    *("case", "shape", "context", "problems", "questions", "samples", "n", "finish", "way", "variant"),
+    *("us_p50", "over_floor", "tb_per_s", "first_call_s", "prefill_s", "ms_per_step", "tokens_per_s", "total_s", "last_sample_s"),
 )
 
 

@@ -13,11 +13,12 @@ from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fe
 from hf_fastdecode.assets.prompt import SEPARATOR
 from hf_fastdecode.assets.recipe import corpus
 from hf_fastdecode.assets.recipe.data import separator_ids
-from hf_fastdecode.evals.generation.draw import Drawing, draw_rows, read_samples, sharing
+from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import score
+from hf_fastdecode.evals.settings import Drawing
 from hf_fastdecode.evals.task import Task
 from hf_fastdecode.evals.tasks import load_tasks
 
@@ -147,7 +148,7 @@ def passing(tasks: int, count: int, drawing: Drawing, sandbox: Sandbox) -> list[
     form = prompt_format(chosen, shots=1)
     with sharing(model, drawing):
         drawn = draw_rows(model, tokenizer, form, chosen.tasks, count, drawing, seed=0)
-    samples = read_samples(drawn, model, tokenizer, form, chosen.tasks)
+    samples = samples_of(drawn, model, tokenizer, form, chosen.tasks)
     found = score({task.task_id: task for task in chosen.tasks}, samples, sandbox=sandbox, progress=False)
     passed = Counter(verdict.task_id for verdict in found if verdict.passed)
     return [passed[task.task_id] for task in chosen.tasks]

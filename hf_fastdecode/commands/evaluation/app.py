@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .check import check
+from .export import export
 from .generate import generate
 from .latency import latency
 from .report import report
@@ -28,5 +29,5 @@ def main() -> None:
 
 app.add_typer(workloads, name="workloads")
 
-for command in (run, generate, latency, score, report, check, rescore):
+for command in (run, generate, latency, score, report, check, rescore, export):
     app.command()(command)

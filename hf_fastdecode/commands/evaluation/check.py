@@ -9,31 +9,22 @@ import typer
 from ...evals.records import Sample, Verdict
 from ...evals.sandbox import Sandbox
 from ...evals.task import Task
-from .options import Data, Limit, SandboxName, Split, TaskIds, TaskName, Unsafe, Workers
-from .score import make_sandbox
-from .setup import Selection
+from .option_groups import with_groups
+from .options import SandboxOptions, TaskOptions
 
 
-def check(
-    task: TaskName = "embedded",
-    data: Data = None,
-    split: Split = None,
-    limit: Limit = None,
-    task_ids: TaskIds = None,
-    sandbox: SandboxName = "auto",
-    allow_unsafe_code: Unsafe = False,
-    workers: Workers = None,
-) -> None:
+@with_groups
+def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
     """Run the tasks' reference solutions on their tests: a check of data, sandbox and toolchain.
 
     Lists each failure with its cause. The exit code is 1 when a reference solution does not pass.
     """
-    tasks = Selection.of(task, data, split, limit, task_ids).load().tasks
-    verdicts = check_references(tasks, make_sandbox(sandbox, allow_unsafe_code, tasks), workers)
+    chosen = tasks.load().tasks
+    verdicts = check_references(chosen, sandbox.make(chosen), sandbox.workers)
     for verdict in verdicts:
         if not verdict.passed:
             print(f"{verdict.task_id}: {verdict.status}{verdict.detail and ', '}{verdict.detail}")
-    passed, without = sum(verdict.passed for verdict in verdicts), len(tasks) - len(verdicts)
+    passed, without = sum(verdict.passed for verdict in verdicts), len(chosen) - len(verdicts)
     share = f" ({100 * passed / len(verdicts):.1f} %)" if verdicts else ""
     print(
         f"{passed:,} of {len(verdicts):,} reference solutions pass{share}"

@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from pathlib import Path
+from typing import Annotated, Final
+
+import typer
 
 from ...command_errors import forced_options
+from ...evals.generation.units import WHOLE, Shard
+from ...evals.settings import RunSettings, prompts_digest
 from ..console import note, quiet_libraries
-from .options import (
-    DEFAULT_COUNTS,
-    DEFAULT_SHOTS,
-    Chat,
-    Counts,
-    Data,
-    Device,
-    Dtype,
-    Format,
-    Limit,
-    Mode,
-    Model,
-    NewTokens,
-    Out,
-    Rows,
-    SamplerName,
-    Seed,
-    ShardText,
-    Shots,
-    Split,
-    Stock,
-    TaskIds,
-    TaskName,
-    Temperature,
-    TopP,
-    run_folder,
-)
-from .setup import DrawOptions, Prepared, Selection, prepare
+from .option_groups import with_groups
+from .options import DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, WayOptions, run_folder
+from .setup import Prepared, prepare
+from .stored import TASKS, TASKS_DIGEST
+
+_WAITING: Final = timedelta(weeks=1)
+"""How long processes of a launch wait for the slowest; torch's own limit is ten minutes."""
 
 
+@with_groups
 def generate(
-    task: TaskName = "embedded",
-    data: Data = None,
-    split: Split = None,
-    limit: Limit = None,
-    task_ids: TaskIds = None,
-    model: Model = "embedded",
-    n: Counts = DEFAULT_COUNTS,
-    prompt_format: Format = None,
-    shots: Shots = DEFAULT_SHOTS,
-    chat: Chat = False,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    max_new_tokens: NewTokens = 128,
-    seed: Seed = 0,
-    rows: Rows = 128,
-    mode: Mode = "auto",
-    sampler: SamplerName = "auto",
-    stock: Stock = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    shard: ShardText = None,
+    tasks: TaskOptions,
+    model: ModelOptions,
+    prompts: PromptOptions,
+    draw: DrawOptions,
+    way: WayOptions,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="i/N: draw only the i-th of N parts of the run, as one of N processes that share the folder. "
+            "`accelerate launch` does this by itself."
+        ),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
@@ -65,49 +43,60 @@ def generate(
     A row leaves the batch once its completion is over. Each `generate` call is on the disk before the next begins: run
     the same command again after an interruption, and it draws what is missing, the same as without one.
 
-    \b
+    Examples:
+
         hf-fastdecode eval generate --limit 20 --n 8
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL --task humaneval
     """
-    options = DrawOptions(
-        model=model,
-        dtype=dtype,
-        device=device,
-        format=prompt_format,
-        shots=shots,
-        chat=chat,
-        counts=n,
-        temperature=temperature,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        rows=rows,
-        mode=mode,
-        sampler=sampler,
-        stock=stock,
-    )
-    folder = run_folder(out, task, model)
+    part = launched_shard() if shard is None else Shard.parse(shard)
+    folder = run_folder(out, tasks.task, model.model)
     with quiet_libraries(warnings=True):
-        prepared = prepare(options, Selection.of(task, data, split, limit, task_ids), shard)
-        draw_samples(prepared, folder)
+        prepared = prepare(tasks, model, prompts, draw, way)
+        draw_samples(prepared, folder, part)
 
 
-def draw_samples(prepared: Prepared, folder: Path) -> None:
+def launched_shard() -> Shard:
+    """The part of this process among those of `accelerate launch`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return WHOLE
+    from accelerate import PartialState
+
+    state = PartialState(timeout=_WAITING)
+    return Shard(state.process_index + 1, state.num_processes)
+
+
+def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation.run import generate_samples
+    from ...evals.generation.weights import weights_digest
+    from ...measurement.rows import provenance
 
-    if prepared.tasks.note and prepared.is_first:
-        note(prepared.tasks.note)
+    tasks, model, options = prepared.tasks, prepared.model, prepared.options
+    settings = RunSettings(
+        model=options.model.model,
+        weights=weights_digest(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        task=tasks.name,
+        prompts=prompts_digest([task.task_id for task in tasks.tasks], prepared.prompts),
+        format=prepared.form.name,
+        n=prepared.counts[-1],
+        seed=options.draw.seed,
+        rows=options.way.rows,
+        drawing=prepared.drawing,
+    )
+    if tasks.note and shard.number == 1:
+        note(tasks.note)
     with forced_options():
         drawn = generate_samples(
-            prepared.model,
+            model,
             prepared.tokenizer,
-            prepared.tasks.tasks,
+            tasks.tasks,
             prepared.form,
-            prepared.settings,
+            settings,
             folder,
-            shard=prepared.shard,
-            provenance=prepared.provenance,
+            shard=shard,
+            provenance=provenance(model.device) | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest},
         )
-    note(f"{drawn:,} samples drawn into {folder / prepared.shard.file_name}")
+    note(f"{drawn:,} samples drawn into {folder / shard.file_name}")

@@ -2,157 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ...command_errors import CommandError, forced_options
+from ...evals.run_files import LATENCY
 from ..console import note, quiet_libraries
-from .options import (
-    DEFAULT_COUNTS,
-    DEFAULT_SHOTS,
-    Chat,
-    Counts,
-    Data,
-    Device,
-    Dtype,
-    Format,
-    Limit,
-    Mode,
-    Model,
-    NewTokens,
-    Out,
-    SamplerName,
-    Seed,
-    Shots,
-    Split,
-    TaskIds,
-    TaskName,
-    Temperature,
-    TopP,
-    run_folder,
-)
-from .setup import DrawOptions, Prepared, Selection, prepare
-
-if TYPE_CHECKING:
-    from ...evals.generation.draw import Drawing
+from .option_groups import with_groups
+from .options import DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, WayOptions, run_folder
+from .setup import Prepared, prepare
 
 
+@with_groups
 def latency(
-    task: TaskName = "embedded",
-    data: Data = None,
-    split: Split = None,
-    limit: Limit = None,
-    task_ids: TaskIds = None,
-    model: Model = "embedded",
-    n: Counts = DEFAULT_COUNTS,
-    prompt_format: Format = None,
-    shots: Shots = DEFAULT_SHOTS,
-    chat: Chat = False,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    max_new_tokens: NewTokens = 128,
-    seed: Seed = 0,
-    mode: Mode = "auto",
-    sampler: SamplerName = "auto",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    prompts: Annotated[int, typer.Option(help="Prompts that are timed for each n: the first ones.", min=1)] = 3,
+    tasks: TaskOptions,
+    model: ModelOptions,
+    prompts: PromptOptions,
+    draw: DrawOptions,
+    mode: Annotated[
+        str,
+        typer.Option(help="How shared decode steps run: auto, eager, graph, compile; several with commas."),
+    ] = "auto",
+    sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto",
+    calls: Annotated[
+        int, typer.Option("--prompts", help="Prompts that are timed for each n: the first ones.", min=1)
+    ] = 3,
     out: Out = None,
 ) -> None:
     """Time drawing n samples of one prompt, with hf_fastdecode and without, into latency.csv of a run's folder.
 
-    Rows end by their stop rules, as when samples are scored. Ways and numbers of samples that the file has already are
-    not measured again; delete it to measure anew.
+    Rows end by their stop rules, as when samples are scored. Rows have the device, versions, commit (`$COMMIT` when it
+    is set) and command. Run the same command again after an interruption, and it goes on.
+
+    Examples:
+
+        hf-fastdecode eval latency --n 1,8,32
+        hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 --mode graph,compile --out runs/7b
     """
-    options = DrawOptions(
-        model=model,
-        dtype=dtype,
-        device=device,
-        format=prompt_format,
-        shots=shots,
-        chat=chat,
-        counts=n,
-        temperature=temperature,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        rows=1,
-        mode=mode,
-        sampler=sampler,
-        stock=False,
-    )
-    folder = run_folder(out, task, model)
+    modes = [part.strip() for part in mode.split(",")]
+    ways = [WayOptions(mode=one, sampler=sampler) for one in modes]
+    for way in ways:
+        way.check()
+    folder = run_folder(out, tasks.task, model.model)
     with quiet_libraries(warnings=True):
-        prepared = prepare(options, Selection.of(task, data, split, limit, task_ids), None)
-        time_samples(prepared, folder, prompts)
+        prepared = prepare(tasks, model, prompts, draw, ways[0])
+        time_samples(prepared, folder, calls, modes)
 
 
-def time_samples(prepared: Prepared, folder: Path, prompts: int) -> None:
-    """Time what the folder's latency.csv lacks."""
-    from tqdm import tqdm
+@dataclass(frozen=True)
+class _Timed:
+    """Drawing n samples of the first prompts of a run.
 
+    Attributes:
+        n: Samples of a call.
+        about: Columns that say what is drawn, of which.
+    """
+
+    n: int
+    about: Mapping[str, Any]
+
+    def columns(self) -> dict[str, Any]:
+        """What of the case stands in a row."""
+        return {**self.about, "n": self.n}
+
+
+def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
+    """Time what the folder's latency.csv lacks.
+
+    Raises:
+        CommandError: The file has rows of another model or task.
+    """
     from ...evals.generation.latency import measure_latency
-    from ...evals.report import LATENCY, read_latency, write_latency
     from ...measurement.rows import provenance
+    from ...measurement.runner import run
 
-    path = folder / LATENCY
-    rows = list(read_latency(path)) if path.exists() else []
-    if strange := [row.device for row in rows if row.device != prepared.device]:
-        raise CommandError(f"{path} has rows of {strange[0]}, this is {prepared.device}; name another --out")
-    asked = [(n, drawing) for n in prepared.counts for drawing in _ways(prepared)]
-    left = [(n, drawing) for n, drawing in asked if not any((row.n, row.way) == (n, drawing.way) for row in rows)]
-    settings = prepared.settings
-    where = {name: value for name, value in provenance(prepared.model.device).items() if name != "device"}
-    extra = where | {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "task": settings.task,
-        "prompt_tokens": _longest_prompt(prepared, prompts),
-        "new_tokens": settings.max_new_tokens,
+    options = prepared.options
+    about = {
+        "model": options.model.model,
+        "dtype": str(prepared.model.dtype).removeprefix("torch."),
+        "task": prepared.tasks.name,
+        "prompt_tokens": max(map(len, prepared.prompts[:prompts])),
+        "new_tokens": prepared.drawing.max_new_tokens,
     }
-    tasks = prepared.tasks.tasks[:prompts]
-    with tqdm(total=len(left), desc="latency", unit="row", disable=None) as bar, forced_options():
-        for n, drawing in left:
-            bar.set_postfix_str(f"{drawing.way} n={n}")
+    path = folder / LATENCY
+    _check_rows(path, about)
+    shared = {"shared" if mode == "auto" else f"shared:{mode}": mode for mode in modes}
+
+    def measure(case: _Timed, way: str) -> dict[str, Any]:
+        drawing = replace(prepared.drawing, way="stock", mode="auto", sampler="auto", processed=False)
+        if way in shared:
+            drawing = replace(drawing, way="shared", mode=shared[way], sampler=prepared.drawing.sampler)
+        with forced_options():
             row = measure_latency(
                 prepared.model,
                 prepared.tokenizer,
                 prepared.form,
-                tasks,
-                n,
+                prepared.tasks.tasks[:prompts],
+                case.n,
                 drawing,
-                device=prepared.device,
-                seed=prepared.settings.seed,
+                device=where["device"],
+                seed=options.draw.seed,
             )
-            rows.append(row)
-            write_latency(path, rows, extra)
-            bar.update()
-    note(f"{len(left)} rows measured into {path}")
+        measured = {name: value for name, value in asdict(row).items() if name not in ("way", "n", "device")}
+        return {name: None if value != value else value for name, value in measured.items()}  # NaN: unknown
+
+    where = provenance(prepared.model.device)
+    rows = run([_Timed(n, about) for n in prepared.counts], [*shared, "stock"], measure, provenance=where, out=path)
+    note(f"{len(rows)} rows in {path}")
 
 
-def _longest_prompt(prepared: Prepared, prompts: int) -> int:
-    """Tokens of the longest of the timed prompts."""
-    form = prepared.form
-    texts = [form.prompt(task) for task in prepared.tasks.tasks[:prompts]]
-    encoded = prepared.tokenizer(texts, add_special_tokens=form.special_tokens, verbose=False).input_ids
-    return max(map(len, encoded))
+def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a file with rows of something else."""
+    from ...measurement.rows import read_rows
 
-
-def _ways(prepared: Prepared) -> Iterator[Drawing]:
-    from ...evals.generation.draw import Drawing
-
-    settings = prepared.settings
-    shared = Drawing(
-        settings.temperature,
-        settings.top_p,
-        settings.max_new_tokens,
-        "shared",
-        settings.mode,
-        settings.sampler,
-    )
-    yield shared
-    yield replace(shared, way="stock", mode="auto", sampler="auto")
+    for row in read_rows(path) if path.exists() else []:
+        for name, value in about.items():
+            if row.get(name, str(value)) != str(value):
+                raise CommandError(
+                    f"{path} has rows of another {name.replace('_', ' ')} ({row[name]}, now {value}); name another "
+                    "--out, or delete the file"
+                )

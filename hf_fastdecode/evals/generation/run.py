@@ -8,15 +8,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_fastdecode.devices import out_of_memory
-
 from ...command_errors import CommandError
+from ...drawing_errors import told
 from ..prompts import PromptFormat
+from ..settings import RunSettings, claim_folder
 from ..task import Task
-from .draw import Drawing, draw_rows, read_samples, sharing
-from .samples_file import done_units, open_samples
-from .settings import RunSettings, claim_folder
-from .units import WHOLE, Shard, units_of
+from .draw import draw_rows, samples_of, sharing
+from .samples_file import open_samples
+from .units import WHOLE, Shard, Unit, units_of
 
 
 def generate_samples(
@@ -44,53 +43,41 @@ def generate_samples(
         settings: Of the run.
         folder: Where its files go.
         shard: Which part of the units to draw.
-        provenance: Kept in the folder's settings, for people.
+        provenance: See `claim_folder`.
         progress: Show a bar.
 
     Returns:
         Samples drawn now.
 
     Raises:
-        CommandError: The folder is that of another run, or the rows of a call do not fit into memory.
+        CommandError: The folder is that of another run, another process draws the same part, or the rows of a call do
+            not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]
-    units = units_of(len(tasks), settings.n, settings.rows)
-    drawing = Drawing(
-        settings.temperature,
-        settings.top_p,
-        settings.max_new_tokens,
-        settings.way,
-        settings.mode,
-        settings.sampler,
+    own = shard.own(units_of(len(tasks), settings.n, settings.rows))
+    no_memory = CommandError(
+        f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
+        f"memory of {model.device}; pass a smaller --rows, and another --out"
     )
-    done = done_units(folder, units, ids)
-    own = shard.own(units)
-    left = [unit for unit in own if unit not in done]
-    drawn_now = 0
-    bar = tqdm(
-        total=sum(unit.count * len(unit.tasks) for unit in own),
-        initial=sum(unit.count * len(unit.tasks) for unit in own if unit in done),
-        desc="samples",
-        unit="sample",
-        disable=None if progress else True,
-    )
-    with bar, sharing(model, drawing), open_samples(folder / shard.file_name, units, ids) as file:
+    with open_samples(folder, shard, own, ids) as (file, left), sharing(model, settings.drawing):
+        todo = _samples(left)
+        bar = tqdm(
+            total=_samples(own),
+            initial=_samples(own) - todo,
+            desc="samples",
+            unit="sample",
+            disable=None if progress else True,
+        )
         for unit in left:
-            chosen = [tasks[task] for task in unit.tasks]
-            try:
-                rows = draw_rows(
-                    model, tokenizer, form, chosen, unit.count, drawing, seed=unit.seed(settings.seed, ids)
-                )
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise CommandError(
-                    f"{unit.count * len(chosen)} rows of up to {settings.max_new_tokens} new tokens do not fit into "
-                    f"the memory of {model.device}; pass a smaller --rows (now {settings.rows}), and another --out"
-                ) from error
-            samples = read_samples(rows, model, tokenizer, form, chosen, first=unit.first)
-            file.write(samples)
-            drawn_now += len(samples)
-            bar.update(len(samples))
-    return drawn_now
+            chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)
+            with told(model, lambda: no_memory):
+                rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
+            file.write(samples_of(rows, model, tokenizer, form, chosen, first=unit.first))
+            bar.update(_samples([unit]))
+        bar.close()
+    return todo
+
+
+def _samples(units: Sequence[Unit]) -> int:
+    return sum(unit.count * len(unit.tasks) for unit in units)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ...command_errors import CommandError
 from ..jsonl import JsonlWriter, read_jsonl, read_samples
 from ..records import Sample
-from ..report.files import write_text
-from .units import Unit
-
-SAMPLES = "samples.jsonl"
+from ..run_files import SAMPLES, write_text
+from .units import Shard, Unit
 
 
 def sample_files(folder: Path) -> list[Path]:
@@ -22,32 +23,61 @@ def sample_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
 
 
-def done_units(folder: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> set[Unit]:
-    """The units of which a run's files hold every sample."""
-    present = {(line["task_id"], line["index"]) for path in sample_files(folder) for line in read_jsonl(path)}
-    return {unit for unit in units if all((task_ids[task], index) in present for task, index in unit.samples())}
+@contextmanager
+def open_samples(
+    folder: Path, shard: Shard, units: Sequence[Unit], task_ids: Sequence[str]
+) -> Iterator[tuple[JsonlWriter, list[Unit]]]:
+    """Open a process's file to append samples to.
 
-
-def open_samples(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> JsonlWriter:
-    """Open a file to append samples to; those of a unit that an interruption left incomplete are removed first.
+    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones.
 
     Args:
-        path: Of the file.
+        folder: Of the run.
+        shard: Whose file.
         units: Of the run.
         task_ids: Of the run's tasks.
+
+    Yields:
+        The file, and the units of which a file of the run lacks samples.
+
+    Raises:
+        CommandError: Another process writes to the file.
     """
-    if path.exists():
-        lines = list(read_jsonl(path))
-        unit_of = {(task_ids[task], index): unit for unit in units for task, index in unit.samples()}
-        counts: dict[Unit | None, int] = {}
-        owners = [unit_of.get((line["task_id"], line["index"])) for line in lines]
-        for unit in owners:
-            counts[unit] = counts.get(unit, 0) + 1
-        whole = {unit for unit, count in counts.items() if unit is not None and count == len(list(unit.samples()))}
-        kept = [line for line, unit in zip(lines, owners, strict=True) if unit in whole]
-        if len(kept) < len(lines):
-            write_text(path, lambda file: file.writelines(_lines(kept)))
-    return JsonlWriter(path)
+    path = folder / shard.file_name
+    lock = FileLock(folder / f".{path.name}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise CommandError(f"another process draws samples into {path}; wait for it, or name another --out") from error
+    with lock:
+        if path.exists():
+            _remove_incomplete(path, units, task_ids)
+        done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
+        with JsonlWriter(path) as file:
+            yield file, [unit for unit in units if not done.issuperset(_places(unit, task_ids))]
+
+
+def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> None:
+    """Leave one line for each sample, of those units whose samples are all there."""
+    lines = list(read_jsonl(path))
+    found: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for line in lines:
+        found.setdefault(_place(line), line)
+    whole: set[tuple[Any, Any]] = set()
+    for places in (_places(unit, task_ids) for unit in units):
+        if found.keys() >= set(places):
+            whole.update(places)
+    kept = [line for place, line in found.items() if place in whole]
+    if len(kept) < len(lines):
+        write_text(path, lambda file: file.writelines(_lines(kept)))
+
+
+def _place(line: dict[str, Any]) -> tuple[Any, Any]:
+    return line.get("task_id"), line.get("index")
+
+
+def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
+    return [(task_ids[task], index) for task, index in unit.samples()]
 
 
 def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...command_errors import CommandError
+from ..run_files import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Shard:
     @property
     def file_name(self) -> str:
         """Where its samples go; those of several shards are merged into that of one."""
-        return "samples.jsonl" if self.count == 1 else f"samples-{self.number}-of-{self.count}.jsonl"
+        return SAMPLES if self.count == 1 else f"samples-{self.number}-of-{self.count}.jsonl"
 
 
 WHOLE = Shard()

@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...command_errors import CommandError
 from ..jsonl import read_samples, read_verdicts
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.duplicates import Deduplicate
+from ..records import Latency
+from ..run_files import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
-from .latency import Latency, read_latency
-
-SAMPLES: Final = "samples.jsonl"
-VERDICTS: Final = "verdicts.jsonl"
-LATENCY: Final = "latency.csv"
-SETTINGS: Final = "settings.json"
+from .latency import read_latency
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..metrics import Ranker
+from ..records import Latency, Mode, Way
 from .accuracy import Accuracy
-from .latency import Latency, Mode, Way
 
 
 @dataclass(frozen=True)

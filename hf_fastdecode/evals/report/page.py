@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
+from ..run_files import write_text
 from .build import Report
-from .files import write_text
 from .words import accuracy_table, growth_lines, latency_tables, status_line, task_table
 
 PAGE: Final = "report.html"

@@ -9,9 +9,9 @@ from textwrap import fill
 from typing import Any, Final
 
 from ..metrics import Ranker
+from ..run_files import write_whole
 from .accuracy import SHOWN, Accuracy
 from .build import Report
-from .files import write_whole
 from .join import Line, accuracy_within, fastest, points
 from .marks import Mark, log_limits, marks_of, percents, place_marks, plain_numbers, unit_of
 

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from ..records import Way
+from ..run_files import write_text
 from .accuracy import SHOWN, Accuracy
 from .build import Report
-from .files import write_text
 from .join import Line, accuracy_within, fastest, largest_n_within
-from .latency import Way
 
 METRICS: Final = "metrics.json"
 CURVE: Final = "curve.csv"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from ..records import Latency
 from .accuracy import SHOWN, Accuracy, Curve
 from .build import Report
 from .join import largest_n_within, lines_of
-from .latency import Latency
 
 Cells = tuple[list[str], list[list[str]]]
 """A table's head, where lines may break, and its rows."""

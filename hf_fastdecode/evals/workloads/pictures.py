@@ -8,8 +8,8 @@ from textwrap import fill
 from typing import Any, Final
 
 from ...measurement.rows import Row
-from ..report.files import write_whole
 from ..report.marks import plain_numbers
+from ..run_files import write_whole
 from .cases import LEVELS, WAYS
 
 _COLOURS: Final = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_the_same_command_again_keeps_everything(folder: Path) -> None:
     )
     assert again.exit_code == 0
     assert "0 samples drawn" in again.stderr
-    assert "0 rows measured" in again.stderr
+    assert "4 of 4 rows are those of an earlier run" in again.stderr
     after = {name: (folder / name).read_bytes() for name in before}
     assert after == before
 
@@ -93,6 +94,79 @@ def test_another_run_in_its_folder_is_refused(folder: Path) -> None:
     assert refused.exit_code == 2
     assert "holds a run with another digest of the tasks and prompts" in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+def test_latency_of_something_else_is_not_mixed_in(folder: Path) -> None:
+    before = (folder / "latency.csv").read_bytes()
+    refused = run("latency", "--n", 1, "--shots", 1, "--max-new-tokens", 41, "--prompts", 1, "--out", folder)
+    assert refused.exit_code == 2
+    assert "has rows of another new tokens (40, now 41); name another --out" in refused.stderr
+    assert (folder / "latency.csv").read_bytes() == before
+
+
+def test_latency_of_several_modes(tmp_path: Path) -> None:
+    done = run(
+        *("latency", "--n", "2", "--mode", "auto,eager", "--shots", 1, "--limit", 1, "--max-new-tokens", 8),
+        *("--prompts", 1, "--out", tmp_path),
+    )
+    assert done.exit_code == 0
+    with (tmp_path / "latency.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["way"], row["mode"], row["status"]) for row in rows] == [
+        ("shared", "eager", "ok"),
+        ("shared:eager", "eager", "ok"),
+        ("stock", "eager", "ok"),
+    ]
+    assert all(row["commit"] and row["command"] and row["model"] == "embedded" for row in rows)
+
+
+def test_a_part_of_a_run_is_scored_and_said_to_be_one(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "settings.json").write_bytes((folder / "settings.json").read_bytes())
+    lines = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "samples.jsonl").write_bytes(b"".join(lines[:8]))
+    done = run("score", copy, "--n", "1,3")
+    assert "holds 8 of 12 samples; the others are not drawn yet" in done.stderr
+    assert sorted((line["task_id"], line["index"]) for line in lines_of(copy / "verdicts.jsonl")) == [
+        (task_id, index) for task_id in ("101", "102") for index in range(3)
+    ]
+    refused = run("score", copy, "--limit", 1)
+    assert refused.exit_code == 2
+    assert "knows its tasks; leave out --task" in refused.stderr
+
+
+def test_tasks_that_have_changed_are_not_scored(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
+    place = tmp_path / "run"
+    options = ("--task", "mbpp", "--data", mbpp, "--n", "1", "--shots", 0, "--max-new-tokens", 4)
+    drawn = run("generate", *options, "--out", place)
+    assert drawn.exit_code == 0, drawn.output
+    mbpp.write_text(mbpp.read_text().replace("twice(2) == 4", "twice(2) == 5"))
+    refused = run("score", place)
+    assert refused.exit_code == 2
+    assert "are no longer those that" in refused.stderr
+    assert not (place / "verdicts.jsonl").exists()
+
+
+def test_samples_for_other_tools(folder: Path, tmp_path: Path, sandboxed: None) -> None:
+    out = tmp_path / "samples.jsonl"
+    assert run("export", folder, "--form", "evalplus", "--out", out).exit_code == 0
+    assert {line["task_id"] for line in lines_of(out)} == {"Mbpp/101", "Mbpp/102", "Mbpp/103"}
+    again = run("score", out, "--task", "embedded", "--limit", 2)
+    assert "8 samples of 2 tasks" in again.stdout
+    verdicts = {(line["task_id"], line["index"]): line["passed"] for line in lines_of(folder / "verdicts.jsonl")}
+    scored = {(line["task_id"], line["index"]): line["passed"] for line in lines_of(Path(f"{out}.results.jsonl"))}
+    assert scored == {place: passed for place, passed in verdicts.items() if place[0] != "103"}
+
+
+def test_processed_log_probabilities(folder: Path, tmp_path: Path) -> None:
+    options = ("--limit", 3, "--n", "1,4", "--shots", 1, "--max-new-tokens", 40)
+    done = run("generate", *options, "--processed", "--out", tmp_path)
+    assert done.exit_code == 0
+    kept = lines_of(tmp_path / "samples.jsonl")
+    assert all(line["sum_processed_logp"] <= 0 for line in kept)
+    assert any(line["sum_logp"] != line["sum_processed_logp"] for line in kept)
+    assert [line["completion"] for line in kept] == [line["completion"] for line in lines_of(folder / "samples.jsonl")]
 
 
 def test_a_run_is_scored_anew_where_it_was_interrupted(folder: Path, tmp_path: Path) -> None:
@@ -184,7 +258,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--temperature", "-1"], "--temperature must be 0 (greedy) or at least 1e-6"),
         (["generate", "--temperature", "nan"], "--temperature must be 0 (greedy) or at least 1e-6"),
         (["generate", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0"),
-        (["generate", "--rows", "0"], "--rows must be at least 1, got 0"),
+        (["generate", "--rows", "0"], "Invalid value for '--rows'"),
         (["generate", "--seed", "-1"], "--seed must be at least 0"),
         (["generate", "--stock", "--mode", "graph"], "--mode graph is for hf_fastdecode"),
         (["generate", "--model", "/nowhere"], "there is no file or folder /nowhere"),
@@ -195,9 +269,13 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--format", "haiku"], "there is no prompt format 'haiku'"),
         (["generate", "--shots", "39", "--max-new-tokens", "4000"], "positions of this model; lower --shots"),
         (["generate", "--dtype", "int3"], "int3"),
-        (["run", "--latency", "-1"], "--latency must be at least 0, got -1"),
+        (["run", "--latency", "-1"], "Invalid value for '--latency'"),
         (["check", "--sandbox", "nothing"], "--sandbox must be auto, bwrap"),
         (["check", "--sandbox", "none"], "add --allow-unsafe-code to permit it"),
+        (["run", "--deduplicate", "tokens"], "--deduplicate must be text or ast, got 'tokens'"),
+        (["generate", "--processed", "--sampler", "fast"], "leave out --sampler fast"),
+        (["latency", "--mode", "graph,fast"], "--mode must be one of"),
+        (["export", ".", "--form", "csv", "--out", "x"], "--form must be one of own, human-eval"),
         (["score", "/nowhere"], "/nowhere"),
         (["report", "/"], "has neither verdicts.jsonl nor latency.csv"),
         (["score", "/"], "/ is not the folder of a run"),

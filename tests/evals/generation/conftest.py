@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_fastdecode.commands.models import load_model
-from hf_fastdecode.evals.generation.settings import RunSettings, prompts_digest, weights_digest
+from hf_fastdecode.evals.generation.weights import weights_digest
 from hf_fastdecode.evals.prompts import PromptFormat, prompt_format
+from hf_fastdecode.evals.settings import Drawing, RunSettings, prompts_digest
 from hf_fastdecode.evals.task import Task
 from hf_fastdecode.evals.tasks import load_tasks
 
@@ -34,14 +35,16 @@ def small() -> Small:
     settings = RunSettings(
         model="embedded",
         weights=weights_digest(model),
+        dtype="float32",
+        device="cpu",
         task=tasks.name,
-        prompts=prompts_digest([task.task_id for task in tasks.tasks], [form.prompt(task) for task in tasks.tasks]),
+        prompts=prompts_digest(
+            [task.task_id for task in tasks.tasks], tokenizer([form.prompt(task) for task in tasks.tasks]).input_ids
+        ),
         format=form.name,
         n=4,
-        temperature=0.8,
-        top_p=0.95,
-        max_new_tokens=20,
         seed=0,
         rows=8,
+        drawing=Drawing(max_new_tokens=20),
     )
     return Small(model, tokenizer, tasks.tasks, form, settings)

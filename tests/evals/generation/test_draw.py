@@ -6,21 +6,22 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.evals.generation.draw import Drawing, draw_rows, read_samples, sharing
+from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.generation.rescore import rescored
+from hf_fastdecode.evals.settings import Drawing
 
 DRAWING = Drawing(max_new_tokens=40)
 
 
-def samples_of(small, drawing=DRAWING, count=6, seed=3):
+def drawn_samples(small, drawing=DRAWING, count=6, seed=3):
     with sharing(small.model, drawing):
         drawn = draw_rows(small.model, small.tokenizer, small.form, small.tasks, count, drawing, seed=seed)
-    return drawn, read_samples(drawn, small.model, small.tokenizer, small.form, small.tasks)
+    return drawn, samples_of(drawn, small.model, small.tokenizer, small.form, small.tasks)
 
 
 def test_both_ways_draw_the_same_samples(small):
-    drawn, shared = samples_of(small)
-    _, stock = samples_of(small, replace(DRAWING, way="stock"))
+    drawn, shared = drawn_samples(small)
+    _, stock = drawn_samples(small, replace(DRAWING, way="stock"))
     assert [(one.task_id, one.index, one.completion, one.tokens) for one in shared] == [
         (one.task_id, one.index, one.completion, one.tokens) for one in stock
     ]
@@ -30,7 +31,7 @@ def test_both_ways_draw_the_same_samples(small):
 
 
 def test_mean_log_probabilities_are_those_of_teacher_forcing(small):
-    drawn, samples = samples_of(small)
+    drawn, samples = drawn_samples(small)
     compared = 0
     for row, sample in enumerate(samples):
         task = next(task for task in small.tasks if task.task_id == sample.task_id)
@@ -44,7 +45,7 @@ def test_mean_log_probabilities_are_those_of_teacher_forcing(small):
 
 
 def test_samples_are_rescored_together(small):
-    _, samples = samples_of(small)
+    _, samples = drawn_samples(small)
     task = small.tasks[0]
     own = [sample for sample in samples if sample.task_id == task.task_id]
     together = rescored(small.model, small.tokenizer, small.form, task, own, rows=4)
@@ -54,7 +55,7 @@ def test_samples_are_rescored_together(small):
 
 
 def test_kept_tokens_hold_the_completion_and_no_more(small):
-    drawn, samples = samples_of(small)
+    drawn, samples = drawn_samples(small)
     for row, sample in zip(drawn.tokens.tolist(), samples):
         assert sample.completion in small.tokenizer.decode(row[: sample.tokens])
         if sample.tokens:
@@ -72,7 +73,7 @@ def test_finished_rows_leave_the_batch(small):
 
 def test_the_generator_is_left_as_it_was(small):
     state = torch.get_rng_state()
-    samples_of(small, count=1)
+    drawn_samples(small, count=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -84,5 +85,28 @@ def test_top_k_is_off(small):
 @pytest.mark.parametrize("way", ["shared", "stock"])
 def test_greedy(small, way):
     drawing = Drawing(temperature=0, max_new_tokens=12, way=way)
-    first, again = (samples_of(small, drawing, count=1, seed=seed)[1] for seed in (0, 1))
+    first, again = (drawn_samples(small, drawing, count=1, seed=seed)[1] for seed in (0, 1))
     assert first == again
+
+
+def test_processed_log_probabilities_are_those_of_the_drawing(small):
+    """After temperature 0.5 and a nucleus of 0.8, by one pass over prompt and tokens."""
+    drawing = Drawing(temperature=0.5, top_p=0.8, max_new_tokens=12, processed=True)
+    drawn, samples = drawn_samples(small, drawing, count=4)
+    prompts, tokens = drawn.prompts, drawn.tokens
+    mask = torch.cat([prompts != small.tokenizer.pad_token_id, torch.ones_like(tokens).bool()], dim=1).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        logits = small.model(torch.cat([prompts, tokens], dim=1), attention_mask=mask, position_ids=positions).logits
+    probabilities = (logits[:, prompts.shape[1] - 1 : -1] / 0.5).softmax(-1)
+    ordered, order = probabilities.sort(-1, descending=True)
+    kept = torch.where(ordered.cumsum(-1) - ordered < 0.8, ordered, 0.0)
+    nucleus = torch.zeros_like(probabilities).scatter(-1, order, kept / kept.sum(-1, keepdim=True))
+    expected = nucleus.gather(2, tokens[..., None])[..., 0].log()
+    for row, sample in enumerate(samples):
+        assert sample.sum_processed_logp == pytest.approx(expected[row, : sample.tokens].sum().item(), abs=1e-3)
+
+
+def test_processed_greedy_tokens_are_certain(small):
+    drawing = Drawing(temperature=0, max_new_tokens=8, processed=True)
+    assert all(sample.sum_processed_logp == 0 for sample in drawn_samples(small, drawing, count=1)[1])

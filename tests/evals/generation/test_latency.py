@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_fastdecode.evals.generation import latency
-from hf_fastdecode.evals.generation.draw import Drawing
 from hf_fastdecode.evals.generation.latency import measure_latency
+from hf_fastdecode.evals.settings import Drawing
 
 
 def measured(small, n, **options):

@@ -3,6 +3,7 @@
 import torch
 
 from hf_fastdecode.assets import load_embedded
+from hf_fastdecode.evals.generation import row_stopping
 from hf_fastdecode.evals.generation.row_stopping import RowStopping
 from hf_fastdecode.evals.prompts.stop_rules import StopWords
 
@@ -52,3 +53,22 @@ def test_many_rows_are_looked_at_more_seldom():
 def test_end_tokens_are_noted():
     found, _ = stopped_after(["one two"], [["zzz"]], end_tokens=[load_embedded()[1]("one two").input_ids[1]])
     assert found == [2]
+
+
+def test_texts_that_do_not_grow_are_decoded_whole(monkeypatch):
+    """Some tokenizers' text of more tokens does not begin with that of fewer, which their stream refuses."""
+
+    class Refusing:
+        def __init__(self, **arguments):
+            self.steps = 0
+
+        def step(self, tokenizer, tokens):
+            self.steps += 1
+            if self.steps > 2:
+                raise Exception("Invalid prefix encountered while decoding stream")
+            return tokenizer.decode(tokens)
+
+    text = "one two naïve stop three"
+    found, _ = stopped_after([text], [["stop"]])
+    monkeypatch.setattr(row_stopping, "DecodeStream", Refusing)
+    assert stopped_after([text], [["stop"]])[0] == found

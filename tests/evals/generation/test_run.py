@@ -1,15 +1,18 @@
 """Runs that go on after an interruption, in one process or several."""
 
+import copy
 import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
-from hf_fastdecode.evals.generation.samples_file import merged_samples, sample_files
-from hf_fastdecode.evals.generation.units import Shard
+from hf_fastdecode.evals.generation.samples_file import merged_samples, open_samples, sample_files
+from hf_fastdecode.evals.generation.units import WHOLE, Shard, units_of
+from hf_fastdecode.evals.settings import Drawing
 
 IDS = ["101", "102", "103"]
 
@@ -109,7 +112,7 @@ def test_samples_of_no_run(tmp_path):
         ({"seed": 1}, r"another seed \(0, now 1\)"),
         ({"n": 8}, r"another --n \(4, now 8\)"),
         ({"rows": 4}, "another --rows"),
-        ({"temperature": 1.0}, "another temperature"),
+        ({"drawing": Drawing(1.0, max_new_tokens=20)}, "another temperature"),
         ({"weights": "0"}, "another digest of the weights"),
         ({"prompts": "0"}, r"another digest of the tasks and prompts \(--limit, --task-ids"),
     ],
@@ -125,19 +128,46 @@ def test_runs_are_not_mixed(small, tmp_path, change, words):
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
 def test_a_folder_of_something_else(small, tmp_path, content):
     (tmp_path / "settings.json").write_text(content)
-    with pytest.raises(CommandError, match="is not the settings of a run; name another --out"):
+    with pytest.raises(CommandError, match="is not the settings of a run; name another"):
         generate(small, tmp_path)
 
 
 def test_memory_that_runs_out_names_the_remedy(small, tmp_path, monkeypatch):
-    import torch
-
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(run, "draw_rows", exhausted)
-    with pytest.raises(CommandError, match=r"8 rows of up to 20 new tokens do not fit.*smaller --rows \(now 8\)"):
+    with pytest.raises(CommandError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller --rows"):
         generate(small, tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named(small, tmp_path):
+    model = copy.deepcopy(small.model)
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(CommandError, match=r"logits are not finite: its weight model\.norm\.weight holds NaN"):
+        generate(replace(small, model=model), tmp_path)
+
+
+def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, tmp_path):
+    """Two processes wrote to one file, and one of them was killed."""
+    assert generate(small, tmp_path) == 12
+    lines = unbroken.splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:8], *lines[:3], *lines[4:7]]))
+    assert generate(small, tmp_path) == 0
+    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
+    (tmp_path / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:7], *lines[:3]]))
+    assert generate(small, tmp_path) == 8
+    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
+
+
+def test_two_processes_do_not_write_to_one_file(small, tmp_path):
+    units = units_of(3, 4, 8)
+    with (
+        open_samples(tmp_path, WHOLE, units, IDS),
+        pytest.raises(CommandError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
+    ):
+        generate(small, tmp_path)
+    assert generate(small, tmp_path) == 12
 
 
 def test_another_seed_draws_other_samples(small, unbroken, tmp_path):

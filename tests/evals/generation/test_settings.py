@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from hf_fastdecode.evals.generation.settings import prompts_digest, weights_digest
+from hf_fastdecode.evals.generation.weights import weights_digest
+from hf_fastdecode.evals.settings import prompts_digest
 
 
 def digest_of(**parameters):
@@ -16,16 +17,19 @@ def digest_of(**parameters):
 def test_weights_are_told_apart():
     weight = torch.arange(1000.0)
     changed = weight.clone()
-    changed[-1] += 1
+    changed[613] += 1e-4
+    swapped = weight.clone()
+    swapped[:2] = weight[:2].flip(0)
     others = [
         digest_of(weight=changed),
+        digest_of(weight=swapped),
         digest_of(other=weight),
         digest_of(weight=weight.reshape(10, 100)),
         digest_of(weight=weight.bfloat16()),
         digest_of(weight=weight, more=torch.ones(1)),
     ]
     assert digest_of(weight=weight) == digest_of(weight=weight.clone())
-    assert len({digest_of(weight=weight), *others}) == 6
+    assert len({digest_of(weight=weight), *others}) == 7
 
 
 def test_weights_of_any_size():
@@ -34,8 +38,8 @@ def test_weights_of_any_size():
 
 
 def test_prompts_are_told_apart():
-    assert prompts_digest(["1", "2"], ["a", "b"]) == prompts_digest(["1", "2"], ["a", "b"])
+    assert prompts_digest(["1", "2"], [[1], [2]]) == prompts_digest(["1", "2"], [[1], [2]])
     assert (
-        len({prompts_digest(ids, texts) for ids in (["1", "2"], ["2", "1"]) for texts in (["a", "b"], ["ab", ""])})
+        len({prompts_digest(ids, texts) for ids in (["1", "2"], ["2", "1"]) for texts in ([[1], [2]], [[1, 2], []])})
         == 4
     )

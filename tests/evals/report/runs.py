@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from hf_fastdecode.evals.jsonl import JsonlWriter
-from hf_fastdecode.evals.records import Sample, Verdict
-from hf_fastdecode.evals.report import LATENCY, SAMPLES, SETTINGS, VERDICTS, Latency, write_latency
+from hf_fastdecode.evals.records import Latency, Sample, Verdict
+from hf_fastdecode.evals.run_files import LATENCY, SAMPLES, SETTINGS, VERDICTS
+from hf_fastdecode.measurement.rows import write_rows
 
 CPU = "x86_64 CPU, 2 threads"
 
@@ -47,6 +49,12 @@ def latency(ns: Sequence[int] = (1, 2, 4, 8), device: str = CPU, modes: Sequence
         stock = Latency("stock", "eager", n, device, 0.25, 20.0 * n, 25.0 * n, last_sample_s=seconds, runs=5)
         rows.append(stock if n < 8 else Latency("stock", "eager", n, device, status="out of memory"))
     return rows
+
+
+def write_latency(path: Path, rows: Iterable[Latency], **more: str) -> None:
+    """Write rows as `hf_fastdecode.measurement.runner` does."""
+    known = [{name: None if value != value else value for name, value in asdict(row).items()} for row in rows]
+    write_rows(path, [own | more for own in known])
 
 
 def write_run(

@@ -1,24 +1,20 @@
-"""latency.csv: what is written is read, and what is not as described is refused."""
+"""latency.csv: what is measured is read, and what is not as described is refused."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple
 
 import pytest
 
 from hf_fastdecode.command_errors import CommandError
-from hf_fastdecode.evals.report import Latency, read_latency, write_latency
+from hf_fastdecode.evals.records import Latency
+from hf_fastdecode.evals.report import read_latency
+
+from .runs import write_latency
 
 ROW = Latency("shared", "graph", 4, 'H200, "x"', 0.1, 2.0, 2.5, 1.0, 1.5, 2.0, 1.1, 1.6, 2.2, 1 << 33, 5)
 HEAD = "way,mode,n,device,last_sample_s\n"
-
-
-@dataclass(frozen=True)
-class _Wider(Latency):
-    """A row with a column that the file has not."""
-
-    further: int = 1
 
 
 def plain(row):
@@ -30,12 +26,17 @@ def test_rows_come_back_sorted(tmp_path):
     failed = Latency("stock", "eager", 16, "H200", status="out of memory")
     sparse = Latency("stock", "eager", 2, "H200", last_sample_s=0.1)
     fast = Latency("stock", "eager", 8, "H200", last_sample_s=0.2)
-    write_latency(path, [failed, fast, sparse, ROW], {"commit": "abc", "torch": "2"})
+    write_latency(path, [failed, fast, sparse, ROW], commit="abc", torch="2")
     assert [plain(row) for row in read_latency(path)] == [plain(row) for row in (sparse, fast, failed, ROW)]
-    lines = path.read_text().splitlines()
-    assert lines[0].split(",") == [*(field.name for field in fields(Latency)), "commit", "torch"]
-    assert "nan" not in path.read_text()
-    assert [file.name for file in path.parent.iterdir()] == ["latency.csv"]
+
+
+def test_of_two_ways_that_ran_in_the_same_mode_the_later_counts(tmp_path):
+    path = tmp_path / "latency.csv"
+    path.write_text(HEAD + "shared,graph,1,CPU,1.5\nshared:graph,graph,1,CPU,1.25\nshared:eager,eager,1,CPU,2\n")
+    assert [(row.way, row.mode, row.last_sample_s) for row in read_latency(path)] == [
+        ("shared", "eager", 2.0),
+        ("shared", "graph", 1.25),
+    ]
 
 
 def test_few_columns_are_enough(tmp_path):
@@ -61,7 +62,11 @@ def test_few_columns_are_enough(tmp_path):
         (HEAD + "shared,eager,1,CPU,0\n", "above 0 seconds"),
         (HEAD + "shared,eager,1,CPU,nan\n", "above 0 seconds"),
         (HEAD + "shared,eager,1,CPU,inf\n", "above 0 seconds"),
-        (HEAD + "shared,eager,1,CPU,1\n" * 2, "two rows of shared, eager, n = 1 on CPU; keep one model"),
+        (HEAD + "shared,eager,1,CPU,1\n" * 2, "two rows of shared, eager, n = 1 on CPU; remove one"),
+        (
+            HEAD[:-1] + ",model\nshared,eager,1,CPU,1,a\nstock,eager,1,CPU,1,b\n",
+            "rows are of model a and b",
+        ),
     ],
 )
 def test_errors_name_line_value_and_bound(tmp_path, text, message):
@@ -69,13 +74,3 @@ def test_errors_name_line_value_and_bound(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(CommandError, match=message):
         read_latency(path)
-
-
-def test_an_interruption_leaves_the_old_file(tmp_path):
-    path = tmp_path / "latency.csv"
-    write_latency(path, [ROW])
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="dict contains fields not in fieldnames"):
-        write_latency(path, [ROW, _Wider(*astuple(ROW))])
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]

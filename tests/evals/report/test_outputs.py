@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_fastdecode.evals.report import pictures, report, report_text, write_latency, write_report
+from hf_fastdecode.evals.report import pictures, report, report_text, write_report
 from hf_fastdecode.evals.report.page import page
 from hf_fastdecode.evals.report.tables import curve_rows
 
-from .runs import CPU, full_run, latency, samples, verdicts, write_run
+from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
 
 
 @pytest.fixture

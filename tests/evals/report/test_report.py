@@ -9,10 +9,10 @@ import pytest
 
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.evals.records import Sample, Verdict
-from hf_fastdecode.evals.report import report, write_latency
+from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report.join import accuracy_within, fastest, largest_n_within, points
 
-from .runs import CPU, TASKS, full_run, latency, samples, verdicts, write_run
+from .runs import CPU, TASKS, full_run, latency, samples, verdicts, write_latency, write_run
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
-"""Writing files whole: under a temporary name, then renamed."""
+"""The files of a run's folder: their names, and writing them whole."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
+
+SETTINGS: Final = "settings.json"
+SAMPLES: Final = "samples.jsonl"
+VERDICTS: Final = "verdicts.jsonl"
+LATENCY: Final = "latency.csv"
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
@@ -19,7 +24,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
         The path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
+    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")  # shards may write at once
     try:
         write(partial)
         os.replace(partial, path)

@@ -1,0 +1,151 @@
+"""The settings of a run, which decide its samples, and the file that keeps runs apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from filelock import FileLock
+
+from ..command_errors import CommandError
+from .records import Way
+from .run_files import SETTINGS, write_text
+
+_FINGERPRINT: Final = "fingerprint"
+_VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How samples are drawn.
+
+    Attributes:
+        temperature: Divides the logits; 0 for greedy.
+        top_p: Draw from the smallest set of tokens of this probability; 1 is off.
+        max_new_tokens: Most tokens of a sample.
+        way: ``shared`` (hf_fastdecode) or ``stock``.
+        mode: Of `hf_fastdecode.enable`.
+        sampler: Of `hf_fastdecode.enable`.
+        processed: Gather log-probabilities after temperature and nucleus too. Samples are then drawn by transformers'
+            own sampler, from other random numbers than those of the sampling kernel.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    max_new_tokens: int = 128
+    way: Way = "shared"
+    mode: str = "auto"
+    sampler: str = "auto"
+    processed: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `generate`. top_k is off: unset, it would be 50."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What decides which samples a run draws, but for versions.
+
+    Attributes:
+        model: Name or folder of the checkpoint.
+        weights: Digest of the model's parameters, see `hf_fastdecode.evals.generation.weights`.
+        dtype: Of the parameters.
+        device: Its type.
+        task: Name of the tasks.
+        prompts: Digest of task ids and prompts, in order, see `prompts_digest`.
+        format: Of the prompts.
+        n: Samples of each task.
+        seed: From which the seed of every call is derived.
+        rows: Most rows of a call, see `units_of`. Which rows share a call decides rounding and random numbers.
+        drawing: How samples are drawn.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    task: str
+    prompts: str
+    format: str
+    n: int
+    seed: int
+    rows: int
+    drawing: Drawing = Drawing()
+
+    def flat(self) -> dict[str, Any]:
+        """Names and values, those of `drawing` among them."""
+        own = asdict(self)
+        return own | own.pop("drawing")
+
+
+def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) -> str:
+    """A hash of the tasks' ids and of the tokens of their prompts, in order."""
+    return _digest([list(task_ids), [list(prompt) for prompt in prompts]])
+
+
+def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]) -> None:
+    """Make the folder that of this run, or check that it is.
+
+    Args:
+        folder: Of the run; it is made if need be.
+        settings: Of the run.
+        provenance: Versions, which must not change within a run, and what else is kept for people.
+
+    Raises:
+        CommandError: The folder holds a run with other settings or versions, or its settings cannot be read.
+    """
+    path = folder / SETTINGS
+    deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
+        if not path.exists():
+            content = {**settings.flat(), _FINGERPRINT: _digest(deciding), "provenance": provenance}
+            write_text(path, lambda file: file.write(json.dumps(content, indent=2) + "\n"))
+            return
+    found = read_settings(folder)
+    if found[_FINGERPRINT] == _digest(deciding):
+        return
+    before = found["provenance"] | found
+    for name, value in deciding.items():
+        if before.get(name) != value:
+            raise CommandError(
+                f"{folder} holds a run with another {_WORDS.get(name, name)} ({before.get(name)!r}, now {value!r}); "
+                "name another --out, or use the run's own options to go on with it"
+            )
+    raise CommandError(f"{path} was changed by hand; name another --out")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What `claim_folder` wrote: the settings by name, a fingerprint and the provenance.
+
+    Raises:
+        CommandError: The folder has none, or something else in their place.
+    """
+    path = folder / SETTINGS
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        int(found["n"]), found[_FINGERPRINT], dict(found["provenance"])
+    except FileNotFoundError as error:
+        raise CommandError(f"{folder} is not the folder of a run: it has no {SETTINGS}; name another") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{path} is not the settings of a run; name another --out or folder") from error
+    return found
+
+
+_WORDS: Final = {
+    "weights": "digest of the weights",
+    "prompts": "digest of the tasks and prompts (--limit, --task-ids, --data, --shots)",
+    "rows": "--rows",
+    "n": "--n",
+}
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
