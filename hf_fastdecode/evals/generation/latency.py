@@ -38,8 +38,8 @@ def measure_latency(
     """Time drawing n samples of one prompt in a call, a call for each task.
 
     Rows end by their stop rules, as when samples are drawn for scoring. On a GPU each call is made once before it is
-    timed: cuDNN's attention, which stock transformers gets from PyTorch, plans for tens of milliseconds at every length
-    that it has not met.
+    timed: cuDNN's attention, which stock transformers gets from PyTorch, takes tens of milliseconds to plan for each
+    length that it has not met.
 
     Args:
         model: A causal language model.

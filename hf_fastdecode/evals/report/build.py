@@ -17,7 +17,7 @@ from ..records import Latency
 from ..run_files import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
-from .latency import read_latency
+from .latency import read_latency, read_subject
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def report(
         "seed": seed,
         "deduplicate": deduplicate,
         "interval": "95 % percentile bootstrap over tasks, 10,000 resamples",
-        "run": _run_settings(folder / SETTINGS),
+        "run": _run_settings(folder / SETTINGS) or (read_subject(folder / LATENCY) if latency else {}),
     }
     return Report(settings, accuracy, latency, tuple(notes))
 

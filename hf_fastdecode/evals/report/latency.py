@@ -56,6 +56,13 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     )
 
 
+def read_subject(path: Path) -> dict[str, str]:
+    """What ``latency.csv`` is about: model, dtype and task, where its columns say so."""
+    with path.open(newline="", encoding="utf-8") as file:
+        first = next(csv.DictReader(file), {})
+    return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
+
+
 def _row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
     def wrong(name: str, wanted: str) -> CommandError:
         return CommandError(f"{path}, line {number}: {name} must be {wanted}, got {line.get(name)!r}")

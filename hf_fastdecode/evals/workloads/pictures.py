@@ -49,6 +49,7 @@ def draw_levels(rows: Sequence[Row], path: Path) -> Path:
     memory.set_ylabel(f"keys and values, {unit}", fontsize=9)
     for axis in (time, memory):
         axis.set_xticks(range(len(points)), [f"{problems} problems\nx {samples}" for problems, samples in points])
+        axis.set_xlim(-0.5, len(points) - 0.5)
     title = (
         f"tasks {rows[0]['task']}, {rows[0]['shots']} examples: {rows[0]['shared_tokens']} tokens of up to "
         f"{rows[0]['prompt_tokens']} shared by all rows; {rows[0]['new_tokens']} new tokens; {_where(rows)}"

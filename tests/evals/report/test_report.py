@@ -122,6 +122,8 @@ def test_without_verdicts(tmp_path):
     assert len(found.latency) == 8
     assert found.title == "latency"
     assert found.notes == (f"stock, eager on {CPU}: out of memory at n = 8",)
+    write_latency(tmp_path / "latency.csv", latency(), model="shape:7b-mha", task="mbpp", commit="abc")
+    assert report(tmp_path).title == "shape:7b-mha; mbpp"
 
 
 def test_torn_last_lines_are_ignored(run):
