@@ -38,7 +38,7 @@ class Limits:
 
     Attributes:
         cpu_seconds: User and system time of all its processes.
-        wall_seconds: Time from its start; generous, because it depends on the load of the machine.
+        wall_seconds: Time that it is waited for; generous, because it depends on the load of the machine.
         memory_bytes: Data segment of each process (RLIMIT_DATA), and resident memory of all together.
         address_bytes: Address space of each process (RLIMIT_AS), which counts shared mappings as well; None for
             runtimes that reserve far more than they use, such as the JVM.

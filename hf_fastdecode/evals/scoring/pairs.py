@@ -68,7 +68,7 @@ class PairRunner(ABC):
         seconds = max(seconds, self._limits.wall_seconds + _SERVER_SECONDS)
         if self._server is None:
             self._server = Peer(self._start("server", replace(self._limits, cpu_seconds=1e6, wall_seconds=seconds)))
-        self._server.process.renew(seconds)
+        self._server.process.renew(1e6, seconds)
         return self._server
 
     def _start(self, role: str, limits: Limits) -> SandboxedProcess:
