@@ -86,10 +86,14 @@ class Limits:
     def exceeded_by(self, usage: Usage) -> tuple[Exceeded, str] | None:
         """The limit that a use exceeds, and a line about it."""
         if usage.cpu_seconds > self.cpu_seconds:
-            return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
+            return self.cpu_exceeded()
         if usage.resident_bytes > self.memory_bytes + _RESIDENT_SLACK:
             return self.memory_exceeded()
         return None
+
+    def cpu_exceeded(self) -> tuple[Exceeded, str]:
+        """The limit on CPU time, and a line about it."""
+        return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
 
     def memory_exceeded(self) -> tuple[Exceeded, str]:
         """The limit on memory, and a line about it."""

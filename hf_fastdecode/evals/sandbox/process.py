@@ -172,6 +172,8 @@ class SandboxedProcess:
         self.kill()
         if self._launch.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
             raise LimitExceeded(*self.limits.memory_exceeded())
+        if self.exit_code == 128 + signal.SIGXCPU:  # the kernel looked before this busy host did
+            raise LimitExceeded(*self.limits.cpu_exceeded())
         return self.exit_code
 
     def kill(self) -> None:

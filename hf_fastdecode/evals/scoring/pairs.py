@@ -207,7 +207,7 @@ def _ended(process: SandboxedProcess, detail: str) -> Result:
         return Result.exceeded(error)
     said = process.stderr.decode(errors="replace")
     if code > 128 and process.used_its_cpu_seconds:
-        return Result("timeout", f"used more than {process.limits.cpu_seconds:g} s of CPU time")
+        return Result(*process.limits.cpu_exceeded())
     if "out of memory" in said or "insufficient memory" in said:  # as node and the JVM say before they abort
         return Result("memory", one_line(said))
     # Nobody here has killed it: it may have been the system, short of memory.

@@ -147,6 +147,12 @@ def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
         server.kill()
 
 
+def test_a_limit_that_the_kernel_enforces_first(sandbox: Sandbox) -> None:
+    """As where the host gets no CPU to look at what its programs use."""
+    done = run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
+    assert (done.status, done.detail) == ("timeout", "used more than 0.5 s of CPU time")
+
+
 def test_time_that_nobody_waits_for_it_does_not_count(any_sandbox: Sandbox) -> None:
     command, readable = python_command()
     echo = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
