@@ -179,7 +179,7 @@ def main(
                 again = our_verdicts(tasks, given, sandbox)
             moved = [(one, other) for one, other in zip(ours, again, strict=True) if one.status != other.status]
             print(f"{len(moved):,} of our {len(ours):,} verdicts change beside {count} spinning processes")
-            print(*(f"task {one.task_id}: {one.status} becomes {other}" for one, other in moved), sep="\n")
+            print(*(f"{one} becomes {other}" for one, other in moved), sep="\n")
             wrong |= bool(moved)
     raise typer.Exit(wrong)
 
