@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,8 +15,9 @@ from tqdm import tqdm
 from ..command_errors import CommandError
 from .jsonl import JsonlWriter, read_jsonl
 from .records import Sample, Verdict
+from .run_files import write_whole
 from .sandbox import Limits, Sandbox
-from .scoring import score
+from .scoring import LANGUAGES, score
 from .task import Task
 
 _PROGRAMS_AT_ONCE: Final = 64
@@ -32,9 +34,10 @@ def judge(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[Verdict]:
-    """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of the program.
+    """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
-    Lines that the file has already of the same programs are kept; those of a sandbox that broke are scored again.
+    Lines that the file has already are kept where program, tests and limits are the same; those of a sandbox that
+    broke are scored again. Meanwhile lines are appended; in the end the file has one line a sample, in their order.
 
     Args:
         tasks: Of the samples.
@@ -52,7 +55,7 @@ def judge(
         CommandError: The file holds something else than results.
     """
     by_id = {task.task_id: task for task in tasks}
-    programs = {sample: _digest(by_id[sample.task_id], sample) for sample in samples}
+    programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
     known = dict(_known(path))
     left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
     # Equal programs stand together, so that they run once.
@@ -69,14 +72,28 @@ def judge(
     with bar, JsonlWriter(path) as file:
         for part in _parts(left, programs, at_once):
             verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
-            lines = [
-                {**asdict(verdict), "passed": verdict.passed, "program": programs[sample]}
-                for verdict, sample in zip(verdicts, part, strict=True)
-            ]
-            file.write(lines)
+            file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
             known |= {_key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)}
             bar.update(len(part))
-    return [known[_key(sample, programs[sample])] for sample in samples]
+    found = [known[_key(sample, programs[sample])] for sample in samples]
+    _compact(path, [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)])
+    return found
+
+
+def _line(verdict: Verdict, program: str) -> dict[str, Any]:
+    return {**asdict(verdict), "passed": verdict.passed, "program": program}
+
+
+def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Have a file hold these lines alone. An interruption leaves the old ones; the last of a sample counts then."""
+
+    def write(partial: Path) -> None:
+        partial.unlink(missing_ok=True)  # left by a process that was killed
+        with JsonlWriter(partial) as file:
+            file.write(lines)
+
+    if list(read_jsonl(path)) != lines:
+        write_whole(path, write)
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
@@ -109,7 +126,11 @@ def _key(sample: Sample, program: str) -> tuple[Any, ...]:
     return sample.task_id, sample.index, program
 
 
-def _digest(task: Task, sample: Sample) -> str:
-    """A hash of the program and of what it is run on."""
-    content = "\0".join([task.task_id, task.program(sample.completion), task.setup, *task.tests])
-    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]
+def _digest(task: Task, sample: Sample, limits: Limits | None) -> str:
+    """A hash of all that decides a sample's verdict."""
+    content = asdict(task) | {
+        "completion": sample.completion,
+        "limits": asdict(limits or LANGUAGES[task.language].limits),
+    }
+    del content["description"], content["reference"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -94,8 +94,9 @@ _ON_ALL_DESCRIPTORS: Final = """
 import os
 def answer(x):
     for descriptor in range(0, 64):
-        for line in LINES:
-            try: os.write(descriptor, len(line).to_bytes(4, "little") + line)
+        for parts in MESSAGES:
+            line = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+            try: os.write(descriptor, len(parts).to_bytes(4, "big") + line)
             except OSError: pass
     return x
 """
@@ -194,20 +195,20 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
         {"fail"},
     ),
     "guess-the-nonce": (
-        _ON_ALL_DESCRIPTORS.replace(
-            "LINES", "[b'ready', b'pass', b'.' + b't' + (3).to_bytes(4, 'little') + b'N' * 3]"
-        ),
+        _ON_ALL_DESCRIPTORS.replace("MESSAGES", "[[b'ready'], [b'pass', b'', b'0' * 32], [b'pass']]"),
         {"fail"},
     ),
     "forge-a-verdict": (
         _ON_ALL_DESCRIPTORS.replace(
-            "LINES",
-            "[b'.l\\3\\0\\0\\0s\\4\\0\\0\\0passs\\0\\0\\0\\0s\\0\\0\\0\\0', b'>l\\1\\0\\0\\0s\\4\\0\\0\\0exit']",
+            "MESSAGES", "[[b'pass', b'', b''], [b'value', b'pass'], [b'call', b'l\\1\\0\\0\\0s\\4\\0\\0\\0exit']]"
         ),
         {"fail"},
     ),
-    "garbage-for-the-tests": (_ON_ALL_DESCRIPTORS.replace("LINES", "[bytes(range(256)), b'', b'l' * 1000]"), {"fail"}),
-    "garbage-without-frames": (
+    "garbage-for-the-tests": (
+        _ON_ALL_DESCRIPTORS.replace("MESSAGES", "[[bytes(range(256))], [], [b''], [b'value', b'l' * 1000]]"),
+        {"fail"},
+    ),
+    "garbage-without-messages": (
         "import os\nfor one in range(64):\n    try: os.write(one, b'\\xff' * 99)\n    except OSError: pass",
         {"output"},
     ),

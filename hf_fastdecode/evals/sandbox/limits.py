@@ -38,7 +38,7 @@ class Limits:
 
     Attributes:
         cpu_seconds: User and system time of all its processes.
-        wall_seconds: Time from its start; generous, because it depends on the load of the machine.
+        wall_seconds: Time that it is waited for; generous, because it depends on the load of the machine.
         memory_bytes: Data segment of each process (RLIMIT_DATA), and resident memory of all together.
         address_bytes: Address space of each process (RLIMIT_AS), which counts shared mappings as well; None for
             runtimes that reserve far more than they use, such as the JVM.
@@ -86,10 +86,14 @@ class Limits:
     def exceeded_by(self, usage: Usage) -> tuple[Exceeded, str] | None:
         """The limit that a use exceeds, and a line about it."""
         if usage.cpu_seconds > self.cpu_seconds:
-            return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
+            return self.cpu_exceeded()
         if usage.resident_bytes > self.memory_bytes + _RESIDENT_SLACK:
             return self.memory_exceeded()
         return None
+
+    def cpu_exceeded(self) -> tuple[Exceeded, str]:
+        """The limit on CPU time, and a line about it."""
+        return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
 
     def memory_exceeded(self) -> tuple[Exceeded, str]:
         """The limit on memory, and a line about it."""

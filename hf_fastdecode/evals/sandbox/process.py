@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
@@ -53,7 +54,8 @@ class SandboxedProcess:
         self._last_usage = Usage()
         self._chunks: list[bytes] = []
         self._written = 0  # bytes of standard output
-        self._started = self._looked = time.monotonic()
+        self._started = self._renewed = self._waited = self._looked = time.monotonic()
+        self._cpu_before = self._starved_before = 0.0  # when it was renewed
         self._deadline = self._started + _SETUP_SECONDS
         try:
             self._process = subprocess.Popen(
@@ -94,9 +96,17 @@ class SandboxedProcess:
         """Time since the program started."""
         return time.monotonic() - self._started
 
-    def renew(self, wall_seconds: float) -> None:
-        """Give it so many seconds from now and its whole output limit again, as for a server's next request."""
-        self._deadline = time.monotonic() + wall_seconds
+    @property
+    def used_its_cpu_seconds(self) -> bool:
+        """Whether a process that has ended had met its limit on CPU time."""
+        return self.cpu_seconds - self._cpu_before >= self.limits.cpu_seconds
+
+    def renew(self, cpu_seconds: float, wall_seconds: float) -> None:
+        """Give it so much time from now and its whole output limit again, as for a server's next request."""
+        self.limits = replace(self.limits, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
+        self._renewed = self._waited = time.monotonic()
+        self._deadline = self._renewed + wall_seconds
+        self._cpu_before, self._starved_before = self.usage().cpu_seconds, starved_seconds(self._holder)
         self._written = 0
         self.stderr.clear()
 
@@ -162,6 +172,8 @@ class SandboxedProcess:
         self.kill()
         if self._launch.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
             raise LimitExceeded(*self.limits.memory_exceeded())
+        if self.exit_code == 128 + signal.SIGXCPU:  # the kernel looked before this busy host did
+            raise LimitExceeded(*self.limits.cpu_exceeded())
         return self.exit_code
 
     def kill(self) -> None:
@@ -209,15 +221,19 @@ class SandboxedProcess:
             said = " ".join((self.stderr or text).decode(errors="replace").split())
             raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
         self._chunks = [text[len(READY) :]] if len(text) > len(READY) else []
-        self._started = self._looked = time.monotonic()
+        self._started = self._renewed = self._looked = time.monotonic()
         self._deadline = self._started + self.limits.wall_seconds
 
     def _pump(self, done: Callable[[], bool]) -> None:
         """Move bytes until something is done, within the limits."""
+        # While its host was busy elsewhere, e.g. with the process that asks it, its time stood still.
+        idle = time.monotonic() - self._waited
+        self._deadline, self._renewed = self._deadline + idle, self._renewed + idle
         while not done():
             for key, _ in self._selector.select(_POLL):
                 key.data(key.fileobj)
             self._check_limits()
+        self._waited = time.monotonic()
 
     def _read_stdout(self, pipe: IO[bytes]) -> None:
         if data := os.read(pipe.fileno(), _CHUNK):
@@ -242,16 +258,14 @@ class SandboxedProcess:
             return
         self._looked = now
         usage = self._last_usage = self.usage()
-        if found := self.limits.exceeded_by(usage):
+        if found := self.limits.exceeded_by(replace(usage, cpu_seconds=usage.cpu_seconds - self._cpu_before)):
             self._exceeded(*found)
         if memory_is_exhausted():
             self._exceeded("memory", "the machine ran out of memory", load=True)
         if now > self._deadline:
-            seconds = now - self._started
-            starved = starved_seconds(self._holder) > _STARVED * seconds
-            self._exceeded(
-                "timeout", f"not done after {seconds:.0f} s, {usage.cpu_seconds:.1f} s of CPU", load=starved
-            )
+            seconds, cpu = now - self._renewed, usage.cpu_seconds - self._cpu_before
+            starved = starved_seconds(self._holder) - self._starved_before > _STARVED * seconds
+            self._exceeded("timeout", f"not done after {seconds:.0f} s, {cpu:.1f} s of CPU", load=starved)
 
     def _exceeded(self, status: Exceeded, detail: str, *, load: bool = False) -> None:
         self.kill()

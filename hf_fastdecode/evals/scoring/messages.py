@@ -7,7 +7,7 @@ from typing import Final
 
 from ..sandbox import LimitExceeded, SandboxedProcess
 
-_LONGEST: Final = 4 << 20  # bytes of a message; results that tests compare are a thousandth
+_MOST_PARTS: Final = 1 << 20
 
 
 class Peer:
@@ -15,10 +15,12 @@ class Peer:
 
     Args:
         process: Of which standard input and output carry nothing else.
+        longest: Bytes of a message that it may send.
     """
 
-    def __init__(self, process: SandboxedProcess):
+    def __init__(self, process: SandboxedProcess, longest: int):
         self.process = process
+        self._longest = longest
         self._received = bytearray()
 
     def send(self, *parts: bytes | str) -> None:
@@ -40,15 +42,15 @@ class Peer:
         """
         parts: list[bytes] = []
         length = 0
-        for _ in range(self._read_number(1024 * 1024)):
-            parts.append(self._read(self._read_number(_LONGEST - length)))
+        for _ in range(self._read_number(_MOST_PARTS)):
+            parts.append(self._read(self._read_number(self._longest - length)))
             length += len(parts[-1]) + 4
         return parts
 
     def _read_number(self, largest: int) -> int:
         (number,) = struct.unpack(">I", self._read(4))
         if number > largest:
-            raise LimitExceeded("output", f"gave a result of more than {_LONGEST:,} bytes")
+            raise LimitExceeded("output", f"gave a result of more than {self._longest:,} bytes")
         return int(number)
 
     def _read(self, size: int) -> bytes:

@@ -1,59 +1,79 @@
-"""Checking programs in two processes: one for each program, and one for the tests of all.
+"""Checking programs in two processes: one for each program, and one for the tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
 as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is to answer calls.
+A pass is a nonce that the process of the tests is given with them and repeats after the last one.
 """
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import ClassVar, Final, Literal, Self
 
 from ..records import Status
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxedProcess, SandboxError
 from ..task import Task
 from .messages import Peer, one_line
-from .runner import Result
+from .runner import BrokenServerError, Result
 
 _STATUSES: Final[dict[bytes, Status]] = {b"compile": "compile", b"memory": "memory"}
-_SERVER_SECONDS: Final = 60.0  # wall-clock time beyond that of a program
+_NO_LIMIT: Final = 1e6  # seconds of CPU time that a process which is renewed may use in all
+
+Role = Literal["server", "candidate"]
 
 
 class PairRunner(ABC):
-    """A runner that keeps the process of the tests from one check to the next.
+    """A runner with one process for the tests, called the server, and one for each program, the candidate.
+
+    Each of them says ``started`` before it is given anything, so that one that does not start is known as such.
 
     Args:
         sandbox: Where both processes run, each in a sandbox of its own.
-        limits: Of each program.
+        limits: Of each program, and for each of the server's tests.
     """
+
+    _keeps_server: ClassVar[bool] = True  # from one check to the next
+    _longest: ClassVar[int] = 4 << 20  # bytes of a message; results that tests compare are a thousandth
 
     def __init__(self, sandbox: Sandbox, limits: Limits):
         self._sandbox, self._limits = sandbox, limits
         self._server: Peer | None = None
+        self._server_is_new = True
 
-    @abstractmethod
     def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests.
-
-        Raises:
-            SandboxError: A process could not be started, or that of the tests broke down; this says nothing about the
-                completion.
-            ValueError: The task has no tests, or none that can be run.
-        """
+        """Run a completion and the task's tests; see `Runner`."""
+        try:
+            return self._check(task, completion)
+        except SandboxError:
+            self.close()
+            raise
+        finally:
+            self._server_is_new = False
+            if not self._keeps_server:
+                self.close()
 
     @abstractmethod
-    def _launch(self, role: str) -> tuple[list[str], list[Path]]:
-        """The command of ``server`` or ``candidate``, and the paths that it reads."""
+    def _check(self, task: Task, completion: str) -> Result:
+        """What `check` does, by `_tested`."""
+
+    @abstractmethod
+    def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
+        """The command of a process, and the paths that it reads."""
+
+    def _modules(self, role: Role) -> bytes:
+        """What a process must read before it can say ``started``."""
+        return b""
 
     def close(self) -> None:
         """End the process of the tests; the next check starts another."""
-        if self._server is not None:
-            self._server.process.kill()
-        self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.process.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -63,17 +83,29 @@ class PairRunner(ABC):
     ) -> None:
         self.close()
 
-    def _running_server(self, seconds: float = 0.0) -> Peer:
-        """The process of the tests, with at least so many seconds for its next answer."""
-        seconds = max(seconds, self._limits.wall_seconds + _SERVER_SECONDS)
+    def _running_server(self, cpu_seconds: float, wall_seconds: float) -> Peer:
+        """The process of the tests, with so much time for its next request."""
         if self._server is None:
-            self._server = Peer(self._start("server", replace(self._limits, cpu_seconds=1e6, wall_seconds=seconds)))
-        self._server.process.renew(seconds)
+            self._server = self._start("server", replace(self._limits, cpu_seconds=_NO_LIMIT))
+            self._server_is_new = True
+        self._server.process.renew(cpu_seconds, wall_seconds)
         return self._server
 
-    def _start(self, role: str, limits: Limits) -> SandboxedProcess:
+    def _start(self, role: Role, limits: Limits) -> Peer:
         command, readable = self._launch(role)
-        return self._sandbox.popen(command, readable=readable, limits=limits)
+        process = self._sandbox.popen(command, readable=readable, limits=limits)
+        peer = Peer(process, self._longest)
+        try:
+            process.send(self._modules(role))
+            if (said := peer.receive()) != [b"started"]:
+                raise EOFError(one_line(b" ".join(said)))
+        except (EOFError, BrokenPipeError, LimitExceeded) as error:
+            process.kill()
+            raise SandboxError(f"{command[0]} does not start: {one_line(bytes(process.stderr)) or error}") from error
+        except BaseException:
+            process.kill()
+            raise
+        return peer
 
     def _tested(self, program: Sequence[bytes | str], tests: Sequence[bytes | str]) -> Result:
         """Load a program in a new process and run tests on it.
@@ -81,47 +113,82 @@ class PairRunner(ABC):
         Args:
             program: The first message to the candidate, which answers ``ready``, or ``compile``, ``memory`` or
                 ``error`` and a text.
-            tests: The message to the server.
+            tests: The message to the server; a nonce is added to it.
         """
-        server = self._running_server()
-        with self._start("candidate", self._limits) as process:
-            candidate = Peer(process)
-            answer = _asked(candidate, *program)
+        candidate = self._start("candidate", self._limits)
+        with candidate.process:
+            answer = _asked(candidate, "before the tests", *program)
             if isinstance(answer, Result):
                 return answer
             if (kind := answer[0]) != b"ready":
                 return Result(_STATUSES.get(kind, "fail"), one_line(b" ".join(answer[1:])))
-            try:
-                return _judged(server, candidate, *tests)
-            except SandboxError:
-                self.close()
-                raise
+            return self._judged(candidate, tests)
 
+    def _judged(self, candidate: Peer, tests: Sequence[bytes | str]) -> Result:
+        """Run tests: the server sends ``call`` and a request, any number of times, and in the end a verdict.
 
-def _judged(server: Peer, candidate: Peer, *tests: bytes | str) -> Result:
-    """Run tests: the server sends ``call`` and arguments, any number of times, and in the end ``pass`` or ``fail``."""
-    gone: Result | None = None
-    try:
-        server.send(*tests)
-        while (message := server.receive())[0] == b"call":
-            reply: list[bytes] = [b"error", b"the program is gone"]
+        The verdict is ``pass`` with a text and the nonce, ``fail`` or ``memory`` and a text, or ``broken`` for tests
+        that cannot be run.
+        """
+        try:
+            server = self._running_server(self._limits.cpu_seconds, self._limits.wall_seconds)
+        except SandboxError as error:  # the program is running already, and may have taken the machine's memory
+            raise BrokenServerError(Result("fail", str(error), load=True)) from error
+        nonce = secrets.token_hex(16).encode()
+        gone: Result | None = None
+        try:
+            server.send(*tests, nonce)
+            while (message := server.receive())[:1] == [b"call"]:
+                reply: list[bytes] = [b"error", b"the program is gone"]
+                if gone is None:
+                    answer = _asked(candidate, "during the tests", message[1])
+                    if isinstance(answer, Result):
+                        gone = answer
+                    elif answer[0] == b"memory":
+                        gone = Result("memory", one_line(answer[-1]))
+                    elif len(answer) == 2:
+                        reply = [b"value" if answer[0] == b"value" else b"error", answer[1]]
+                server.send(*reply)
+        except (EOFError, BrokenPipeError, LimitExceeded) as error:
             if gone is None:
-                answer = _asked(candidate, message[1])
-                if isinstance(answer, Result):
-                    gone = answer
-                elif answer[0] == b"memory":
-                    gone = Result("memory", one_line(answer[-1]))
-                elif len(answer) == 2:
-                    reply = [b"value" if answer[0] == b"value" else b"error", answer[1]]
-            server.send(*reply)
-    except (EOFError, BrokenPipeError, LimitExceeded) as error:
-        raise SandboxError(f"the tests' process broke down: {one_line(str(error))}") from error
-    if message[0] not in (b"pass", b"fail"):
-        raise SandboxError(f"the tests cannot be run: {one_line(message[-1])}")
-    return gone or (Result("pass") if message[0] == b"pass" else Result("fail", one_line(message[1])))
+                return self._server_failed(server, error, "the tests")
+            self.close()
+        if gone is not None:
+            return gone
+        kind, detail, said = [*message, b"", b"", b""][:3]
+        if kind == b"fail":
+            return Result("fail", one_line(detail))
+        if kind == b"memory":
+            return self._blamed(Result("memory", one_line(detail)))
+        if kind != b"pass":
+            raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
+        if not secrets.compare_digest(said, nonce):
+            raise SandboxError("the tests' process gave a wrong nonce")
+        return Result("pass")
+
+    def _server_failed(self, server: Peer, error: EOFError | OSError | LimitExceeded, what: str) -> Result:
+        """The result of a program with which the server has ended or met a limit while it did ``what``."""
+        if not isinstance(error, LimitExceeded):
+            return self._blamed(_ended(server.process, f"{what} ended"))
+        return self._blamed(Result(error.status, f"{what} {error.detail}", error.load))
+
+    def _blamed(self, result: Result) -> Result:
+        """The result of a program with which the server failed, if nothing else can be the cause.
+
+        A limit on what the server itself uses, met in a new process, is that: the program's values or its source are
+        all that was there.
+
+        Raises:
+            BrokenServerError: The machine may be the cause, or an earlier program.
+        """
+        certain = self._server_is_new and not result.load and result.status != "fail"
+        self.close()
+        if certain:
+            return result
+        raise BrokenServerError(result)
 
 
-def _asked(candidate: Peer, *request: bytes | str) -> list[bytes] | Result:
+def _asked(candidate: Peer, when: str, *request: bytes | str) -> list[bytes] | Result:
     """What a candidate answers, at least one part; or the result where it does not."""
     try:
         candidate.send(*request)
@@ -129,19 +196,19 @@ def _asked(candidate: Peer, *request: bytes | str) -> list[bytes] | Result:
     except LimitExceeded as error:
         return Result.exceeded(error)
     except (EOFError, BrokenPipeError):
-        return _ended(candidate.process)
+        return _ended(candidate.process, f"ended {when}")
 
 
-def _ended(process: SandboxedProcess) -> Result:
+def _ended(process: SandboxedProcess, detail: str) -> Result:
     """The result of a program that left its process."""
     try:
         code = process.wait()
     except LimitExceeded as error:
         return Result.exceeded(error)
     said = process.stderr.decode(errors="replace")
-    if code > 128 and process.cpu_seconds >= process.limits.cpu_seconds:
-        return Result("timeout", f"used more than {process.limits.cpu_seconds:g} s of CPU time")
-    if "out of memory" in said:  # as node and the JVM say before they abort
+    if code > 128 and process.used_its_cpu_seconds:
+        return Result(*process.limits.cpu_exceeded())
+    if "out of memory" in said or "insufficient memory" in said:  # as node and the JVM say before they abort
         return Result("memory", one_line(said))
     # Nobody here has killed it: it may have been the system, short of memory.
-    return Result("fail", f"ended during the tests with exit code {code}", load=code == 128 + 9)
+    return Result("fail", f"{detail} with exit code {code}", load=code == 128 + 9)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ..records import Status
-from ..sandbox import LimitExceeded, Limits, Sandbox
+from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxError
 from ..task import Task
 
 
@@ -20,16 +20,30 @@ class Result:
         status: As of `Verdict`.
         detail: As of `Verdict`.
         load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
+        blame: Beside ``sandbox_error``: the status if the program turns out to be the cause; None where it cannot be.
     """
 
     status: Status
     detail: str = ""
     load: bool = False
+    blame: Status | None = None
 
     @classmethod
     def exceeded(cls, error: LimitExceeded) -> Result:
         """The result of a program that exceeded a limit."""
         return cls(error.status, error.detail, error.load)
+
+
+class BrokenServerError(SandboxError):
+    """The process of the tests ended or met a limit while it dealt with a program, which may have caused that.
+
+    Args:
+        result: The program's, should it be the cause.
+    """
+
+    def __init__(self, result: Result):
+        super().__init__(f"the tests' process broke down: {result.detail}")
+        self.result = result
 
 
 class Runner(Protocol):
@@ -40,6 +54,8 @@ class Runner(Protocol):
 
         Raises:
             SandboxError: Something broke that says nothing about the completion; it is tried again.
+            BrokenServerError: The completion may have caused it.
+            ValueError: The task has no tests, or none that can be run.
         """
 
     def __enter__(self) -> Self: ...

@@ -15,7 +15,7 @@ from ..records import Sample, Verdict
 from ..sandbox import Limits, Sandbox, SandboxError
 from ..task import Language, Task
 from .languages import LANGUAGES
-from .runner import Result, Runner
+from .runner import BrokenServerError, Result, Runner
 
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
@@ -34,8 +34,9 @@ def score(
     """Run samples on their tasks' tests.
 
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the one on
-    wall-clock time runs again after all others, alone and with more time, and so does one whose sandbox broke. The
-    status ``sandbox_error`` remains where that did not help: it says nothing about the program.
+    wall-clock time runs again after all others, alone, in new processes and with more time, and so does one whose
+    sandbox broke. Where the tests' process breaks down each time, but not with a program that is known to be right,
+    that is the program's failure. Else the status ``sandbox_error`` remains: it says nothing about the program.
 
     Args:
         tasks: By task id.
@@ -64,13 +65,34 @@ def score(
         LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
     board = _Board(tasks, sandbox, limits)
     with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
-        results = board.check(list(programs), workers or _cpus(), 1, bar.update)
+        results = board.check(list(programs), workers or _cpus(), bar.update)
     doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
-    results |= board.check(doubtful, 1, _PATIENCE)
-    broken = [key for key, result in results.items() if result.status == "sandbox_error"]
-    results |= board.check(broken, 1, _PATIENCE)
+    results |= board.check_alone(doubtful)
+    results |= board.check_alone([key for key, result in results.items() if result.status == "sandbox_error"])
+    results |= _blamed(board, tasks, results)
     keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
     return [Verdict(one.task_id, one.index, results[key].status, results[key].detail) for one, key in keys]
+
+
+def _blamed(board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]) -> dict[_Key, Result]:
+    """The results of programs that are the cause of a ``sandbox_error``.
+
+    Else a program could leave its task's pool by returning what the tests' process breaks down at. That the process
+    does not break down by itself is shown by a program of the same task that passes: another sample, or the reference
+    solution. A task without one is believed where a busy machine cannot be the cause either.
+    """
+    suspects = {key: result for key, result in results.items() if result.blame is not None}
+    passing = {task_id for (task_id, _), result in results.items() if result.status == "pass"}
+    references = {task_id: tasks[task_id].reference for task_id, _ in suspects if task_id not in passing}
+    asked = [(task_id, text) for task_id, text in references.items() if text is not None]
+    found = {**board.check_alone([key for key in asked if key not in results]), **results}
+    passing |= {key[0] for key in asked if found[key].status == "pass"}
+    broken = {key[0] for key in asked if found[key].status == "sandbox_error"}
+    return {
+        key: Result(result.blame, result.detail)
+        for key, result in suspects.items()
+        if result.blame is not None and (key[0] in passing or (key[0] not in broken and not result.load))
+    }
 
 
 class _Board:
@@ -79,8 +101,12 @@ class _Board:
     def __init__(self, tasks: Mapping[str, Task], sandbox: Sandbox, limits: Limits | None):
         self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
 
+    def check_alone(self, keys: Sequence[_Key]) -> dict[_Key, Result]:
+        """The results of programs, one at a time, with patience and each with processes that no other has used."""
+        return {key: result for one in keys for key, result in self.check([one], 1, patience=_PATIENCE).items()}
+
     def check(
-        self, keys: Sequence[_Key], workers: int, patience: int, on_done: Callable[[], object] = lambda: None
+        self, keys: Sequence[_Key], workers: int, on_done: Callable[[], object] = lambda: None, patience: int = 1
     ) -> dict[_Key, Result]:
         """The results of programs; an exception in one worker ends all after their current program."""
         waiting, lock, stopped = iter(keys), threading.Lock(), threading.Event()
@@ -100,6 +126,9 @@ class _Board:
                         runners[task.language] = stack.enter_context(self._runner(task.language, patience))
                     try:
                         results[key] = runners[task.language].check(task, key[1])
+                    except BrokenServerError as error:
+                        blame = error.result
+                        results[key] = Result("sandbox_error", str(error), blame.load, blame=blame.status)
                     except SandboxError as error:
                         results[key] = Result("sandbox_error", str(error))
                     with lock:

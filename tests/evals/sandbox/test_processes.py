@@ -136,7 +136,7 @@ def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
     limits = Limits(wall_seconds=0.6, output_bytes=8)
     with any_sandbox.popen([*command, "-c", echo], readable=readable, limits=limits) as server:
         for number in range(4):
-            server.renew(0.6)
+            server.renew(10, 0.6)
             server.send(b"abc%d\n" % number)
             assert server.receive() == b"ABC%d\n" % number
             time.sleep(0.3)
@@ -145,6 +145,41 @@ def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
             server.receive()
         assert (error.value.status, error.value.load) == ("timeout", False), "it slept by itself"
         server.kill()
+
+
+def test_a_limit_that_the_kernel_enforces_first(sandbox: Sandbox) -> None:
+    """As where the host gets no CPU to look at what its programs use."""
+    done = run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
+    assert (done.status, done.detail) == ("timeout", "used more than 0.5 s of CPU time")
+
+
+def test_time_that_nobody_waits_for_it_does_not_count(any_sandbox: Sandbox) -> None:
+    command, readable = python_command()
+    echo = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+    with any_sandbox.popen([*command, "-c", echo], readable=readable, limits=Limits(wall_seconds=0.6)) as process:
+        for _ in range(2):
+            time.sleep(0.8)
+            process.send(b"abc\n")
+            assert process.receive() == b"ABC\n"
+        with pytest.raises(LimitExceeded, match="not done after 1 s"):
+            process.receive()
+
+
+def test_limits_on_a_server_are_those_of_its_request(any_sandbox: Sandbox) -> None:
+    command, readable = python_command()
+    spin = "import sys, time\nfor line in sys.stdin:\n    until = time.process_time() + float(line)\n"
+    spin += "    while time.process_time() < until: pass\n    print(flush=True)"
+    limits = Limits(cpu_seconds=60)
+    with any_sandbox.popen([*command, "-c", spin], readable=readable, limits=limits) as server:
+        for _ in range(2):
+            server.renew(0.8, 9)
+            server.send(b"0.5\n")
+            assert server.receive() == b"\n"
+        server.renew(0.5, 9)
+        server.send(b"9\n")
+        with pytest.raises(LimitExceeded, match=r"used more than 0.5 s of CPU time"):
+            server.receive()
+    assert server.used_its_cpu_seconds
 
 
 def test_a_starved_program_is_told_from_a_sleeping_one(any_sandbox: Sandbox) -> None:

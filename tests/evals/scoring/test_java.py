@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
+from hf_fastdecode.evals.sandbox.limits import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
+from hf_fastdecode.evals.scoring.java import JavaRunner
+from hf_fastdecode.evals.scoring.java import runner as java_runner
 from hf_fastdecode.evals.scoring.java.stand_in import StandIn
+from hf_fastdecode.evals.scoring.runner import BrokenServerError
 
 from .other_languages import java_task, usable_runner
 
@@ -92,6 +98,33 @@ FORGED = """
 def test_cheating_gains_nothing(runner: Runner, completion: str) -> None:
     assert runner.check(DOUBLE, completion).status in ("fail", "timeout")
     assert runner.check(DOUBLE, RIGHT) == Result("pass")
+
+
+def test_a_compiler_that_ends_is_no_program_that_does_not_compile(any_sandbox: Sandbox) -> None:
+    with usable_runner("java", any_sandbox) as runner:
+        assert isinstance(runner, JavaRunner)
+        assert runner.check(DOUBLE, RIGHT) == Result("pass")
+        os.kill(_last_descendant(runner), signal.SIGKILL)  # as the system does when memory is short
+        with pytest.raises(BrokenServerError, match="the compiler ended with exit code 137") as error:
+            runner.check(DOUBLE, RIGHT)
+        assert error.value.result.load
+        assert runner.check(DOUBLE, RIGHT) == Result("pass")
+
+
+def test_a_compiler_that_does_not_end_is_a_timeout(any_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(java_runner, "_COMPILE_SECONDS", 0.1)
+    monkeypatch.setattr(java_runner, "_OPTIONS", (*java_runner._OPTIONS, "-Xint"))
+    with usable_runner("java", any_sandbox) as runner:
+        result = runner.check(DOUBLE, RIGHT)
+    assert result == Result("timeout", "the compiler used more than 0.1 s of CPU time")
+
+
+def _last_descendant(runner: JavaRunner) -> int:
+    assert runner._server is not None
+    pid = runner._server.process.pid
+    while children := children_of(pid):
+        pid = children[0]
+    return pid
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
 from hf_fastdecode.evals.scoring.python.job import job_of
+from hf_fastdecode.evals.scoring.runner import BrokenServerError
 from hf_fastdecode.evals.task import Task
 
 from ..processes import running
@@ -104,6 +106,30 @@ def test_what_a_busy_machine_may_have_caused_runs_again_alone(scripts: dict[str,
     assert {wall for _, _, wall in first} == {3}
     assert {wall for _, _, wall in again} == {12}
     assert [text for text, _, _ in again] == ["slow", "slower", "broken once", "broken", "broken"]
+
+
+def test_what_breaks_the_tests_counts_where_they_are_known_to_work(
+    scripts: dict[str, list[Result | Exception]],
+) -> None:
+    by_itself, by_load = Result("memory", "too much"), Result("timeout", "waited", load=True)
+    scripts |= {
+        "bad": [BrokenServerError(by_itself)],
+        "starved": [BrokenServerError(by_load)],
+        "wrong": [Result("fail")],
+    }
+    scripts["bad once"] = [BrokenServerError(by_itself), Result("pass")]
+    for reference, beside, expected in (
+        (None, "right", ["memory", "timeout"]),
+        (None, "wrong", ["memory", "sandbox_error"]),
+        ("right", "wrong", ["memory", "timeout"]),
+        ("wrong", "wrong", ["memory", "sandbox_error"]),
+        ("bad", "wrong", ["sandbox_error", "sandbox_error"]),
+    ):
+        tasks = {"a": replace(TASKS["a"], reference=reference)}
+        samples = [Sample("a", index, text) for index, text in enumerate(["bad", "starved", beside])]
+        verdicts = score(tasks, samples, sandbox=NONE, progress=False)
+        assert [one.status for one in verdicts[:2]] == expected, (reference, beside)
+    assert score(TASKS, [Sample("a", 0, "bad once")], sandbox=NONE, progress=False)[0].passed
 
 
 def test_given_limits_replace_those_of_the_language(scripts: dict[str, list[Result | Exception]]) -> None:

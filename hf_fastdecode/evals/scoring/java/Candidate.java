@@ -11,6 +11,7 @@ import java.util.stream.Collectors;
 final class Candidate {
     public static void main(String[] args) throws IOException {
         Messages messages = new Messages();
+        messages.send(Messages.bytes("started"));
         byte[][] program = messages.receive();
         Method method = null;
         try {

@@ -42,6 +42,8 @@ final class Compiler {
         try {
             JavaFileManager memory = new Memory(files, classes);
             done = compiler.getTask(null, memory, found, options, null, List.of(new Source(source))).call();
+        } catch (OutOfMemoryError error) {
+            throw error; // whose memory it was is for others to find out
         } catch (Throwable error) { // of a compiler that the source was too much for
             throw new Rejected("the compiler fails: " + error);
         }

@@ -20,13 +20,14 @@ public final class Server {
 
     public static void main(String[] args) throws IOException {
         Server server = new Server();
+        MESSAGES.send(Messages.bytes("started"));
         for (;;) {
             byte[][] request = MESSAGES.receive();
             String verb = Messages.text(request[0]);
             if (verb.equals("compile")) {
                 server.compile(Messages.text(request[1]));
             } else {
-                server.test(Messages.text(request[1]));
+                server.test(Messages.text(request[1]), request[2]);
             }
         }
     }
@@ -60,14 +61,16 @@ public final class Server {
             }
         } catch (Compiler.Rejected rejected) {
             reply = List.of(Messages.bytes("rejected"), Messages.bytes(rejected.getMessage()));
+        } catch (OutOfMemoryError error) {
+            reply = List.of(Messages.bytes("memory"), Messages.bytes(error.toString()));
         }
         MESSAGES.send(reply.toArray(new byte[0][]));
     }
 
-    /** Runs tests, given with their stand-in, and sends the verdict. */
-    private void test(String withStandIn) throws IOException {
-        String verdict = "pass";
-        String detail = "";
+    /** Runs tests, given with their stand-in, and sends the verdict; a pass is the nonce. */
+    private void test(String withStandIn, byte[] nonce) throws IOException {
+        String verdict;
+        String detail;
         try {
             if (!source.equals(withStandIn)) {
                 tests = compiler.compile(withStandIn, System.getProperty("java.class.path")).toArray(new byte[0][]);
@@ -76,8 +79,10 @@ public final class Server {
             Method main = new MemoryClasses(tests, 0).loadClass("Main").getMethod("main", String[].class);
             main.setAccessible(true);
             main.invoke(null, (Object) new String[0]);
+            MESSAGES.send(Messages.bytes("pass"), new byte[0], nonce);
+            return;
         } catch (InvocationTargetException error) {
-            verdict = "fail";
+            verdict = error.getCause() instanceof OutOfMemoryError ? "memory" : "fail";
             detail = String.valueOf(error.getCause());
         } catch (Exception error) {
             verdict = "broken";

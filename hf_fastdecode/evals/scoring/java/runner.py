@@ -14,15 +14,19 @@ from typing import Final
 from ...sandbox import LimitExceeded, Limits, SandboxError
 from ...task import Task
 from ..messages import one_line
-from ..pairs import PairRunner
+from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result
 from .stand_in import StandIn
 
 _FOLDER: Final = Path(__file__).resolve().parent
 _CLASSES: Final = {"server": "evals.Server", "candidate": "evals.Candidate"}
 # A program runs for milliseconds, so that starting counts: one collector thread, the quick compiler, shared classes.
-_OPTIONS: Final = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto", "-Xmx512m")
-_COMPILE_SECONDS: Final = 100.0  # as MBXP's own evaluation allows
+_OPTIONS: Final = (
+    *("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto", "-Xmx512m"),
+    "-XX:+DisplayVMOutputToStderr",  # standard output is for messages
+)
+_COMPILE_SECONDS: Final = 100.0  # as MBXP's own evaluation allows; of CPU time, as all limits here
+_BUILD_SECONDS: Final = 300.0
 _REMEDY: Final = "install a JDK of version 11 or later (apt install default-jdk)"
 _BUILDING: Final = Lock()
 
@@ -30,17 +34,8 @@ _BUILDING: Final = Lock()
 class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
-    def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests.
-
-        Args:
-            task: In Java; its stem ends with the signature of a static method.
-            completion: What continues it.
-
-        Raises:
-            SandboxError: A process could not be started, or that of the tests broke down.
-            ValueError: The task has no tests, or a stem of another form.
-        """
+    def _check(self, task: Task, completion: str) -> Result:
+        """Of a task whose stem ends with the signature of a static method; another raises ValueError."""
         stand_in = _stand_in(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
@@ -50,24 +45,18 @@ class JavaRunner(PairRunner):
         return self._tested(program, ["test", stand_in.source + tests])
 
     def _compiled(self, source: str) -> list[bytes] | Result:
-        """Names and contents of a program's classes in turn.
+        """Names and contents of a program's classes in turn; or the result where there are none."""
+        server = self._running_server(_COMPILE_SECONDS, _COMPILE_SECONDS + self._limits.wall_seconds)
+        try:
+            server.send("compile", source)
+            kind, *parts = server.receive()
+        except (EOFError, BrokenPipeError, LimitExceeded) as error:
+            return self._server_failed(server, error, "the compiler")
+        if kind == b"memory":
+            return self._blamed(Result("memory", one_line(parts[0])))
+        return parts if kind == b"classes" else Result("compile", one_line(parts[0]))
 
-        A program on which the compiler breaks down twice, the second time in a new process, does not compile.
-        """
-        for last in (False, True):
-            server = self._running_server(_COMPILE_SECONDS)
-            try:
-                server.send("compile", source)
-                kind, *parts = server.receive()
-            except (EOFError, BrokenPipeError, LimitExceeded) as error:
-                self.close()
-                if last:
-                    return Result("compile", one_line(f"the compiler breaks down: {error}"))
-            else:
-                return parts if kind == b"classes" else Result("compile", one_line(parts[0]))
-        raise AssertionError("the second time returns")
-
-    def _launch(self, role: str) -> tuple[list[str], list[Path]]:
+    def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         classes = _built()
         home = Path(shutil.which("java") or "").resolve().parents[1]
         command = [str(home / "bin" / "java"), *_OPTIONS, "-cp", str(classes), _CLASSES[role]]
@@ -92,7 +81,10 @@ def _compile_sources() -> Path:
     folder.chmod(0o755)  # others run there than this user
     sources = [str(path) for path in sorted(_FOLDER.glob("*.java"))]
     command = ["javac", "-nowarn", "-d", str(folder), *sources]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"javac has not compiled the checker after {_BUILD_SECONDS:g} s; try again") from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         raise SandboxError(f"javac does not compile the checker: {said[0]}; {_REMEDY}")

@@ -28,6 +28,7 @@ function load(program, entryPoint) {
   }
 }
 
+send("started");
 const [program, entryPoint] = receive().map(String);
 const candidate = load(program, entryPoint);
 for (;;) {

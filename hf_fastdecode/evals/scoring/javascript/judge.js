@@ -16,7 +16,7 @@ function call(...values) {
   return decode(content);
 }
 
-function verdict(test, entryPoint) {
+function verdict(test, entryPoint, nonce) {
   let run;
   try {
     // Where a test fails, MBXP's message names a variable x that its program lacks.
@@ -26,13 +26,14 @@ function verdict(test, entryPoint) {
   }
   try {
     run(call, library, undefined);
-    return ["pass", ""];
+    return ["pass", "", nonce];
   } catch (error) {
     return ["fail", String(error)];
   }
 }
 
+send("started");
 for (;;) {
-  const [test, entryPoint] = receive().map(String);
-  send(...verdict(test, entryPoint));
+  const [test, entryPoint, nonce] = receive().map(String);
+  send(...verdict(test, entryPoint, nonce));
 }

@@ -8,7 +8,7 @@ from typing import Final
 
 from ...sandbox import Limits
 from ...task import Task
-from ..pairs import PairRunner
+from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result
 
 _FOLDER: Final = Path(__file__).resolve().parent
@@ -21,21 +21,12 @@ _MOVE_STREAMS: Final = 'exec "$@" 3<&0 4>&1 0</dev/null 1>&2'
 class JavaScriptRunner(PairRunner):
     """Checks programs as CommonJS modules, each in a new process."""
 
-    def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests.
-
-        Args:
-            task: In JavaScript.
-            completion: What continues its stem.
-
-        Raises:
-            SandboxError: A process could not be started, or that of the tests broke down.
-            ValueError: The task has no tests, or names no function.
-        """
+    def _check(self, task: Task, completion: str) -> Result:
+        """Of a task with tests that names a function; another raises ValueError."""
         _check_task(task)
         return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
 
-    def _launch(self, role: str) -> tuple[list[str], list[Path]]:
+    def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         node = Path(shutil.which("node") or "").resolve()
         command = [str(node), f"--max-old-space-size={_HEAP_MIB}", str(_FOLDER / _SCRIPTS[role])]
         return ["/bin/sh", "-c", _MOVE_STREAMS, "sh", *command], [node, _FOLDER]

@@ -1,14 +1,14 @@
 """Runs a program in its sandbox and answers calls to what it defines; the tests are not here.
 
-Frames are read from the standard input and written to the standard output as they were at the start. The first request
-is the program, the others are those of `remote`. Nothing that this process answers is trusted: the program shares it.
+Messages are read from the standard input and written to the standard output as they were at the start. The first one
+is the program, the others are requests of `remote`. No answer of this process is trusted: the program shares it.
 """
 
 from __future__ import annotations
 
 import sys
 
-from .frames import Frames
+from .messages import Messages
 from .plain import ALL_NAMES, builtin_name, dumps, loads
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -23,25 +23,27 @@ _OPERATIONS: dict[str, Any] = {
 }
 
 
-def main(frames: Frames) -> None:
+def main(messages: Messages) -> None:
     """Run the program, then serve until the requests end."""
-    program = frames.receive().decode("utf-8", "surrogatepass")
+    messages.send(b"started")
+    (program,) = messages.receive()
     module = sys.modules["__main__"] = type(sys)("__main__")
     try:
-        code = compile(program, "completion.py", "exec", dont_inherit=True)
+        code = compile(program.decode("utf-8", "surrogatepass"), "completion.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # a null byte; nested too deep to parse
-        frames.send(f"compile {type(error).__name__}: {error}".encode(errors="replace"))
+        messages.send(b"compile", f"{type(error).__name__}: {error}".encode(errors="replace"))
         return
     try:
         exec(code, module.__dict__)
     except BaseException as error:
-        said = [type(error).__name__, " ".join(_said(error).split())]
-        frames.send(f"raised {': '.join(filter(None, said))}".encode(errors="replace"))
+        said = ": ".join(filter(None, [type(error).__name__, " ".join(_said(error).split())]))
+        kind = b"memory" if isinstance(error, MemoryError) else b"error"
+        messages.send(kind, f"{said} in the program".encode(errors="replace"))
         return
-    frames.send(b"ready")
+    messages.send(b"ready")
     service = _Service(module.__dict__)
-    while request := frames.receive():
-        frames.send(service.answer(request))
+    while request := messages.receive():
+        messages.send(b"value", service.answer(request[0]))
 
 
 class _Service:

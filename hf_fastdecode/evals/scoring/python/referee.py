@@ -1,15 +1,15 @@
 """Runs a task's tests in a sandbox of their own, on a program in another; only here the verdict is formed.
 
-Frames go to the host and come from it. The first one received is the job; each one sent begins with `>` for a request
-to the program, which the host hands on, or with `.` for the verdict.
+Messages go to the host and come from it. The first one received is the job and a nonce; each one sent is ``call`` with
+a request to the program, which the host hands on, or the verdict.
 """
 
 from __future__ import annotations
 
 import sys
 
-from .frames import Frames
-from .plain import dumps, loads
+from .messages import Messages
+from .plain import loads
 from .remote import Link, NotPlain, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def main(frames: Frames) -> None:
-    """Carry out the job of the first frame."""
-    job = loads(frames.receive(), _no_handle)
+def main(messages: Messages) -> None:
+    """Carry out the job of the first message."""
+    messages.send(b"started")
+    told, nonce = messages.receive()
+    job = loads(told, _no_handle)
 
     def exchange(request: bytes) -> bytes:
-        frames.send(b">" + request)
-        return frames.receive()
+        messages.send(b"call", request)
+        kind, content = messages.receive()
+        return content if kind == b"value" else b""
 
     scope: dict[str, Any] = {}
     sources = {"stem": job["stem"], "setup": job["setup"]}
@@ -36,10 +39,9 @@ def main(frames: Frames) -> None:
         if job["check"]:
             scope["check"](entry_point)
     except BaseException as error:
-        verdict = [_status(error), _line(error, sources), ""]
+        messages.send(_status(error), _line(error, sources).encode(errors="replace"))
     else:
-        verdict = ["pass", "", job["nonce"]]
-    frames.send(b"." + dumps(verdict, _no_handle))
+        messages.send(b"pass", b"", nonce)
 
 
 def _prepare(job: dict[str, Any], link: Link) -> Any:
@@ -78,10 +80,10 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), scope)
 
 
-def _status(error: BaseException) -> str:
+def _status(error: BaseException) -> bytes:
     if isinstance(error, MemoryError):
-        return "memory"
-    return "sandbox_error" if isinstance(error, NotPlain) else "fail"
+        return b"memory"
+    return b"broken" if isinstance(error, NotPlain) else b"fail"
 
 
 def _line(error: BaseException, sources: dict[str, str]) -> str:

@@ -1,0 +1,154 @@
+"""Scoring into a file: one line a sample in the end, interruptions, and what makes a verdict obsolete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from hf_fastdecode.evals import judging
+from hf_fastdecode.evals.jsonl import read_verdicts
+from hf_fastdecode.evals.judging import judge
+from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
+from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result
+from hf_fastdecode.evals.task import Task
+
+NONE = choose("none", allow_unsafe=True)
+TASKS = [Task(name, "python", "", "", ("assert f()",), "f") for name in "ba"]
+SAMPLES = [Sample(task.task_id, index, text) for task in TASKS for index, text in enumerate(("x", "y", "x"))]
+
+
+class Recorder:
+    """A runner that passes all, but for what `broken` and `ending` say.
+
+    Attributes:
+        seen: The programs in the order they were checked.
+        broken: Programs whose sandbox breaks.
+        ending: Raised for a program.
+    """
+
+    seen: list[tuple[str, str]]
+    broken: set[str]
+    ending: dict[str, BaseException]
+
+    def __init__(self, sandbox: Sandbox, limits: Limits):
+        pass
+
+    def check(self, task: Task, completion: str) -> Result:
+        self.seen.append((task.task_id, completion))
+        if completion in self.ending:
+            raise self.ending[completion]
+        if completion in self.broken:
+            raise SandboxError("no sandbox")
+        return Result("pass")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """The runner of Python and JavaScript, two programs between two writes."""
+    Recorder.seen, Recorder.broken, Recorder.ending = [], set(), {}
+    for language in ("python", "javascript"):
+        monkeypatch.setitem(LANGUAGES, language, LanguageSupport(Recorder, Limits()))
+    monkeypatch.setattr(judging, "_PROGRAMS_AT_ONCE", 2)
+    return Recorder
+
+
+def run(path: Path, tasks: list[Task] = TASKS, samples: list[Sample] = SAMPLES, **options: Any) -> list[str]:
+    verdicts = judge(tasks, samples, path, sandbox=NONE, workers=1, progress=False, **options)
+    assert [(one.task_id, one.index) for one in verdicts] == [(one.task_id, one.index) for one in samples]
+    return [one.status for one in verdicts]
+
+
+def lines(path: Path) -> list[tuple[str, int, str]]:
+    return [(line["task_id"], line["index"], line["status"]) for line in map(json.loads, path.open())]
+
+
+def test_a_line_for_each_sample_in_their_order(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    assert run(path) == ["pass"] * 6
+    assert recorder.seen == [("b", "x"), ("b", "y"), ("a", "x"), ("a", "y")]
+    assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
+    before = path.stat()
+    assert run(path) == ["pass"] * 6
+    assert len(recorder.seen) == 4
+    assert path.stat() == before, "nothing was to be written"
+
+
+def test_a_broken_sandbox_leaves_one_line(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    recorder.broken = {"y"}
+    assert run(path) == ["pass", "sandbox_error", "pass"] * 2
+    assert [status for _, _, status in lines(path)] == ["pass", "sandbox_error", "pass"] * 2
+    recorder.broken, recorder.seen[:] = set(), []
+    assert run(path) == ["pass"] * 6
+    assert recorder.seen == [("b", "y"), ("a", "y")]
+    assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
+
+
+def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    samples = [*SAMPLES, Sample("a", 3, "z")]
+    recorder.ending = {"z": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        run(path, samples=samples)
+    assert sorted(lines(path)) == sorted((one.task_id, one.index, "pass") for one in SAMPLES)
+    recorder.ending, recorder.seen[:] = {}, []
+    path.write_bytes(path.read_bytes()[:-20])  # within a line
+    (tmp_path / "verdicts.partial.jsonl").write_text('{"task_id": "left by a process that was killed"}\n')
+    assert run(path, samples=samples) == ["pass"] * 7
+    assert recorder.seen == [("a", "y"), ("a", "z")]
+    assert lines(path) == [(one.task_id, one.index, "pass") for one in samples]
+    assert [one.name for one in tmp_path.iterdir()] == ["verdicts.jsonl"]
+
+
+def test_lines_of_other_samples_go(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    run(path)
+    changed = [replace(SAMPLES[0], completion="z"), *SAMPLES[2:]]
+    run(path, samples=changed)
+    assert recorder.seen[4:] == [("b", "z")]
+    assert [(one.task_id, one.index) for one in read_verdicts(path)] == [(one.task_id, one.index) for one in changed]
+
+
+DECIDE: dict[str, Callable[[Task], Task]] = {
+    "tests": lambda task: replace(task, tests=("assert not f()",)),
+    "number-of-tests": lambda task: replace(task, tests=("assert f()", "")),
+    "setup": lambda task: replace(task, setup="x = 1"),
+    "stem": lambda task: replace(task, stem="import math\n"),
+    "entry-point": lambda task: replace(task, entry_point="g"),
+    "language": lambda task: replace(task, language="javascript"),
+}
+
+
+@pytest.mark.parametrize("name", DECIDE)
+def test_what_decides_a_verdict_makes_it_obsolete(tmp_path: Path, recorder: type[Recorder], name: str) -> None:
+    """Also where a data file has changed since the samples were drawn: prompts alone are compared then."""
+    path = tmp_path / "verdicts.jsonl"
+    run(path)
+    run(path, [DECIDE[name](TASKS[0]), TASKS[1]])
+    assert recorder.seen[4:] == [("b", "x"), ("b", "y")]
+    assert len(lines(path)) == len(SAMPLES)
+
+
+def test_limits_decide_verdicts_and_descriptions_do_not(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    run(path)
+    run(path, [replace(task, description="other", reference="other") for task in TASKS])
+    run(path, limits=Limits())
+    assert len(recorder.seen) == 4
+    run(path, limits=Limits(cpu_seconds=5))
+    assert len(recorder.seen) == 8
