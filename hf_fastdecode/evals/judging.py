@@ -118,7 +118,8 @@ def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
         if "status" not in line:
             raise CommandError(f"{path} holds lines that are no results; name another --out")
         if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
-            verdict = Verdict(line["task_id"], line["index"], line["status"], line.get("detail", ""))
+            own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
+            verdict = Verdict(*own)
             yield (verdict.task_id, verdict.index, line["program"]), verdict
 
 

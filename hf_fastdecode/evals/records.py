@@ -52,12 +52,16 @@ class Verdict:
         index: Of the sample.
         status: Outcome.
         detail: One line for people: the exception, the limit that was hit; empty for ``pass``.
+        outputs: A hash of what the program's functions returned to the tests, up to the first test that failed; equal
+            for programs that returned equal values. Empty where one raised or was not called, and for languages other
+            than Python.
     """
 
     task_id: str
     index: int
     status: Status
     detail: str = ""
+    outputs: str = ""
 
     @property
     def passed(self) -> bool:

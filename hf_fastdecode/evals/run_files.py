@@ -24,7 +24,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
         The path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial{path.suffix}")  # shards may write at once
+    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
     try:
         write(partial)
         os.replace(partial, path)

@@ -19,6 +19,7 @@ class Pool:
         task_id: Of the task.
         passed: Whether each sample passed.
         keys: Equal for duplicates.
+        outputs: Equal for programs that returned the same to their tests; None where that is unknown or one raised.
         mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens: there is
             nothing to rank it by, so it comes last.
         sum_logp: Sum of the log-probabilities, likewise.
@@ -27,6 +28,7 @@ class Pool:
     task_id: str
     passed: tuple[bool, ...]
     keys: tuple[Hashable, ...]
+    outputs: tuple[str | None, ...]
     mean_logp: tuple[float | None, ...]
     sum_logp: tuple[float | None, ...]
 
@@ -92,20 +94,21 @@ def build_pools(
                 "the files are of different runs: score the samples again"
             )
         judged[at] = verdict
-    by_task: dict[str, list[tuple[Sample, bool]]] = {}
+    by_task: dict[str, list[tuple[Sample, Verdict]]] = {}
     left_out = 0
     for at, sample in by_id.items():
         found = judged.get(at)
         if found is None or found.status == "sandbox_error":
             left_out += 1
         else:
-            by_task.setdefault(sample.task_id, []).append((sample, found.passed))
+            by_task.setdefault(sample.task_id, []).append((sample, found))
     key = KEYS[deduplicate]
     pools = [
         Pool(
             task_id,
-            tuple(right for _, right in rows),
+            tuple(verdict.passed for _, verdict in rows),
             tuple(key(sample.completion) for sample, _ in rows),
+            tuple(verdict.outputs or None for _, verdict in rows),
             tuple(_ranked_last(sample, sample.mean_logp) for sample, _ in rows),
             tuple(_ranked_last(sample, sample.sum_logp) for sample, _ in rows),
         )

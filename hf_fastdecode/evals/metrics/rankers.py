@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -19,7 +19,8 @@ Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
 - ``oracle``: all n are run, which is pass@n.
 - ``mean_logp``, ``sum_logp``: the highest mean, or sum, of the log-probabilities of the tokens; exact.
 - ``random``: the first distinct ones in the order drawn; exact.
-- ``votes``: the most frequent keys; Monte Carlo.
+- ``votes``: programs whose outputs most samples agree on, or where no outputs are known, the most frequent texts;
+  Monte Carlo.
 """
 
 RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
@@ -51,11 +52,19 @@ def pass_at_ranker(
         )
     if ranker == "votes":
         task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
-        return pass_at_votes(pool.passed, pool.keys, ns, m=m, draws=draws, seed=task_seed)
+        return pass_at_votes(pool.passed, _answers(pool), ns, m=m, draws=draws, seed=task_seed)
     try:
         return _exact(pool, ranker, m)[[n - 1 for n in ns]], None
     except ValueError as error:
         raise ValueError(f"task {pool.task_id!r}: {error}") from error
+
+
+def _answers(pool: Pool) -> Sequence[Hashable | None]:
+    """What samples vote for: outputs, or texts where no outputs are known."""
+    if all(output is None for output in pool.outputs):
+        return pool.keys
+    # Outputs that pass once and fail once, as by what a program printed, are two.
+    return [None if output is None else (output, right) for output, right in zip(pool.outputs, pool.passed)]
 
 
 def _exact(pool: Pool, ranker: Ranker, m: int) -> NDArray[np.float64]:

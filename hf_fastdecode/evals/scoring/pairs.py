@@ -128,7 +128,7 @@ class PairRunner(ABC):
         """Run tests: the server sends ``call`` and a request, any number of times, and in the end a verdict.
 
         The verdict is ``pass`` with a text and the nonce, ``fail`` or ``memory`` and a text, or ``broken`` for tests
-        that cannot be run.
+        that cannot be run. A fourth part may be a hash of what the program returned.
         """
         try:
             server = self._running_server(self._limits.cpu_seconds, self._limits.wall_seconds)
@@ -155,16 +155,16 @@ class PairRunner(ABC):
             self.close()
         if gone is not None:
             return gone
-        kind, detail, said = [*message, b"", b"", b""][:3]
+        kind, detail, said, outputs = [*message, b"", b"", b"", b""][:4]
         if kind == b"fail":
-            return Result("fail", one_line(detail))
+            return Result("fail", one_line(detail), outputs=outputs.decode())
         if kind == b"memory":
             return self._blamed(Result("memory", one_line(detail)))
         if kind != b"pass":
             raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
         if not secrets.compare_digest(said, nonce):
             raise SandboxError("the tests' process gave a wrong nonce")
-        return Result("pass")
+        return Result("pass", outputs=outputs.decode())
 
     def _server_failed(self, server: Peer, error: EOFError | OSError | LimitExceeded, what: str) -> Result:
         """The result of a program with which the server has ended or met a limit while it did ``what``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,12 +21,14 @@ class Result:
         detail: As of `Verdict`.
         load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
         blame: Beside ``sandbox_error``: the status if the program turns out to be the cause; None where it cannot be.
+        outputs: As of `Verdict`.
     """
 
     status: Status
     detail: str = ""
     load: bool = False
     blame: Status | None = None
+    outputs: str = field(default="", compare=False)  # results are equal by their outcome
 
     @classmethod
     def exceeded(cls, error: LimitExceeded) -> Result:

@@ -71,7 +71,10 @@ def score(
     results |= board.check_alone([key for key, result in results.items() if result.status == "sandbox_error"])
     results |= _blamed(board, tasks, results)
     keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
-    return [Verdict(one.task_id, one.index, results[key].status, results[key].detail) for one, key in keys]
+    return [
+        Verdict(one.task_id, one.index, results[key].status, results[key].detail, results[key].outputs)
+        for one, key in keys
+    ]
 
 
 def _blamed(board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]) -> dict[_Key, Result]:

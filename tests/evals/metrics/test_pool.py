@@ -23,6 +23,7 @@ POOL = Pool(
     "t",
     passed=(True, False, False, True),
     keys=("a", "b", "c", "a"),
+    outputs=(None, None, None, None),
     mean_logp=(-2.0, -1.0, -1.5, -0.5),
     sum_logp=(-4.0, -9.0, -3.0, -2.0),
 )
@@ -126,6 +127,29 @@ def test_rankers_by_name():
     found, errors = pass_at_ranker(POOL, "votes", [4], m=1)
     assert (found[0], errors[0]) == (1.0, 0.0)
     assert len({tuple(map(float, values)) for values in expected.values()}) == 4
+
+
+def test_votes_are_over_outputs_where_these_are_known():
+    """Two equal texts give a wrong answer; two other programs, each in words of its own, agree on the right one."""
+    pool = Pool(
+        "t",
+        passed=(False, False, False, False, True, True),
+        keys=("a", "a", "b", "c", "d", "e"),
+        outputs=("7", "7", "8", None, "9", "9"),
+        mean_logp=(None,) * 6,
+        sum_logp=(None,) * 6,
+    )
+    (by_output,), _ = pass_at_ranker(pool, "votes", [6], m=2)
+    (by_text,), _ = pass_at_ranker(replace(pool, outputs=(None,) * 6), "votes", [6], m=1)
+    assert (by_output, by_text) == (1.0, 0.0)
+    flaky = replace(pool, outputs=("9", "9", "8", None, "9", "9"))
+    assert pass_at_ranker(flaky, "votes", [6], m=2)[0][0] == 1.0
+
+
+def test_outputs_of_verdicts_are_joined():
+    samples = samples_of("1", "x", "y")
+    (pool,), _ = build_pools(samples, [Verdict("1", 0, "pass", outputs="ab"), Verdict("1", 1, "fail")])
+    assert pool.outputs == ("ab", None)
 
 
 def test_errors_name_the_task():

@@ -265,3 +265,20 @@ def test_the_program_is_never_told_the_tests(any_sandbox: Sandbox) -> None:
     program = "import sys\ndef f(x): return [x, sys.argv, 'expected' in open('/proc/self/cmdline').read()]"
     task = asserts("assert f(1) == [1, ['-c'], False], 'expected'")
     assert check(any_sandbox, task, program) == Result("pass")
+
+
+def test_programs_that_return_the_same_have_equal_outputs(any_sandbox: Sandbox) -> None:
+    """In whatever order sets hold their items; up to the first test that fails."""
+    task = asserts("assert f('abc') == {'a', 'b', 'c'}", "assert f('x') == {'x'}")
+
+    def outputs(body: str) -> str:
+        return check(any_sandbox, task, f"def f(x):\n    {body}").outputs
+
+    right = outputs("return set(x)")
+    assert right
+    assert right == outputs("return {one for one in reversed(x)}")
+    wrong = outputs("return set(x[:1])")
+    assert wrong == outputs("return {'a'} if x else 3")
+    assert right == outputs("return frozenset(x)")
+    assert len({right, wrong, outputs("return list(x)"), outputs("return tuple(x)")}) == 4
+    assert outputs("raise ValueError") == outputs("return (one for one in x)") == outputs("while True: pass") == ""

@@ -28,20 +28,21 @@ def main(messages: Messages) -> None:
         kind, content = messages.receive()
         return content if kind == b"value" else b""
 
+    link = Link(exchange)
     scope: dict[str, Any] = {}
     sources = {"stem": job["stem"], "setup": job["setup"]}
     sources |= {f"test {number}": test for number, test in enumerate(job["tests"], 1)}
     try:
-        entry_point = _prepare(job, Link(exchange))
+        entry_point = _prepare(job, link)
         scope = sys.modules["__main__"].__dict__
         for name, source in list(sources.items())[1:]:
             _run(source, name, scope)
         if job["check"]:
             scope["check"](entry_point)
     except BaseException as error:
-        messages.send(_status(error), _line(error, sources).encode(errors="replace"))
+        messages.send(_status(error), _line(error, sources).encode(errors="replace"), b"", link.outputs())
     else:
-        messages.send(b"pass", b"", nonce)
+        messages.send(b"pass", b"", nonce, link.outputs())
 
 
 def _prepare(job: dict[str, Any], link: Link) -> Any:

@@ -34,6 +34,7 @@ class Link:
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
         self._known: dict[int, Remote] = {}
+        self._returned: list[str] | None = []  # None once a call has given no plain data
 
     def request(self, operation: str, *operands: Any) -> Any:
         """The result of an operation, with the mutable operands as it left them.
@@ -49,6 +50,8 @@ class Link:
             raise Untrusted("the program ended during a call")
         try:
             kind, result, changed = loads(answer, self._take)
+            if operation == "call":
+                self._note(result if kind == "value" else NotPlain())
             if changed is not None:
                 _update(list(operands), changed)
             if kind == "value":
@@ -59,6 +62,24 @@ class Link:
         except Exception as invalid:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
         raise raised
+
+    def outputs(self) -> bytes:
+        """A hash of what the program's functions have returned, in order.
+
+        Empty where one raised or returned an object that is not plain data, or none was called.
+        """
+        if not self._returned:
+            return b""
+        import hashlib
+
+        return hashlib.sha256("\0".join(self._returned).encode("utf-8", "surrogatepass")).hexdigest().encode()
+
+    def _note(self, result: Any) -> None:
+        if self._returned is not None:
+            try:
+                self._returned.append(_canonical(result))
+            except (NotPlain, ValueError):  # integers of thousands of digits have no text
+                self._returned = None
 
     def _take(self, number: int) -> Remote:
         return self._known.setdefault(number, Remote(self, number))
@@ -102,6 +123,27 @@ class Remote:
 
     def __repr__(self) -> str:
         return _of(str, self._link.request("repr", self))
+
+
+def _canonical(value: Any) -> str:
+    """A text that equal builtins share: 1, 1.0 and True, sets and frozensets, items in any order.
+
+    Raises:
+        NotPlain: It is, or holds, something else than plain data.
+        ValueError: An integer is too long.
+    """
+    if isinstance(value, (Remote, NotPlain)):
+        raise NotPlain
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return str(int(value))
+    if isinstance(value, (set, frozenset)):
+        return f"set({','.join(sorted(map(_canonical, value)))})"
+    if isinstance(value, dict):
+        pairs = sorted(f"{_canonical(key)}:{_canonical(one)}" for key, one in value.items())
+        return f"dict({','.join(pairs)})"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({','.join(map(_canonical, value))})"
+    return repr(value)
 
 
 def _number(value: Any) -> int:
