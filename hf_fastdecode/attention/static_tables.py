@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Capacity, Schedule
 from .forest import Forest
 from .kv import Segment
+from .own_nodes import own_tokens, with_own_nodes, with_own_segments
 from .plan import Layout, Plan
 from .scoring import Scoring
 from .triton_ops import node_addresses, run_kernels, suffix_addresses
@@ -72,24 +72,31 @@ class StaticTables:
         layers: Attention layers of the model.
         forest: The forest that the sizes are made for, rounded up.
         device: Where the step runs.
+        own_nodes: Attend to all but the last tokens of long suffixes as nodes, see `own_nodes`.
     """
 
-    def __init__(self, rows: int, layers: int, forest: Forest, device: torch.device):
+    def __init__(self, rows: int, layers: int, forest: Forest, device: torch.device, *, own_nodes: bool = False):
         self.rows, self.device, self.forest = rows, device, forest
-        self._depths, self._nodes = _rounded(len(forest.levels)), _rounded(len(forest.nodes))
+        self._own_nodes = own_nodes
+        largest = self._largest(forest)
+        self._depths = _rounded(len(largest.levels))
+        self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes else 0))
         self.nodes = torch.zeros(layers, 3, self._nodes, dtype=torch.int64, device=device)
         self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first pass.
         self._schedules: dict[Layout, _Scheduled] = {}
-        self._suffix_length = 0
+        self._batch = forest
+        self._storage: Sequence[LayerStorage] = ()
+        self._suffix_length = self._own_tokens = 0
 
     def fits(self, forest: Forest) -> bool:
         """Whether a batch over this forest can use these tables as they were captured."""
-        if forest.rows > self.rows or len(forest.levels) > self._depths or len(forest.nodes) > self._nodes:
+        largest = self._largest(forest)
+        if forest.rows > self.rows or len(largest.levels) > self._depths or len(largest.nodes) > self._nodes:
             return False
-        return all(known.takes(self._plan(forest, layout, known)) for layout, known in self._schedules.items())
+        return all(known.takes(self._plan(largest, layout, known)) for layout, known in self._schedules.items())
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
         """Point the tables at a batch, for which `fits` holds.
@@ -99,31 +106,56 @@ class StaticTables:
             storage: Keys and values, layer by layer.
             suffix_length: Tokens in every row's suffix.
         """
-        self.forest = forest
-        host: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
-        nodes = torch.zeros(self.nodes.shape, **host)
-        for index, layer in enumerate(storage):
-            nodes[index, :, : len(forest.nodes)] = torch.tensor(node_addresses(forest, layer.segments), **host)
-        self.nodes.copy_(nodes)
-        self.load_suffixes(storage)
-        rows = torch.arange(self.rows, **host)
+        self._batch, self._storage, self._suffix_length = forest, storage, suffix_length
+        rows = torch.arange(self.rows, dtype=torch.int64, device="cpu")
         self.slots.copy_(torch.where(rows < forest.rows, rows, -1))
-        self.lengths.fill_(suffix_length)
-        self._suffix_length = suffix_length
-        for layout, known in self._schedules.items():
-            known.turn_to(self._plan(forest, layout, known), suffix_length)
+        self._load_nodes(self._wanted_own_tokens())
+        self._load_suffixes()
 
     def grow(self) -> None:
         """Every row's suffix is longer by the token that a step has appended."""
         self.lengths.add_(1)
         self._suffix_length += 1
-        if self._suffix_length % _TOKENS_BETWEEN_LOOKS == 0:
+        if (own := self._wanted_own_tokens()) != self._own_tokens:
+            self._load_nodes(own)
+            self._load_suffixes()
+        elif self._suffix_length % _TOKENS_BETWEEN_LOOKS == 0:
             for known in self._schedules.values():
-                known.turn_to(known.plan, self._suffix_length)
+                known.turn_to(known.plan, self._suffix_length - own)
 
     def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
         """Point the tables at suffixes that have moved."""
-        self.suffixes.copy_(torch.tensor([suffix_addresses(layer.suffix) for layer in storage], device="cpu"))
+        self._storage = storage
+        self._load_nodes(self._own_tokens)
+        self._load_suffixes()
+
+    def _wanted_own_tokens(self) -> int:
+        """How many leading tokens of every suffix are to be nodes; unknown before the layers' first pass."""
+        windowed = any(layout.windowed for layout in self._schedules)
+        return own_tokens(self._suffix_length) if self._own_nodes and self._schedules and not windowed else 0
+
+    def _load_nodes(self, own: int) -> None:
+        """Write addresses and schedules of the batch's nodes, with own ones of so many tokens."""
+        self.forest, self._own_tokens = with_own_nodes(self._batch, own), own
+        nodes = torch.zeros(self.nodes.shape, dtype=torch.int64, device="cpu")
+        for index, layer in enumerate(self._storage):
+            segments = with_own_segments(layer.segments, layer.suffix) if own else layer.segments
+            addresses = node_addresses(self.forest, segments)
+            nodes[index, :, : len(self.forest.nodes)] = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        self.nodes.copy_(nodes)
+        for layout, known in self._schedules.items():
+            known.turn_to(self._plan(self.forest, layout, known), self._suffix_length - own)
+
+    def _load_suffixes(self) -> None:
+        """Write addresses and lengths of what of the suffixes is no node."""
+        own = self._own_tokens
+        addresses = [suffix_addresses(layer.suffix, own) for layer in self._storage]
+        self.suffixes.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+        self.lengths.fill_(self._suffix_length - own)
+
+    def _largest(self, forest: Forest) -> Forest:
+        """The forest with all nodes that it may get."""
+        return with_own_nodes(forest, int(self._own_nodes))
 
     def attend(
         self,
@@ -154,8 +186,9 @@ class StaticTables:
                 if reason := refusal(query, new_keys, new_values, []):
                     raise KernelRefusalError(reason)
                 plan = self._plan(self.forest, layout)
-                room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units))
-                programs = plan.programs(self._suffix_length)
+                own = self.rows * layout.kv_heads * -(-layout.each // plan.config.block_m) if self._own_nodes else 0
+                room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units + own))
+                programs = plan.programs(self._suffix_length - self._own_tokens)
                 self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))
             known = self._schedules[layout]
             tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)

@@ -14,6 +14,7 @@ from ..kernels.forest_decode.schedule import Schedule
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
 from .forest import Forest
 from .kv import Segment
+from .own_nodes import with_own_nodes
 from .plan import Layout, Plan
 from .scoring import Scoring
 
@@ -56,10 +57,17 @@ class NodeTable:
 
 
 class SuffixTable:
-    """Device addresses of one layer's suffixes, ``[4]`` int64 in `addresses`, as `forest_decode` takes them."""
+    """Device addresses of one layer's suffixes, ``[4]`` int64 in `addresses`, as `forest_decode` takes them.
 
-    def __init__(self, suffix: Segment):
-        self.addresses = torch.tensor(suffix_addresses(suffix), dtype=torch.int64, device=suffix.keys.device)
+    Args:
+        suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
+        first: The first token of every suffix that is not attended to as a node.
+    """
+
+    def __init__(self, suffix: Segment, first: int = 0):
+        self.first = first
+        addresses = suffix_addresses(suffix, first)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=suffix.keys.device)
 
     __reduce__ = NodeTable.__reduce__
 
@@ -74,9 +82,11 @@ def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Se
     ]
 
 
-def suffix_addresses(suffix: Segment) -> list[int]:
-    """Addresses of the suffixes' keys and values, and elements from one row and from one KV head to the next."""
-    return [suffix.keys.data_ptr(), suffix.values.data_ptr(), *suffix.keys.stride()[:2]]
+def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
+    """Addresses of the suffixes' keys and values from a token on, and elements from one row and one KV head to the
+    next."""
+    begin = first * suffix.keys.stride(2) * suffix.keys.element_size()
+    return [suffix.keys.data_ptr() + begin, suffix.values.data_ptr() + begin, *suffix.keys.stride()[:2]]
 
 
 class ForestTables:
@@ -84,6 +94,8 @@ class ForestTables:
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
+        self._chosen_for: Forest | None = None
+        self._extended: tuple[Forest, int, Forest] | None = None
         self._plans: dict[tuple[Layout, torch.device], Plan] = {}
         self._schedules: dict[tuple[Layout, torch.device, int], Schedule] = {}
         self._choices: dict[tuple[Heads, torch.device], Choice] = {}
@@ -109,6 +121,12 @@ class ForestTables:
             self._slots[device] = torch.arange(rows, dtype=torch.int32, device=device)
         return self._slots[device]
 
+    def forest_with(self, forest: Forest, own: int) -> Forest:
+        """The forest with own nodes of so many tokens: one object as long as both stay."""
+        if self._extended is None or self._extended[0] is not forest or self._extended[1] != own:
+            self._extended = forest, own, with_own_nodes(forest, own)
+        return self._extended[2]
+
     def attend(
         self,
         query: Tensor,
@@ -125,9 +143,9 @@ class ForestTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            nodes: This layer's nodes.
-            suffix: This layer's suffixes, with room for the new tokens.
-            before: Tokens in every suffix.
+            nodes: This layer's nodes, own ones of suffixes among them.
+            suffix: This layer's suffixes behind own nodes, with room for the new tokens.
+            before: Tokens in every suffix, with those of own nodes.
             scoring: What the layer does to its scores.
 
         Returns:
@@ -137,8 +155,9 @@ class ForestTables:
             KernelFailedError: A kernel cannot be compiled or launched. Unless `refusal` now has a reason, another will
                 be used when this is called again.
         """
-        rows = len(query)
-        self._turn_to(nodes.forest)
+        rows, before = len(query), before - suffix.first
+        if self._forest is not nodes.forest:
+            self._forest, self._plans, self._schedules = nodes.forest, {}, {}
         layout = Layout.of(query, new_keys, scoring)
         plan = self._plan(layout, query.device)
         programs = plan.programs(before)
@@ -153,17 +172,14 @@ class ForestTables:
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
         """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""
-        self._turn_to(forest)
+        if self._chosen_for is not forest:
+            self._chosen_for, self._choices = forest, {}
         if (heads, device) not in self._choices:
             # What PyTorch's operators do at the edge of a window, by a mask, is not in the model.
             among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
             chosen = choose(forest, _TYPICAL_SUFFIX, heads, device, among=among)
             self._choices[heads, device] = chosen
         return self._choices[heads, device]
-
-    def _turn_to(self, forest: Forest) -> None:
-        if self._forest is not forest:
-            self._forest, self._plans, self._schedules, self._choices = forest, {}, {}, {}
 
     def _plan(self, layout: Layout, device: torch.device) -> Plan:
         if (layout, device) not in self._plans:

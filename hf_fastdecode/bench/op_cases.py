@@ -162,6 +162,15 @@ _HEAD_DIMS = tuple(
     for heads, kv_heads, head_dim in ((32, 8, 64), (32, 32, 80), (32, 32, 96), (8, 4, 256), (16, 16, 256))
     for n in (8, 128, 1024)
 )
+# What rows have drawn themselves; for one row, also as many tokens as a prompt.
+_COMPLETIONS = tuple(
+    shared(n, context, suffix, *heads)
+    for heads in _HEADS[:2]
+    for n, context, suffix in (
+        *((1, 128, 8192), (1, 8192, 128), (1, 128, 65536), (1, 65536, 128)),
+        *((4, 128, 16384), (16, 128, 4096), (64, 128, 2048), (128, 8192, 256)),
+    )
+)
 _SMALL = (
     shared(1, 8192, 64, 32, 8),
     shared(8, 2048, 64, 32, 32),
@@ -183,9 +192,10 @@ OP_SETS: dict[str, tuple[OpCase, ...]] = {
     "ragged": _RAGGED,
     "two-level": _TWO_LEVEL,
     "head-dims": _HEAD_DIMS,
+    "completions": _COMPLETIONS,
     "h200": (*_ONE_ROW, *_RAGGED, *_TWO_LEVEL, *_GRID),
     "small": _SMALL,
     "tiny": _TINY,
 }
 """Named sets: ``grid`` is every n, context, suffix and head layout of head_dim 128, ``head-dims`` has others; ``h200``
-is the first four; ``small`` a handful; ``tiny`` is for a CPU."""
+is the first four; ``completions`` has long suffixes; ``small`` a handful; ``tiny`` is for a CPU."""

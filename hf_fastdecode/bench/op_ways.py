@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Heads
+from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
 from ..kernels.installed import triton_is_installed
 from .baselines import TwoCalls, attend_to_copies, bifurcated
@@ -90,14 +91,21 @@ def _kernels_are_chosen(inputs: OpInputs) -> bool:
     return triton_ops.ForestTables().choice(inputs.forest, heads, query.device).name == KERNELS
 
 
-def kernel_calls(sets: Sequence[OpInputs]) -> list[Call]:
-    """This package's kernels, which write the new token's keys and values too. The one place that knows their API."""
+def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
+    """This package's kernels, which write the new token's keys and values too. The one place that knows their API.
+
+    Args:
+        sets: Inputs of a case.
+        own_nodes: Attend to long suffixes as nodes, as the package does.
+    """
     tables = triton_ops.ForestTables()
 
     def call(inputs: OpInputs) -> Call:
-        nodes = triton_ops.NodeTable(inputs.forest, [inputs.segment], inputs.query.device)
-        suffix, before = triton_ops.SuffixTable(inputs.suffix), inputs.case.suffix - 1
-        scoring = Scoring(inputs.scale)
+        case, device, before = inputs.case, inputs.query.device, inputs.case.suffix - 1
+        own = own_tokens(before) if own_nodes and may_have_own_nodes(case.rows, case.kv_heads, device) else 0
+        segments = with_own_segments([inputs.segment], inputs.suffix)
+        nodes = triton_ops.NodeTable(tables.forest_with(inputs.forest, own), segments, device)
+        suffix, scoring = triton_ops.SuffixTable(inputs.suffix, own), Scoring(inputs.scale)
         return lambda: tables.attend(inputs.query, *inputs.new, nodes, suffix, before, scoring)
 
     return [call(inputs) for inputs in sets]
@@ -202,6 +210,7 @@ OP_WAYS: dict[str, OpWay] = {
     "sketch-prefix": OpWay(
         _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, needs_triton=True
     ),
+    "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, needs_triton=True),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
     "sketch-suffix": OpWay(
         _sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only, needs_triton=True

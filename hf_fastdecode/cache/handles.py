@@ -11,6 +11,7 @@ from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from ..attention.operators import cannot_run
+from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
 from ..kernels.failures import KernelFailedError
@@ -36,14 +37,22 @@ class DecodeKV(SharedKV):
         return self._run_pytorch(kv, query, scoring).transpose(1, 2)
 
     def _run_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
-        if self.layer.nodes is None or self.layer.nodes.forest is not kv.forest:
-            self.layer.nodes = triton_ops.NodeTable(kv.forest, kv.segments, query.device)
+        tables, own = self.layer.state.tables, self._own_tokens(kv, query, scoring)
+        forest = tables.forest_with(kv.forest, own)
+        if self.layer.nodes is None or self.layer.nodes.forest is not forest:
+            segments = with_own_segments(kv.segments, kv.suffix) if own else kv.segments
+            self.layer.nodes = triton_ops.NodeTable(forest, segments, query.device)
             did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
             self.layer.ran["decode"] = did + self._why(kv, query, scoring)
-        if self.layer.own is None:
-            self.layer.own = triton_ops.SuffixTable(kv.suffix)
-        tables, nodes, own = self.layer.state.tables, self.layer.nodes, self.layer.own
-        return tables.attend(query, self.keys, self.values, nodes, own, self.before, scoring)
+        if self.layer.own is None or self.layer.own.first != own:
+            self.layer.own = triton_ops.SuffixTable(kv.suffix, own)
+        return tables.attend(query, self.keys, self.values, self.layer.nodes, self.layer.own, self.before, scoring)
+
+    def _own_tokens(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> int:
+        """How many leading tokens of every suffix are attended to as a node."""
+        if scoring.window is not None or not may_have_own_nodes(kv.forest.rows, self.keys.shape[1], query.device):
+            return 0
+        return own_tokens(self.before)
 
     def _run_pytorch(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
         after = self.before + self.keys.shape[2]

@@ -205,7 +205,7 @@ class SharedContextLayer(CacheLayerMixin):
         if self.suffix is not None:
             grown.keys[:, :, : self.suffix_length] = self.suffix.keys[:, :, : self.suffix_length]
             grown.values[:, :, : self.suffix_length] = self.suffix.values[:, :, : self.suffix_length]
-        self.suffix, self.own = grown, None
+        self.suffix, self.nodes, self.own = grown, None, None
         return True
 
     def forest_kv(self) -> ForestKV:
@@ -240,7 +240,8 @@ class SharedContextLayer(CacheLayerMixin):
         """Keep, move or repeat the rows' suffixes; ``rows`` holds their indices."""
         if self.suffix is not None:
             rows, before = rows.to(self.device), self.suffix
-            self.suffix, self.own = _storage(*before, (len(rows), *before.keys.shape[1:-1])), None
+            self.suffix = _storage(*before, (len(rows), *before.keys.shape[1:-1]))
+            self.nodes = self.own = None
             for kept, part in zip(self.suffix, before, strict=True):
                 kept.copy_(part.index_select(0, rows))
 

@@ -114,7 +114,7 @@ class SharedContextCache(Cache):
         self.state.padding = 0 if length is None else length - longest
         self._suffix_tokens = []
         for layer in self.layers:
-            layer.suffix, layer.own, layer.suffix_length = None, None, 0
+            layer.suffix, layer.nodes, layer.own, layer.suffix_length = None, None, None, 0
 
     def replace_storage(
         self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], lent: int
@@ -205,7 +205,7 @@ class SharedContextCache(Cache):
             for layer, length in zip(layers, lengths, strict=True):
                 layer.suffix_length = length
                 if forest is None:  # the next pass may be of another number of rows, dtype or device
-                    layer.suffix, layer.own, layer.is_initialized = None, None, False
+                    layer.suffix, layer.nodes, layer.own, layer.is_initialized = None, None, None, False
             raise
 
     # --- what was stored ---------------------------------------------------------------------------------------

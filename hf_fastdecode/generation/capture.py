@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.interface import RowLengths, active
+from ..attention.own_nodes import may_have_own_nodes
 from ..attention.static_tables import LayerStorage, StaticTables
 from ..cache.captured import CapturedCache
 from ..cache.fingerprint import adapter_state, addresses, module_state
@@ -67,7 +68,9 @@ class CapturedStep:
     ):
         device = model.device
         self.rows = rows
-        self.tables = StaticTables(rows, len(cache.layers), cache.forest, device)
+        stored = _storage(cache)
+        own_nodes = may_have_own_nodes(rows, stored[0].suffix.keys.shape[1], device)
+        self.tables = StaticTables(rows, len(stored), cache.forest, device, own_nodes=own_nodes)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.load(cache)

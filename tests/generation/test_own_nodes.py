@@ -1,0 +1,116 @@
+"""Long completions: what rows have drawn is attended to as nodes of one row each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention import own_nodes, static_tables, triton_ops
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
+from hf_fastdecode.generation import modes
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+pytest.importorskip("triton")
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+CALL = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 10}
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+
+
+@pytest.fixture
+def short_steps(monkeypatch):
+    """Own nodes that grow by four tokens; which forests the kernels went over."""
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    seen: list[Forest] = []
+    for module in (triton_ops, static_tables):
+        extended = module.with_own_nodes
+
+        def note(forest, tokens, extended=extended):
+            seen.append(extended(forest, tokens))
+            return seen[-1]
+
+        monkeypatch.setattr(module, "with_own_nodes", note)
+    return seen
+
+
+def own_lengths(seen):
+    """Lengths of own nodes, as they came."""
+    lengths = [max((node.span.length for node in forest.nodes if node.span.segment < 0), default=0) for forest in seen]
+    return [length for length, before in zip(lengths, [None, *lengths]) if length != before and length != 1]
+
+
+def test_a_node_below_every_path():
+    forest = Forest(3, [Node(Span(0, 0, 5), 0, 3), Node(Span(0, 5, 2), 1, 1, 1)])
+    assert with_own_nodes(forest, 0) is forest
+    found = with_own_nodes(forest, 16)
+    assert found.context_lengths == (21, 23, 21)
+    assert [path[-1] for path in found.paths] == [Span(-1, 0, 16), Span(-2, 0, 16), Span(-3, 0, 16)]
+    assert [own_tokens(length) for length in (0, 127, 128, 255, 1000)] == [0, 0, 128, 128, 896]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_tokens_are_stocks(mode, short_steps):
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(21, 17, shared=14) | CALL
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.mode == mode
+        assert own_lengths(short_steps)[-2:] == [4, 8]
+        # Another call through the tables of the first, which ended with own nodes.
+        again = ragged_prompts(18, seed=4) | CALL
+        shared = seeded(lambda: model.generate(**again))
+    assert torch.equal(shared, seeded(lambda: model.generate(**again)))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_rows_that_leave(mode, short_steps):
+    """Suffixes move to other storage while they are nodes."""
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 16}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.compactions >= (mode == "eager")
+    assert 4 in own_lengths(short_steps)
+
+
+@on_the_cpu
+def test_a_conversation_goes_on_behind_own_nodes(short_steps):
+    """Cropping, forking, and a second call over what the first has drawn."""
+    model = tiny_model(**SMALL)
+    prompt = ragged_prompts(19)
+    with fd.enabled(model, backend="triton", min_saved_tokens=1):
+        out = seeded(lambda: model.generate(**prompt, **CALL, return_dict_in_generate=True))
+        cache, ids = out.past_key_values, out.sequences
+        assert own_lengths(short_steps)[-1] == 8
+        found = []
+        for keep in (22, 27):
+            fork = cache.fork()
+            fork.crop(keep - fork.get_seq_length())
+            with torch.no_grad():
+                found.append(model(ids[:, keep : keep + 1], past_key_values=fork).logits[:, -1])
+    for keep, logits in zip((22, 27), found):
+        assert torch.allclose(logits, model(ids[:, : keep + 1]).logits[:, -1], atol=1e-4)
+
+
+@on_the_cpu
+def test_windows_keep_their_suffixes(short_steps):
+    """A window's suffix kernel reads no more than the window, however long the suffix is."""
+    model = tiny_model("mistral", num_hidden_layers=1, sliding_window=12)
+    call = ragged_prompts(21) | CALL
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    assert own_lengths(short_steps) in ([], [0])
+
+
+def test_many_rows_fill_the_gpu_by_themselves():
+    """Of four multiprocessors, as which the interpreter counts."""
+    assert may_have_own_nodes(8, 2, torch.device("cpu"))
+    assert not may_have_own_nodes(17, 1, torch.device("cpu"))
