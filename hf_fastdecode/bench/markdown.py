@@ -11,7 +11,7 @@ CEILING = "-no-attention"
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _OP_WAYS = (
     *("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "sketch"),
-    *("ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
+    *("without-own-nodes", "ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
 )
 
 

@@ -31,6 +31,7 @@ OP_WAY_NAMES = (
     "bifurcated",
     "bifurcated-compiled",
     "sketch",
+    "without-own-nodes",
     "ours-prefix",
     "sketch-prefix",
     "ours-suffix",
@@ -70,11 +71,11 @@ def ops(
     merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
     by torch.compile. `sketch` is a first Triton kernel of two launches with a fixed split, the better of two, which
     does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix` what it does where nothing is
-    shared.
+    shared. `without-own-nodes` is ours with one program for each row and KV head over what a row added, however long.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
-    they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `small` is a handful, `tiny`
-    is for a CPU.
+    they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `completions` has rows that
+    added thousands of tokens; `small` is a handful, `tiny` is for a CPU.
 
     Examples:
 
