@@ -102,7 +102,8 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
 
     def call(inputs: OpInputs) -> Call:
         case, device, before = inputs.case, inputs.query.device, inputs.case.suffix - 1
-        own = own_tokens(before) if own_nodes and may_have_own_nodes(case.rows, case.kv_heads, device) else 0
+        few = own_nodes and may_have_own_nodes(case.rows, case.kv_heads, case.heads // case.kv_heads, device)
+        own = own_tokens(before) if few else 0
         segments = with_own_segments([inputs.segment], inputs.suffix)
         nodes = triton_ops.NodeTable(tables.forest_with(inputs.forest, own), segments, device)
         suffix, scoring = triton_ops.SuffixTable(inputs.suffix, own), Scoring(inputs.scale)

@@ -50,9 +50,9 @@ class DecodeKV(SharedKV):
 
     def _own_tokens(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> int:
         """How many leading tokens of every suffix are attended to as a node."""
-        if scoring.window is not None or not may_have_own_nodes(kv.forest.rows, self.keys.shape[1], query.device):
-            return 0
-        return own_tokens(self.before)
+        kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
+        few = may_have_own_nodes(kv.forest.rows, kv_heads, group, query.device)
+        return own_tokens(self.before) if few and scoring.window is None else 0
 
     def _run_pytorch(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
         after = self.before + self.keys.shape[2]

@@ -69,7 +69,9 @@ class CapturedStep:
         device = model.device
         self.rows = rows
         stored = _storage(cache)
-        own_nodes = may_have_own_nodes(rows, stored[0].suffix.keys.shape[1], device)
+        kv_heads = stored[0].suffix.keys.shape[1]
+        heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
+        own_nodes = may_have_own_nodes(rows, kv_heads, heads // kv_heads, device)
         self.tables = StaticTables(rows, len(stored), cache.forest, device, own_nodes=own_nodes)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)

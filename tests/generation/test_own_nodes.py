@@ -112,5 +112,8 @@ def test_windows_keep_their_suffixes(short_steps):
 
 def test_many_rows_fill_the_gpu_by_themselves():
     """Of four multiprocessors, as which the interpreter counts."""
-    assert may_have_own_nodes(8, 2, torch.device("cpu"))
-    assert not may_have_own_nodes(17, 1, torch.device("cpu"))
+    device = torch.device("cpu")
+    assert may_have_own_nodes(8, 2, 1, device)
+    assert not may_have_own_nodes(17, 1, 1, device)
+    assert may_have_own_nodes(2, 1, 12, device)
+    assert not may_have_own_nodes(3, 1, 12, device)
