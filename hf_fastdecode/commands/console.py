@@ -127,6 +127,8 @@ def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int
         return "", _READER_GONE
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"cannot write the output: {error.strerror}; make room, or send it elsewhere", 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; name another path", 2
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
         # Without a message no command was named, and the help was shown.
         return _usage_line(error, words) if error.format_message() else "", 2

@@ -73,8 +73,8 @@ class Verdict:
 class Latency:
     """Drawing n samples of one prompt, in one way on one device.
 
-    Times are medians (p50) over repeats, or their 90th percentile where the name says so; NaN (an empty cell) where
-    unknown. They are measured in runs of their own and say nothing about which samples pass.
+    Times are medians (p50) over prompts, each timed once, or their 90th percentile where the name says so; NaN (an
+    empty cell) where unknown. They are measured in runs of their own and say nothing about which samples pass.
 
     Attributes:
         way: ``shared`` (hf_fastdecode) or ``stock`` (transformers).
@@ -87,11 +87,11 @@ class Latency:
         first_sample_s: Seconds from the call to the first finished sample.
         median_sample_s: To the median finished sample.
         last_sample_s: To the last one, when all can be ranked: what accuracy is set against.
-        first_sample_s_p90: 90th percentile over repeats.
-        median_sample_s_p90: 90th percentile over repeats.
-        last_sample_s_p90: 90th percentile over repeats.
+        first_sample_s_p90: 90th percentile over prompts.
+        median_sample_s_p90: 90th percentile over prompts.
+        last_sample_s_p90: 90th percentile over prompts.
         peak_bytes: Highest memory in use; None where unknown.
-        runs: Repeats, after a warm-up.
+        runs: Prompts that were timed, after a warm-up.
         status: ``ok``, or why there are no numbers, such as ``out of memory``.
     """
 

@@ -13,6 +13,11 @@ VERDICTS: Final = "verdicts.jsonl"
 LATENCY: Final = "latency.csv"
 
 
+def sample_files(folder: Path) -> list[Path]:
+    """The files of samples in a run's folder: of one process, or of its shards."""
+    return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     """Have a file written under a temporary name and rename it, so that an interruption leaves the old one.
 

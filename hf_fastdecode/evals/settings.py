@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from ..command_errors import CommandError
 from .records import Way
-from .run_files import SETTINGS, write_text
+from .run_files import SETTINGS, VERDICTS, sample_files, write_text
 
 _FINGERPRINT: Final = "fingerprint"
 _VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
@@ -55,7 +55,7 @@ class RunSettings:
 
     Attributes:
         model: Name or folder of the checkpoint.
-        weights: Digest of the model's parameters, see `hf_fastdecode.evals.generation.weights`.
+        weights: Digest of weights, config and tokenizer, see `hf_fastdecode.evals.generation.weights`.
         dtype: Of the parameters.
         device: Its type.
         task: Name of the tasks.
@@ -91,7 +91,7 @@ def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) ->
 
 
 def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]) -> None:
-    """Make the folder that of this run, or check that it is.
+    """Write the run's settings into its folder, or check that they are those that it has.
 
     Args:
         folder: Of the run; it is made if need be.
@@ -99,13 +99,16 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
         provenance: Versions, which must not change within a run, and what else is kept for people.
 
     Raises:
-        CommandError: The folder holds a run with other settings or versions, or its settings cannot be read.
+        CommandError: The folder holds a run with other settings or versions, or its settings cannot be read, or
+            samples or verdicts without settings.
     """
     path = folder / SETTINGS
     deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
         if not path.exists():
+            if kept := [*sample_files(folder), *folder.glob(VERDICTS)]:
+                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another --out")
             content = {**settings.flat(), _FINGERPRINT: _digest(deciding), "provenance": provenance}
             write_text(path, lambda file: file.write(json.dumps(content, indent=2) + "\n"))
             return
@@ -140,7 +143,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 _WORDS: Final = {
-    "weights": "digest of the weights",
+    "weights": "digest of weights, config and tokenizer",
     "prompts": "digest of the tasks and prompts (--limit, --task-ids, --data, --shots)",
     "rows": "--rows",
     "n": "--n",

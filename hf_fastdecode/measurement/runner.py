@@ -16,7 +16,7 @@ class Case(Protocol):
     """What a case must be able to do."""
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row, and tells it from others."""
+        """Columns that identify the case."""
 
 
 C = TypeVar("C", bound=Case)

@@ -51,7 +51,7 @@ def test_austin_is_as_published() -> None:
         "should pass these tests:\n\nassert double(2) == 4\nassert double(0) == 0\n[BEGIN]\n"
     )
     assert (
-        found.truncate(MBPP, "def double(x):\n    return 2 * x\n[DONE]\n\nYou are")
+        found.stop_rule(MBPP).completion("def double(x):\n    return 2 * x\n[DONE]\n\nYou are")
         == "def double(x):\n    return 2 * x\n"
     )
 
@@ -60,17 +60,17 @@ def test_bigcode_is_as_published() -> None:
     found = prompt_format(of(MBPP), "bigcode")
     assert found.prompt(MBPP) == '"""\nWrite a function to double a number.\nassert double(2) == 4\n"""\n'
     text = "def f(x):\n    return 2 * x\n\ndef double(x):\n    return f(x)\n\nassert double(2) == 4"
-    assert found.truncate(MBPP, text) == text.partition("\nassert")[0]
-    assert found.truncate(MBPP, "def f(") == "def f("  # as there, nothing is repaired
+    assert found.stop_rule(MBPP).completion(text) == text.partition("\nassert")[0]
+    assert found.stop_rule(MBPP).completion("def f(") == "def f("  # as there, nothing is repaired
     assert found.prompt(PYTHON) == PYTHON.stem.strip()
-    assert found.truncate(PYTHON, "\n    return 2 * x\n\ndef f():") == "\n    return 2 * x\n"
+    assert found.stop_rule(PYTHON).completion("\n    return 2 * x\n\ndef f():") == "\n    return 2 * x\n"
 
 
 @pytest.mark.parametrize("task", [PYTHON, JAVA, JAVASCRIPT], ids=lambda task: task.language)
 def test_mbxp_is_the_stem(task: Task) -> None:
     found = prompt_format(of(task))
     assert (found.name, found.prompt(task), found.shared, found.special_tokens) == ("mbxp", task.stem, "", True)
-    assert found.truncate(task, task.reference or "") == task.reference
+    assert found.stop_rule(task).completion(task.reference or "") == task.reference
 
 
 @pytest.mark.parametrize("task", [PYTHON, JAVA, JAVASCRIPT, MBPP], ids=lambda task: task.task_id)
@@ -80,7 +80,7 @@ def test_chat_asks_and_begins_the_block(task: Task) -> None:
     assert prompt.startswith("<user>") and prompt.endswith(f"</><assistant>```{task.language}\n{task.stem}")
     assert (task.stem.strip() or task.tests[1]) in prompt.partition("<assistant>")[0]
     assert not found.special_tokens
-    completion = found.truncate(task, f"{task.reference}\n```\nIt doubles.")
+    completion = found.stop_rule(task).completion(f"{task.reference}\n```\nIt doubles.")
     assert completion.rstrip() == (task.reference or "").rstrip()
     if task.language == "python":
         ast.parse(task.program(completion))

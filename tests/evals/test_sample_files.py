@@ -147,6 +147,8 @@ def test_wrong_files(tmp_path: Path) -> None:
     for arrays in ([["a"]], [["a"], ["b"], ["c"]]):
         with pytest.raises(CommandError, match=f"generations of {len(arrays)} tasks, .* 2 tasks are chosen; choose"):
             import_samples(write(path, arrays), TASKS)
+    with pytest.raises(CommandError, match="holds no sample"):
+        import_samples(write(path, [[], []]), TASKS)
     with pytest.raises(CommandError, match="item 1, program 2: expected a text, got int"):
         import_samples(write(path, [["a", 3], []]), TASKS)
     with pytest.raises(CommandError, match="line 1: a Java program must begin with the task's stem"):

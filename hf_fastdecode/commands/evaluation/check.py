@@ -9,11 +9,11 @@ import typer
 from ...evals.records import Sample, Verdict
 from ...evals.sandbox import Sandbox
 from ...evals.task import Task
-from .option_groups import with_groups
+from .option_groups import expand_option_groups
 from .options import SandboxOptions, TaskOptions
 
 
-@with_groups
+@expand_option_groups
 def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
     """Run the tasks' reference solutions on their tests: a check of data, sandbox and toolchain.
 

@@ -10,12 +10,12 @@ import typer
 from ...command_errors import CommandError
 from ...evals.formats import FORMS, Form, export_samples
 from ..console import note
-from .option_groups import with_groups
+from .option_groups import expand_option_groups
 from .options import TaskOptions
 from .stored import stored_samples
 
 
-@with_groups
+@expand_option_groups
 def export(
     samples: Annotated[Path, typer.Argument(help="A run's folder, or a file with its --task.", exists=True)],
     out: Annotated[Path, typer.Option(help="File to write.", dir_okay=False)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,22 +14,22 @@ from ...command_errors import forced_options
 from ...evals.generation.units import WHOLE, Shard
 from ...evals.settings import RunSettings, prompts_digest
 from ..console import note, quiet_libraries
-from .option_groups import with_groups
-from .options import DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, WayOptions, run_folder
-from .setup import Prepared, prepare
-from .stored import TASKS, TASKS_DIGEST
+from .option_groups import expand_option_groups
+from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
+from .setup import Options, Prepared, load_suitable_tasks, prepare
+from .stored import PROMPTS, TASKS, TASKS_DIGEST
 
 _WAITING: Final = timedelta(weeks=1)
 """How long processes of a launch wait for the slowest; torch's own limit is ten minutes."""
 
 
-@with_groups
+@expand_option_groups
 def generate(
     tasks: TaskOptions,
     model: ModelOptions,
     prompts: PromptOptions,
     draw: DrawOptions,
-    way: WayOptions,
+    decoding: DecodingOptions,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -51,9 +52,10 @@ def generate(
     """
     part = launched_shard() if shard is None else Shard.parse(shard)
     folder = run_folder(out, tasks.task, model.model)
+    options = Options(tasks, model, prompts, draw, decoding)
+    chosen = load_suitable_tasks(options)
     with quiet_libraries(warnings=True):
-        prepared = prepare(tasks, model, prompts, draw, way)
-        draw_samples(prepared, folder, part)
+        draw_samples(prepare(options, chosen), folder, part)
 
 
 def launched_shard() -> Shard:
@@ -69,13 +71,13 @@ def launched_shard() -> Shard:
 def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation.run import generate_samples
-    from ...evals.generation.weights import weights_digest
+    from ...evals.generation.weights import model_digest
     from ...measurement.rows import provenance
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
     settings = RunSettings(
         model=options.model.model,
-        weights=weights_digest(model),
+        weights=model_digest(model, prepared.tokenizer),
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         task=tasks.name,
@@ -83,11 +85,9 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
         format=prepared.form.name,
         n=prepared.counts[-1],
         seed=options.draw.seed,
-        rows=options.way.rows,
+        rows=options.decoding.rows,
         drawing=prepared.drawing,
     )
-    if tasks.note and shard.number == 1:
-        note(tasks.note)
     with forced_options():
         drawn = generate_samples(
             model,
@@ -97,6 +97,7 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
             settings,
             folder,
             shard=shard,
-            provenance=provenance(model.device) | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest},
+            provenance=provenance(model.device)
+            | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest, PROMPTS: asdict(options.prompts)},
         )
     note(f"{drawn:,} samples drawn into {folder / shard.file_name}")

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from ...command_errors import CommandError, forced_options
-from ...evals.run_files import LATENCY
+from ...evals.run_files import LATENCY, SETTINGS
+from ...evals.settings import read_settings
+from ...option_values import split_values
 from ..console import note, quiet_libraries
-from .option_groups import with_groups
-from .options import DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, WayOptions, run_folder
-from .setup import Prepared, prepare
+from .option_groups import expand_option_groups
+from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
+from .setup import Options, Prepared, load_suitable_tasks, prepare
 
 
-@with_groups
+@expand_option_groups
 def latency(
     tasks: TaskOptions,
     model: ModelOptions,
@@ -43,14 +45,14 @@ def latency(
         hf-fastdecode eval latency --n 1,8,32
         hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 --mode graph,compile --out runs/7b
     """
-    modes = [part.strip() for part in mode.split(",")]
-    ways = [WayOptions(mode=one, sampler=sampler) for one in modes]
-    for way in ways:
-        way.check()
+    modes = split_values(mode)
+    for one in modes:
+        DecodingOptions(mode=one).check()
     folder = run_folder(out, tasks.task, model.model)
+    options = Options(tasks, model, prompts, draw, DecodingOptions(sampler=sampler))
+    chosen = load_suitable_tasks(options)
     with quiet_libraries(warnings=True):
-        prepared = prepare(tasks, model, prompts, draw, ways[0])
-        time_samples(prepared, folder, calls, modes)
+        time_samples(prepare(options, chosen), folder, calls, modes)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Timed:
     about: Mapping[str, Any]
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
+        """Columns that identify the case."""
         return {**self.about, "n": self.n}
 
 
@@ -85,11 +87,15 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str
         "model": options.model.model,
         "dtype": str(prepared.model.dtype).removeprefix("torch."),
         "task": prepared.tasks.name,
+        "format": prepared.form.name,
+        "temperature": prepared.drawing.temperature,
+        "top_p": prepared.drawing.top_p,
         "prompt_tokens": max(map(len, prepared.prompts[:prompts])),
         "new_tokens": prepared.drawing.max_new_tokens,
     }
-    path = folder / LATENCY
+    path, where = folder / LATENCY, provenance(prepared.model.device)
     _check_rows(path, about)
+    _check_run(folder, about)
     shared = {"shared" if mode == "auto" else f"shared:{mode}": mode for mode in modes}
 
     def measure(case: _Timed, way: str) -> dict[str, Any]:
@@ -110,9 +116,22 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str
         measured = {name: value for name, value in asdict(row).items() if name not in ("way", "n", "device")}
         return {name: None if value != value else value for name, value in measured.items()}  # NaN: unknown
 
-    where = provenance(prepared.model.device)
     rows = run([_Timed(n, about) for n in prepared.counts], [*shared, "stock"], measure, provenance=where, out=path)
     note(f"{len(rows)} rows in {path}")
+
+
+def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse the folder of a run that draws something else: its report would set this latency against its accuracy."""
+    if not (folder / SETTINGS).exists():
+        return
+    kept = read_settings(folder)
+    for name in ("model", "task", "format", "temperature", "top_p", "new_tokens"):
+        before = kept.get("max_" * (name == "new_tokens") + name)
+        if before != about[name]:
+            raise CommandError(
+                f"{folder} holds a run with another {name.replace('_', ' ')} ({before}, now {about[name]}); name "
+                "another --out, or time with the run's own options"
+            )
 
 
 def _check_rows(path: Path, about: Mapping[str, Any]) -> None:

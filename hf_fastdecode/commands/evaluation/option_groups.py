@@ -9,7 +9,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
 
-def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """A command for typer whose options are the parameters, and the fields of parameters that are dataclasses.
 
     Options that several commands share are then written once, with their defaults and help.

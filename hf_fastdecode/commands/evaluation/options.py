@@ -1,8 +1,9 @@
-"""Options that the commands share, in groups, and their checks, without torch."""
+"""Groups of options that commands share, and their checks. Without torch."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Annotated, Any, Literal, Self, cast
 import typer
 
 from ...command_errors import CommandError
-from ...command_options import check_device, check_dtype, check_model, check_options
+from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.sandbox import BACKENDS, Sandbox, SandboxError, choose
 from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
+from ...option_values import parse_counts
+from ..console import note
 
 Out = Annotated[
     Path | None,
@@ -27,7 +30,9 @@ Out = Annotated[
 class TaskOptions:
     """Which tasks."""
 
-    task: Annotated[str, typer.Option(help=f"{', '.join(TASK_NAMES)}.")] = "embedded"
+    task: Annotated[str, typer.Option(help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}.")] = (
+        "embedded"
+    )
     data: Annotated[
         Path | None,
         typer.Option(
@@ -45,13 +50,18 @@ class TaskOptions:
     ] = None
 
     def load(self) -> TaskSet:
-        """Load these tasks.
+        """Load these tasks, and say so where they are not the published ones.
 
         Raises:
-            CommandError: An option is wrong, or the tasks cannot be read.
+            CommandError: An option is wrong, or the tasks cannot be read, or have no tests.
         """
+        if self.task == "apps":
+            raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part.strip() for part in self.task_ids.split(",") if part.strip()]
-        return load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
+        found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
+        if found.note and os.environ.get("RANK", "0") == "0":  # of one process of a launch
+            note(found.note)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the same options in any working directory."""
@@ -74,11 +84,17 @@ class ModelOptions:
     model: Annotated[
         str,
         typer.Option(
-            help="`embedded`, a folder, an id on the Hugging Face Hub, or `shape:` and a named shape with random "
-            "weights, such as `shape:7b-mha`."
+            help=f"`embedded`, a folder, an id on the Hugging Face Hub, or `{SHAPE}` and a named shape with random "
+            f"weights, which is as fast as a trained model, such as `{SHAPE}7b-mha` or `{SHAPE}8b-gqa`."
         ),
     ] = "embedded"
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32, bfloat16, float16, or `auto`.")] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own for "
+            "others, for a shape bfloat16 on a GPU."
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")] = "auto"
 
     def check(self) -> None:
@@ -145,7 +161,7 @@ class DrawOptions:
         Raises:
             CommandError: An option is out of its bounds.
         """
-        counts = parse_counts(self.n)
+        counts = parse_counts("n", self.n)
         if not (self.temperature == 0 or (self.temperature >= 1e-6 and math.isfinite(self.temperature))):
             raise CommandError(
                 f"--temperature must be 0 (greedy) or at least 1e-6 and finite, got {self.temperature:g}"
@@ -162,8 +178,8 @@ class DrawOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayOptions:
-    """In which way samples are drawn."""
+class DecodingOptions:
+    """How tokens are decoded, and how many rows at once."""
 
     mode: Annotated[str, typer.Option(help="How decode steps run: auto, eager, graph or compile.")] = "auto"
     sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto"
@@ -221,7 +237,7 @@ class SandboxOptions:
         """A sandbox for these tasks' languages.
 
         Raises:
-            CommandError: There is none, or a language's tools are missing.
+            CommandError: There is none, a language's tools are missing, or a task's tests cannot be run.
         """
         from ...evals.scoring import LANGUAGES
 
@@ -229,9 +245,15 @@ class SandboxOptions:
             for language in sorted({task.language for task in tasks}):
                 if missing := LANGUAGES[language].missing():
                     raise SandboxError(missing)
-            return choose(self.sandbox, allow_unsafe=self.allow_unsafe_code)
+            found = choose(self.sandbox, allow_unsafe=self.allow_unsafe_code)
         except (SandboxError, ValueError) as error:
             raise CommandError(str(error)) from error
+        for task in tasks:
+            try:
+                LANGUAGES[task.language].check_task(task)
+            except ValueError as error:
+                raise CommandError(f"{error}; mend the data, or leave the task out with --task-ids") from error
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,18 +272,6 @@ class ReportOptions:
         if self.deduplicate not in ("text", "ast"):
             raise CommandError(f"--deduplicate must be text or ast, got {self.deduplicate!r}")
         return cast(Literal["text", "ast"], self.deduplicate)
-
-
-def parse_counts(text: str) -> list[int]:
-    """Numbers of samples, rising, from ``1,4,8``.
-
-    Raises:
-        CommandError: One is not a whole number of at least 1.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if wrong := [part for part in parts if not (part.isascii() and part.isdecimal() and int(part) >= 1)]:
-        raise CommandError(f"--n must be whole numbers of at least 1 with commas between, got {wrong[0]!r}")
-    return sorted(set(map(int, parts)))
 
 
 def run_folder(out: Path | None, task: str, model: str) -> Path:

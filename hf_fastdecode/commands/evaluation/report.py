@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from ...option_values import parse_counts
 from ..console import note
-from .option_groups import with_groups
-from .options import ReportOptions, parse_counts
+from .option_groups import expand_option_groups
+from .options import ReportOptions
 
 
-@with_groups
+@expand_option_groups
 def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
     reporting: ReportOptions,
@@ -30,7 +31,7 @@ def report(
     All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
     joined by n. Intervals are bootstrap intervals over tasks.
     """
-    ns = None if n is None else parse_counts(n)
+    ns = None if n is None else parse_counts("n", n)
     write_and_show(folder, out or folder, reporting, ns=ns, rank=rank, seed=seed)
 
 

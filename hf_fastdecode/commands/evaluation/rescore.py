@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from ..console import note, quiet_libraries
-from .option_groups import with_groups
+from .option_groups import expand_option_groups
 from .options import ModelOptions, PromptOptions, TaskOptions
-from .stored import stored_samples
+from .stored import prompt_options, stored_samples
 
 
-@with_groups
+@expand_option_groups
 def rescore(
     samples: Annotated[
         Path,
@@ -28,23 +28,17 @@ def rescore(
 ) -> None:
     """Give stored samples a model's log-probabilities, by one pass over each (teacher forcing).
 
-    The model may be another one than drew them. The file is written when all are done.
+    The model may be another one than drew them. A run's folder knows its prompts. Run the same command again after an
+    interruption, and it goes on.
     """
-    from tqdm import tqdm
-
     from ...devices import pick_device
-    from ...evals.formats import export_samples
-    from ...evals.generation.rescore import rescored
+    from ...evals.generation.rescore import rescore_samples
     from ..models import load_model
 
     model.check()
     chosen, given = stored_samples(samples, tasks)
+    prompts = prompt_options(samples, prompts)
     with quiet_libraries(warnings=True):
         loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
-        form = prompts.make(chosen, tokenizer)
-        found = []
-        for task in tqdm(chosen.tasks, desc="rescore", unit="task", disable=None):
-            own = [sample for sample in given if sample.task_id == task.task_id]
-            found += rescored(loaded, tokenizer, form, task, own)
-    export_samples(out, found, chosen.tasks)
-    note(f"{len(found):,} samples with log-probabilities in {out}")
+        rescore_samples(loaded, tokenizer, prompts.make(chosen, tokenizer), chosen.tasks, given, out)
+    note(f"{len(given):,} samples with log-probabilities in {out}")

@@ -11,8 +11,9 @@ from ..console import note, quiet_libraries
 from .check import check_references
 from .generate import draw_samples, launched_shard
 from .latency import time_samples
-from .option_groups import with_groups
+from .option_groups import expand_option_groups
 from .options import (
+    DecodingOptions,
     DrawOptions,
     ModelOptions,
     Out,
@@ -20,21 +21,20 @@ from .options import (
     ReportOptions,
     SandboxOptions,
     TaskOptions,
-    WayOptions,
     run_folder,
 )
 from .report import write_and_show
 from .score import judge_samples
-from .setup import prepare
+from .setup import Options, load_suitable_tasks, prepare
 
 
-@with_groups
+@expand_option_groups
 def run(
     tasks: TaskOptions,
     model: ModelOptions,
     prompts: PromptOptions,
     draw: DrawOptions,
-    way: WayOptions,
+    decoding: DecodingOptions,
     sandbox: SandboxOptions,
     reporting: ReportOptions,
     latency: Annotated[
@@ -53,24 +53,22 @@ def run(
         hf-fastdecode eval run --limit 20 --n 1,8 --latency 1
         hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 --out runs/mbpp
     """
-    draw.check()
-    way.check()
-    model.check()
     reporting.check()
+    options = Options(tasks, model, prompts, draw, decoding)
+    chosen = load_suitable_tasks(options)
+    place = sandbox.make(chosen.tasks)
     shard = launched_shard()
     folder = run_folder(out, tasks.task, model.model)
-    chosen = tasks.load().tasks
-    place = sandbox.make(chosen)
     if shard.number == 1:
-        failing = [verdict for verdict in check_references(chosen, place, sandbox.workers) if not verdict.passed]
-        if failing:
+        verdicts = check_references(chosen.tasks, place, sandbox.workers)
+        if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
-                f"{len(failing)} of {len(chosen)} reference solutions fail here, first that of task "
+                f"{len(failing)} of {len(verdicts)} reference solutions fail here, first that of task "
                 f"{failing[0].task_id} ({failing[0].status}: {failing[0].detail}); `hf-fastdecode eval check` lists "
                 "them"
             )
     with quiet_libraries(warnings=True):
-        prepared = prepare(tasks, model, prompts, draw, way)
+        prepared = prepare(options, chosen)
         draw_samples(prepared, folder, shard)
         if shard.count > 1:
             from accelerate import PartialState
@@ -79,9 +77,9 @@ def run(
         if shard.number > 1:
             return
         if latency:
-            time_samples(prepared, folder, latency, [way.mode])
+            time_samples(prepared, folder, latency, [decoding.mode])
     from ...evals.generation.samples_file import merged_samples
 
-    samples = merged_samples(folder, [one.task_id for one in chosen], prepared.counts[-1])
-    judge_samples(chosen, samples, folder / VERDICTS, place, sandbox.workers)
+    samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
+    judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox.workers)
     write_and_show(folder, folder, reporting)

@@ -13,13 +13,14 @@ from ...evals.records import Sample, Verdict
 from ...evals.run_files import VERDICTS
 from ...evals.sandbox import Sandbox
 from ...evals.task import Task
+from ...option_values import parse_counts
 from ..console import note
-from .option_groups import with_groups
-from .options import SandboxOptions, TaskOptions, parse_counts
+from .option_groups import expand_option_groups
+from .options import SandboxOptions, TaskOptions
 from .stored import stored_samples
 
 
-@with_groups
+@expand_option_groups
 def score(
     samples: Annotated[
         Path,
@@ -64,7 +65,7 @@ def score(
         hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl --out results.jsonl
         hf-fastdecode eval score generations.json --task mbpp --split test
     """
-    most = None if n is None else parse_counts(n)[-1]
+    most = None if n is None else parse_counts("n", n)[-1]
     found, drawn = stored_samples(samples, tasks)
     drawn = [sample for sample in drawn if most is None or sample.index < most]
     path = out or (samples / VERDICTS if samples.is_dir() else samples.with_name(samples.name + ".results.jsonl"))

@@ -11,7 +11,7 @@ from ...evals.prompts import PromptFormat
 from ...evals.settings import Drawing
 from ...evals.tasks import TaskSet
 from ...interrupts import exit_on_interrupt
-from .options import DrawOptions, ModelOptions, PromptOptions, TaskOptions, WayOptions
+from .options import DecodingOptions, DrawOptions, ModelOptions, PromptOptions, TaskOptions
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,17 @@ class Options:
     model: ModelOptions
     prompts: PromptOptions
     draw: DrawOptions
-    way: WayOptions
+    decoding: DecodingOptions
+
+    def check(self) -> None:
+        """Check what can be checked without the tasks and without torch.
+
+        Raises:
+            CommandError: An option is out of its bounds.
+        """
+        self.draw.check()
+        self.decoding.check()
+        self.model.check()
 
 
 @dataclass(frozen=True)
@@ -53,28 +63,38 @@ class Prepared:
     counts: list[int]
 
 
-def prepare(
-    tasks: TaskOptions, model: ModelOptions, prompts: PromptOptions, draw: DrawOptions, way: WayOptions
-) -> Prepared:
-    """Load tasks and model, and check that they go together.
+def load_suitable_tasks(options: Options) -> TaskSet:
+    """Check options, load the tasks, and check that the prompt format suits them, without torch.
 
     Raises:
-        CommandError: They cannot be loaded, or a prompt leaves no room for a completion.
+        CommandError: An option is out of its bounds, or the tasks cannot be loaded.
     """
-    counts = draw.check()
-    way.check()
-    model.check()
-    chosen = tasks.load()
-    if not prompts.chat:
-        prompts.make(chosen)  # a format that does not suit says so before torch is imported
+    options.check()
+    chosen = options.tasks.load()
+    if not options.prompts.chat:  # a template is the tokenizer's
+        options.prompts.make(chosen)
+    return chosen
+
+
+def prepare(options: Options, chosen: TaskSet) -> Prepared:
+    """Load the model, and check that it has room for the tasks' prompts.
+
+    Args:
+        options: Of the command.
+        chosen: From `load_suitable_tasks`.
+
+    Raises:
+        CommandError: It cannot be loaded, or a prompt leaves no room for a completion.
+    """
     with exit_on_interrupt():
         from ..models import load_model
+    model, draw, decoding = options.model, options.draw, options.decoding
     loaded, tokenizer = load_model(model.model, model.dtype, _device(model.device))
-    form = prompts.make(chosen, tokenizer)
+    form = options.prompts.make(chosen, tokenizer)
     texts = [form.prompt(task) for task in chosen.tasks]
     ids = tokenizer(texts, add_special_tokens=form.special_tokens, verbose=False).input_ids
     prepared = Prepared(
-        options=Options(tasks, model, prompts, draw, way),
+        options=options,
         model=loaded,
         tokenizer=tokenizer,
         tasks=chosen,
@@ -84,12 +104,12 @@ def prepare(
             draw.temperature,
             draw.top_p,
             draw.max_new_tokens,
-            way="stock" if way.stock else "shared",
-            mode=way.mode,
-            sampler=way.sampler,
-            processed=way.processed,
+            way="stock" if decoding.stock else "shared",
+            mode=decoding.mode,
+            sampler=decoding.sampler,
+            processed=decoding.processed,
         ),
-        counts=counts,
+        counts=draw.check(),
     )
     _check_room(prepared)
     return prepared

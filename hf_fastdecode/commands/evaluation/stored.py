@@ -11,11 +11,12 @@ from ...evals.records import Sample
 from ...evals.settings import read_settings
 from ...evals.tasks import TaskSet
 from ..console import note
-from .options import TaskOptions
+from .options import PromptOptions, TaskOptions
 
+# In the provenance of a run: the options that select its tasks, a hash of the tasks, and how they become prompts.
 TASKS: Final = "tasks"
-"""In the provenance of a run: the options that select its tasks."""
 TASKS_DIGEST: Final = "tasks_digest"
+PROMPTS: Final = "prompt_options"
 
 
 def stored_samples(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
@@ -29,6 +30,22 @@ def stored_samples(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Samp
         CommandError: The samples or tasks cannot be read, do not go together, or are given twice.
     """
     return _of_run(path, options) if path.is_dir() else _of_file(path, options)
+
+
+def prompt_options(path: Path, given: PromptOptions) -> PromptOptions:
+    """How the tasks of stored samples were put to the model: a run's folder knows, for a file the options say.
+
+    Raises:
+        CommandError: A folder does not say, or options are given for it.
+    """
+    if not path.is_dir():
+        return given
+    if given != PromptOptions():
+        raise CommandError(f"{path} knows its prompts; leave out --format, --shots and --chat")
+    try:
+        return PromptOptions(**read_settings(path)["provenance"][PROMPTS])
+    except (KeyError, TypeError) as error:
+        raise CommandError(f"{path} does not say which prompts its samples follow; name the file in it") from error
 
 
 def _of_file(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:

@@ -15,14 +15,17 @@ import typer
 
 from ...attention.backends import backend_of_environment
 from ...command_errors import CommandError, one_line
-from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
+from ...command_options import check_options
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
 from ...evals.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
-from ...evals.workloads.points import check_point, parse_counts, parse_points
+from ...evals.workloads.points import check_point, parse_points
 from ...evals.workloads.problems import problem_prompts
 from ...interrupts import exit_on_interrupt
+from ...option_values import parse_counts
 from ..console import quiet_libraries
+from .option_groups import expand_option_groups
+from .options import ModelOptions
 
 if TYPE_CHECKING:
     from ...evals.workloads.calls import Timing
@@ -42,21 +45,6 @@ _TOKENS: Final = 1024
 _QUESTION_SHOTS: Final = 5
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help=f"`embedded`, a folder, an id on the Hugging Face Hub, or `{SHAPE}` and a named shape with random "
-        f"weights, which is as fast as a trained model, such as `{SHAPE}7b-mha` or `{SHAPE}8b-gqa`."
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own for others, "
-        "for a shape bfloat16 on a GPU."
-    ),
-]
-Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")]
 Mode = Annotated[str, typer.Option(help="How shared decode steps run: auto, eager, graph or compile.")]
 Repeats = Annotated[int, typer.Option(help="Timed runs of each call, at most; slow calls have fewer.", min=1)]
 
@@ -73,8 +61,9 @@ def main() -> None:
 
 
 @app.command(epilog=_NOTE)
+@expand_option_groups
 def hier(
-    model: Model = "embedded",
+    model: ModelOptions,
     task: Annotated[str, typer.Option(help="embedded, mbpp, or apps with --data.")] = "embedded",
     data: Annotated[
         Path | None,
@@ -91,8 +80,6 @@ def hier(
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
     mode: Mode = "auto",
     sampler: Annotated[str, typer.Option(help="Who draws the tokens of shared calls: auto, hf or fast.")] = "auto",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
     repeats: Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
@@ -125,11 +112,12 @@ def hier(
     """
     wanted = parse_points(points)
     levels = _known("level", level, LEVELS)
-    _check(model, dtype, device, mode=mode, sampler=sampler)
+    check_options(mode=mode, sampler=sampler)
+    model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
-    with _prepared(model, dtype, device, out) as found:
+    with _prepared(model, out) as found:
         from ...evals.workloads.hier import HierBench
         from ...evals.workloads.outcome import levels_table, show_outcome
         from ...evals.workloads.pictures import draw_levels
@@ -137,7 +125,7 @@ def hier(
         bench = HierBench(
             found.model,
             [found.tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
-            name=model,
+            name=model.model,
             task=task,
             shots=shots,
             timing=found.timing(new_tokens, repeats, SAMPLING),
@@ -151,8 +139,9 @@ def hier(
 
 
 @app.command(epilog=_NOTE)
+@expand_option_groups
 def longqa(
-    model: Model = "embedded",
+    model: ModelOptions,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -173,8 +162,6 @@ def longqa(
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
     seed: Annotated[int, typer.Option(help="The same seed makes the same facts and the same text.")] = 0,
     mode: Mode = "auto",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
     repeats: Repeats = 3,
     out: Annotated[Path, typer.Option(help="CSV file of rows.")] = Path("runs/longqa.csv"),
 ) -> None:
@@ -196,9 +183,10 @@ def longqa(
     """
     wanted = parse_counts("questions", questions)
     ways = _known("way", way, WAYS)
-    _check(model, dtype, device, mode=mode)
+    check_options(mode=mode)
+    model.check()
     prose = None if document is None else _text(document)
-    with _prepared(model, dtype, device, out) as found:
+    with _prepared(model, out) as found:
         from ...evals.workloads.document import make_document
         from ...evals.workloads.longqa import QuestionsBench
         from ...evals.workloads.outcome import questions_table, show_outcome
@@ -209,7 +197,7 @@ def longqa(
             found.model,
             found.tokenizer,
             make_document(found.count, length, shots=shots, seed=seed, prose=prose),
-            name=model,
+            name=model.model,
             document_name=f"made from seed {seed}" if document is None else document.name,
             timing=found.timing(new_tokens, repeats, GREEDY),
             mode=mode,
@@ -246,7 +234,7 @@ class _Prepared:
 
 
 @contextmanager
-def _prepared(model: str, dtype: str, device: str, out: Path) -> Iterator[_Prepared]:
+def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
     """Within, the model is loaded and libraries are quiet."""
     from ...measurement.out_file import check_out
 
@@ -255,15 +243,7 @@ def _prepared(model: str, dtype: str, device: str, out: Path) -> Iterator[_Prepa
         from ...devices import pick_device
         from ..models import load_model
     with quiet_libraries():
-        yield _Prepared(*load_model(model, dtype, pick_device(device)), out)
-
-
-def _check(model: str, dtype: str, device: str, *, mode: str, sampler: str = "auto") -> None:
-    """Refuse what cannot be before torch is imported."""
-    check_options(mode=mode, sampler=sampler)
-    check_dtype(dtype)
-    check_device(device)
-    check_model(model)
+        yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
 
 
 def _known(name: str, given: Sequence[str] | None, known: Iterable[str]) -> list[str]:

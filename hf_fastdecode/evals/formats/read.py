@@ -66,7 +66,8 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
         raise record.error(
             "a sample needs the field 'completion' or 'solution', got " + (", ".join(sorted(fields)) or "no fields")
         )
-    return Sample(task.task_id, index, completion, _number(record, "tokens", int), _number(record, "sum_logp", float))
+    sums = (_number(record, name, float) for name in ("sum_logp", "sum_processed_logp"))
+    return Sample(task.task_id, index, completion, _number(record, "tokens", int), *sums)
 
 
 def _task_id(record: Record) -> object:
@@ -103,6 +104,8 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
             f"{path} holds generations of {len(generations)} tasks, which only their order tells, and {len(tasks)} "
             "tasks are chosen; choose theirs by --task, --split, --limit or --task-ids"
         )
+    if not any(generations):
+        raise CommandError(f"{path} holds no sample")
     samples = []
     for number, (task, programs) in enumerate(zip(tasks, generations, strict=True), 1):
         for index, program in enumerate(programs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 from hf_fastdecode.command_errors import CommandError
 
 from ..records import Sample
+from ..run_files import write_text
 from ..task import Task
 
 Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
@@ -40,9 +40,7 @@ def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task],
         text = json.dumps(_generations(samples, tasks))
     else:
         text = "".join(json.dumps(_fields(sample, by_id[sample.task_id], form)) + "\n" for sample in samples)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, lambda file: file.write(text))
 
 
 def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:

@@ -56,9 +56,10 @@ def measure_latency(
         from which it gains nothing run stock in it too, such as one sample of one prompt. Peak memory is what a CUDA
         device allocated over what it held before the call, else unknown.
     """
-    row = Latency(drawing.way, "eager", n, device)
+    asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
+    row = Latency(drawing.way, cast(Mode, asked), n, device)
     on_gpu = model.device.type == "cuda"
-    # Elsewhere eager steps need no more than libraries' first calls behind them.
+    # On the CPU, eager steps only need the libraries to be initialised.
     warm_up = drawing if on_gpu or drawing.mode not in ("eager", "auto") else _short(drawing)
     runs: list[DrawnRows] = []
     peaks: list[int] = []

@@ -2,22 +2,78 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from hf_fastdecode.generation.token_log_probs import NotFiniteError
 
 from ...command_errors import CommandError
 from ...drawing_errors import told
+from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
 from ..records import Sample
+from ..run_files import write_text
 from ..task import Task
+from .weights import model_digest
 
 _LOGITS: Final = 1 << 28  # numbers, half a GiB in bfloat16
+
+
+def rescore_samples(
+    model: Any,
+    tokenizer: Any,
+    form: PromptFormat,
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    out: Path,
+    *,
+    progress: bool = True,
+) -> None:
+    """Write the samples of several tasks with the model's own log-probabilities, see `rescored`.
+
+    Meanwhile they are in a hidden file beside `out`, from which the same call goes on after an interruption.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        form: Of the prompts.
+        tasks: Of the samples.
+        samples: In any order.
+        out: The file to write.
+        progress: Show a bar.
+
+    Raises:
+        CommandError: As of `rescored`.
+    """
+    content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
+    head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
+    journal = out.with_name(f".{out.name}.rescored")
+    lines = list(read_jsonl(journal)) if journal.exists() else []
+    if lines[:1] != [head]:
+        lines = []
+        journal.unlink(missing_ok=True)
+    kept = {(line["task_id"], line["index"]): line for line in lines[1:]}
+    with JsonlWriter(journal) as file:
+        if not lines:
+            file.write([head])
+        for task in tqdm(tasks, desc="rescore", unit="task", disable=None if progress else True):
+            own = [sample for sample in samples if sample.task_id == task.task_id]
+            if all((sample.task_id, sample.index) in kept for sample in own):
+                continue
+            found = rescored(model, tokenizer, form, task, own)
+            file.write(found)
+            kept |= {(sample.task_id, sample.index): asdict(sample) for sample in found}
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept.values())
+    write_text(out, lambda file: file.write(text))
+    journal.unlink()
 
 
 def rescored(
@@ -53,7 +109,7 @@ def rescored(
         ):
             log_probs = _log_probs(model, part)
         for sample, own, row in zip(samples[start : start + at_once], part, log_probs, strict=True):
-            first = max(1, _common_prefix(prompt, own))  # nothing stands before the first token to tell it by
+            first = max(1, _common_prefix(prompt, own))  # the first token has no logits
             sum_logp = float(row[first - 1 : len(own) - 1].sum())
             found.append(replace(sample, tokens=len(own) - first, sum_logp=sum_logp, sum_processed_logp=None))
     return found

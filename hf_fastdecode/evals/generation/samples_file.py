@@ -14,13 +14,8 @@ from filelock import FileLock, Timeout
 from ...command_errors import CommandError
 from ..jsonl import JsonlWriter, read_jsonl, read_samples
 from ..records import Sample
-from ..run_files import SAMPLES, write_text
+from ..run_files import SAMPLES, sample_files, write_text
 from .units import Shard, Unit
-
-
-def sample_files(folder: Path) -> list[Path]:
-    """The files of samples in a run's folder: of one process, or of its shards."""
-    return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
 
 
 @contextmanager

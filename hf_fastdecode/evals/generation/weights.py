@@ -1,8 +1,9 @@
-"""A hash of a model's weights, which tells runs of different checkpoints apart."""
+"""A hash of a model and its tokenizer, which tells runs of different checkpoints apart."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,7 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS_AT_ONCE: Final = 1 << 24
+_NOT_THE_MODELS: Final = ("_name_or_path", "transformers_version")  # where a config lies, and who wrote it
 _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's bits: neighbours get factors far apart
+
+
+def model_digest(model: Any, tokenizer: Any) -> str:
+    """A hash of weights, configs and tokenizer: of what decides the tokens that are drawn, and their text."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_THE_MODELS}
+    parts = [config, model.generation_config.to_diff_dict(), tokenizer.backend_tokenizer.to_str()]
+    text = json.dumps([weights_digest(model), *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def weights_digest(model: Any) -> str:

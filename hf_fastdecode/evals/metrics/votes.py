@@ -68,7 +68,9 @@ def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDA
     places = np.minimum(m - above.sum(axis=1), tied.sum(axis=1))
     tied_total, tied_right = tied.sum(axis=1), (tied & right).sum(axis=1)
     missed = np.where((above & right).any(axis=1), 0.0, 1.0)
-    for taken in range(m):  # the places left are filled from the tied groups, without replacement
+    for taken in range(
+        min(m, counts.shape[1])
+    ):  # the places left are filled from the tied groups, without replacement
         wrong, left = tied_total - tied_right - taken, tied_total - taken
         missed *= np.where(taken < places, np.maximum(wrong, 0) / np.maximum(left, 1), 1.0)
     return 1.0 - missed

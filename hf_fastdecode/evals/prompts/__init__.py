@@ -12,10 +12,9 @@ from .bigcode import docstring_format
 from .chat import chat_format
 from .completing import stem_format
 from .format import PromptFormat
-from .normalise import normalised
 from .stop_rules import StopRule
 
-__all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "normalised", "prompt_format"]
+__all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]
 
 FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode")
 SHOTS: Final = 3

@@ -26,12 +26,3 @@ class PromptFormat:
     stop_rule: Callable[[Task], StopRule]
     shared: str = ""
     special_tokens: bool = True
-
-    def truncate(self, task: Task, text: str) -> str:
-        """The completion that a generated text holds.
-
-        Args:
-            task: Whose prompt the text follows.
-            text: What was generated, decoded, up to anywhere behind the end of the completion.
-        """
-        return self.stop_rule(task).completion(text)

@@ -145,7 +145,7 @@ def _accuracy(
         )
     if ks is not None and (out := [k for k in ks if not 1 <= k <= fewest]):
         raise CommandError(
-            f"ks must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
+            f"n must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
             "samples or leave it out"
         )
     ns = sorted(set(ks)) if ks is not None else sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})

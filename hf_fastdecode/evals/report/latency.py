@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,7 +15,7 @@ from ..records import Latency, Mode, Way
 
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
 _REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
-_ONE_OF_EACH: Final = ("model", "dtype", "task", "new_tokens")
+_ONE_OF_EACH: Final = ("model", "dtype", "task", "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
 """Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
 
 
@@ -22,18 +23,20 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     """The rows of ``latency.csv``, sorted by device, way, mode and n.
 
     The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
-    ran in the same mode, the later row counts.
+    ran in the same mode, the later row that has numbers counts.
 
     Raises:
         CommandError: A required column is missing (way, mode, n, device, last_sample_s), a value is not of its
             column's kind, two rows are of the same measurement, or rows are of different models or tasks.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or ()
-        if missing := [name for name in _REQUIRED if name not in columns]:
-            raise CommandError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
-        lines = list(reader)
+    try:
+        reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} is no UTF-8 text; remove it and time again") from error
+    columns = reader.fieldnames or ()
+    if missing := [name for name in _REQUIRED if name not in columns]:
+        raise CommandError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
+    lines = list(reader)
     rows: dict[tuple[Any, ...], Latency] = {}
     asked: set[tuple[Any, ...]] = set()
     for number, line in enumerate(lines, 2):
@@ -44,7 +47,8 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
                 f"{path}: there are two rows of {line['way']}, {row.mode}, n = {row.n} on {row.device}; remove one"
             )
         asked.add((line["way"], *place))
-        rows[place] = row
+        if row.status == "ok" or place not in rows:
+            rows[place] = row
     for name in _ONE_OF_EACH:
         if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
             raise CommandError(

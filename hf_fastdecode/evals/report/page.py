@@ -78,9 +78,9 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
     if found.latency:
         parts += [
             "<h2>Latency</h2>\n",
-            "<p>Medians over repeats of one prompt, measured apart from the samples that were scored. Accuracy and "
-            "latency are joined by n only; within a time budget, the most accurate n whose last sample is in "
-            "time counts.</p>\n",
+            "<p>Medians over prompts, each in a call of its own, measured apart from the samples that were scored. "
+            "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
+            "is in time counts.</p>\n",
             *(
                 part
                 for device, cells in latency_tables(found).items()

@@ -21,7 +21,7 @@ def report_text(found: Report) -> RenderableType:
             Text(status_line(found.accuracy)),
         ]
     for device, cells in latency_tables(found).items():
-        parts.append(_table(f"latency on {device}, medians over repeats", *cells))
+        parts.append(_table(f"latency on {device}, medians over prompts", *cells))
     parts += [Text(line) for line in growth_lines(found)]
     parts += [Text(f"note: {note}", style="yellow") for note in found.notes]
     return Group(*parts)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.evals.generation import rescore
 from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.generation.rescore import rescored
 from hf_fastdecode.evals.settings import Drawing
@@ -52,6 +53,29 @@ def test_samples_are_rescored_together(small):
     alone = [rescored(small.model, small.tokenizer, small.form, task, [sample])[0] for sample in own]
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     assert max(abs(one.sum_logp - other.sum_logp) for one, other in zip(together, alone)) < 1e-3
+
+
+def test_rescoring_goes_on_after_an_interruption(small, tmp_path, monkeypatch):
+    _, samples = drawn_samples(small)
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    arguments = (small.model, small.tokenizer, small.form, small.tasks, samples)
+    rescore.rescore_samples(*arguments, whole, progress=False)
+    calls, once = [], rescore.rescored
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return once(*args, **kwargs)
+
+    monkeypatch.setattr(rescore, "rescored", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rescore.rescore_samples(*arguments, broken, progress=False)
+    assert not broken.exists()
+    rescore.rescore_samples(*arguments, broken, progress=False)
+    assert len(calls) == 1 + len(small.tasks)  # the first task is not computed again
+    assert broken.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "whole.jsonl"]
 
 
 def test_kept_tokens_hold_the_completion_and_no_more(small):

@@ -113,7 +113,7 @@ def test_samples_of_no_run(tmp_path):
         ({"n": 8}, r"another --n \(4, now 8\)"),
         ({"rows": 4}, "another --rows"),
         ({"drawing": Drawing(1.0, max_new_tokens=20)}, "another temperature"),
-        ({"weights": "0"}, "another digest of the weights"),
+        ({"weights": "0"}, "another digest of weights, config and tokenizer"),
         ({"prompts": "0"}, r"another digest of the tasks and prompts \(--limit, --task-ids"),
     ],
 )
@@ -160,14 +160,24 @@ def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples-1-of-2.jsonl", "verdicts.jsonl"])
+def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, name):
+    (tmp_path / name).write_text('{"task_id": "101", "index": 0, "completion": "x"}\n')
+    with pytest.raises(CommandError, match=f"holds {name} of no known run; name another --out"):
+        generate(small, tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [name]
+    assert (tmp_path / name).stat().st_size
+
+
 def test_two_processes_do_not_write_to_one_file(small, tmp_path):
     units = units_of(3, 4, 8)
+    assert generate(small, tmp_path) == 12
     with (
         open_samples(tmp_path, WHOLE, units, IDS),
         pytest.raises(CommandError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
     ):
         generate(small, tmp_path)
-    assert generate(small, tmp_path) == 12
+    assert generate(small, tmp_path) == 0
 
 
 def test_another_seed_draws_other_samples(small, unbroken, tmp_path):

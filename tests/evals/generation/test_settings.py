@@ -1,9 +1,11 @@
 """Digests that tell runs apart."""
 
+import copy
+
 import torch
 from torch import nn
 
-from hf_fastdecode.evals.generation.weights import weights_digest
+from hf_fastdecode.evals.generation.weights import model_digest, weights_digest
 from hf_fastdecode.evals.settings import prompts_digest
 
 
@@ -35,6 +37,25 @@ def test_weights_are_told_apart():
 def test_weights_of_any_size():
     assert digest_of(weight=torch.ones(1).expand(2**24 + 3_000_001))  # more than float32 can count
     assert digest_of(weight=torch.ones(()), empty=torch.ones(0))
+
+
+def test_configs_and_tokenizers_are_told_apart(small):
+    model, before = small.model, model_digest(small.model, small.tokenizer)
+    assert model_digest(model, small.tokenizer) == before
+    for config, name, value in (
+        (model.config, "rms_norm_eps", 0.5),
+        (model.generation_config, "eos_token_id", 7),
+        (model.config, "_name_or_path", "elsewhere"),
+    ):
+        kept = getattr(config, name)
+        setattr(config, name, value)
+        try:
+            assert (model_digest(model, small.tokenizer) == before) == (name == "_name_or_path")
+        finally:
+            setattr(config, name, kept)
+    other = copy.deepcopy(small.tokenizer)
+    other.add_tokens(["something new"])
+    assert model_digest(model, other) != before
 
 
 def test_prompts_are_told_apart():

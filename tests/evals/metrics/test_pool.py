@@ -51,6 +51,12 @@ def test_what_was_not_judged_is_left_out():
     assert left_out == 3
 
 
+def test_bodies_of_another_indentation_are_no_duplicates():
+    """Behind a docstring that is indented by four, one of them does not compile."""
+    assert ast_key("    return 1") == ast_key("\n    return (1)  # one")
+    assert ast_key("    return 1") != ast_key("  return 1")
+
+
 def test_the_last_verdict_counts():
     verdicts = [Verdict("1", 0, "sandbox_error"), Verdict("1", 0, "pass")]
     assert build_pools(samples_of("1", "x"), verdicts)[0][0].passed == (True,)

@@ -67,3 +67,8 @@ def test_errors_name_value_bound_and_remedy(change, message):
     given = {"passed": PASSED, "outputs": OUTPUTS, "ns": [1]} | change
     with pytest.raises(ValueError, match=message):
         pass_at_votes(**given)
+
+
+def test_more_candidates_than_answers_are_no_more_work():
+    found, _ = pass_at_votes(PASSED, OUTPUTS, [3], m=10**9, draws=50)
+    assert 0 < found[0] <= 1

@@ -30,13 +30,22 @@ def test_rows_come_back_sorted(tmp_path):
     assert [plain(row) for row in read_latency(path)] == [plain(row) for row in (sparse, fast, failed, ROW)]
 
 
-def test_of_two_ways_that_ran_in_the_same_mode_the_later_counts(tmp_path):
+def test_of_two_ways_that_ran_in_the_same_mode_the_later_with_numbers_counts(tmp_path):
     path = tmp_path / "latency.csv"
-    path.write_text(HEAD + "shared,graph,1,CPU,1.5\nshared:graph,graph,1,CPU,1.25\nshared:eager,eager,1,CPU,2\n")
+    head = HEAD.replace("\n", ",status\n")
+    lines = ["shared,graph,1,CPU,1.5,ok", "shared:graph,graph,1,CPU,1.25,ok", "shared:eager,eager,1,CPU,2,ok"]
+    path.write_text(head + "\n".join([*lines, "shared,eager,1,CPU,,out of memory"]) + "\n")
     assert [(row.way, row.mode, row.last_sample_s) for row in read_latency(path)] == [
         ("shared", "eager", 2.0),
         ("shared", "graph", 1.25),
     ]
+
+
+def test_a_file_in_another_encoding(tmp_path):
+    path = tmp_path / "latency.csv"
+    path.write_bytes(HEAD.encode("utf-16"))
+    with pytest.raises(CommandError, match="is no UTF-8 text"):
+        read_latency(path)
 
 
 def test_few_columns_are_enough(tmp_path):
