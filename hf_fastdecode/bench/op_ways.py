@@ -207,11 +207,11 @@ OP_WAYS: dict[str, OpWay] = {
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
     "sketch": OpWay(_sketch, _sketched, needs_triton=True),
+    "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, needs_triton=True),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
     "sketch-prefix": OpWay(
         _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, needs_triton=True
     ),
-    "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, needs_triton=True),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
     "sketch-suffix": OpWay(
         _sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only, needs_triton=True
