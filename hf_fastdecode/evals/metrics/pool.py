@@ -91,7 +91,7 @@ def build_pools(
         if at not in by_id:
             raise ValueError(
                 f"a verdict names sample {verdict.index} of task {verdict.task_id!r}, which is not among the samples; "
-                "the files are of different runs: score the samples again"
+                "the files are of different runs: remove the verdicts, and score the samples again"
             )
         judged[at] = verdict
     by_task: dict[str, list[tuple[Sample, Verdict]]] = {}
