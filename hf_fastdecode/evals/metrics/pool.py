@@ -19,7 +19,7 @@ class Pool:
         task_id: Of the task.
         passed: Whether each sample passed.
         keys: Equal for duplicates.
-        outputs: Equal for programs that returned the same to their tests; None where that is unknown or one raised.
+        outputs: Equal for programs that answered the same to their tests; None where that is unknown.
         mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens: there is
             nothing to rank it by, so it comes last.
         sum_logp: Sum of the log-probabilities, likewise.
