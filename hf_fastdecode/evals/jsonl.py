@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final, Self, TypeVar, get_args
 from ..command_errors import CommandError
 from .records import Sample, Status, Verdict
 
-Record = TypeVar("Record", Sample, Verdict)
+SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 _BLOCK: Final = 1 << 16
 
 
@@ -111,7 +111,7 @@ def read_verdicts(path: Path) -> list[Verdict]:
     return verdicts
 
 
-def _record(path: Path, kind: type[Record], line: Mapping[str, Any]) -> Record:
+def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) -> SampleOrVerdict:
     for field in fields(kind):
         if field.name not in line and field.default is MISSING:
             raise CommandError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,16 @@ from tqdm import tqdm
 from ..command_errors import CommandError
 from .jsonl import JsonlWriter, read_jsonl
 from .records import Sample, Verdict
-from .run_files import write_whole
+from .run_files import exclusive, write_whole
 from .sandbox import Limits, Sandbox
-from .scoring import LANGUAGES, score
+from .scoring import LANGUAGES, score, usable_cpus
 from .task import Task
 
 _PROGRAMS_AT_ONCE: Final = 64
 """For each worker, programs between two writes."""
+
+_PROTOCOL: Final = 2
+"""Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
 
 
 def judge(
@@ -36,8 +38,9 @@ def judge(
 ) -> list[Verdict]:
     """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
-    Lines that the file has already are kept where program, tests and limits are the same; those of a sandbox that
-    broke are scored again. Meanwhile lines are appended; in the end the file has one line a sample, in their order.
+    Lines that the file has already are kept where program, tests, limits, the language's version and what verdicts
+    mean are the same; those of a sandbox that broke are scored again. Meanwhile lines are appended; in the end the
+    file has one line for each of these samples, in their order, and then one for each other sample that it had.
 
     Args:
         tasks: Of the samples.
@@ -52,8 +55,21 @@ def judge(
         A verdict per sample, in their order.
 
     Raises:
-        CommandError: The file holds something else than results.
+        CommandError: The file holds something else than results, or another process scores into it.
     """
+    with exclusive(path, "scores into"):
+        return _judge(tasks, samples, path, sandbox, limits, workers or usable_cpus(), progress)
+
+
+def _judge(
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    path: Path,
+    sandbox: Sandbox,
+    limits: Limits | None,
+    workers: int,
+    progress: bool,
+) -> list[Verdict]:
     by_id = {task.task_id: task for task in tasks}
     programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
     known = dict(_known(path))
@@ -61,7 +77,6 @@ def judge(
     # Equal programs stand together, so that they run once.
     order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
     left.sort(key=lambda sample: order[programs[sample]])
-    at_once = _PROGRAMS_AT_ONCE * (workers or os.cpu_count() or 1)
     bar = tqdm(
         total=len(samples),
         initial=len(samples) - len(left),
@@ -70,7 +85,7 @@ def judge(
         disable=None if progress else True,
     )
     with bar, JsonlWriter(path) as file:
-        for part in _parts(left, programs, at_once):
+        for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):
             verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
             file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
             known |= {_key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)}
@@ -85,15 +100,26 @@ def _line(verdict: Verdict, program: str) -> dict[str, Any]:
 
 
 def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Have a file hold these lines alone. An interruption leaves the old ones; the last of a sample counts then."""
+    """Have a file hold these lines, and behind them the latest line of each other sample.
+
+    An interruption leaves the old ones; the last of a sample counts then.
+    """
+    found = list(read_jsonl(path))
+    others = {_place(line): line for line in found if {"task_id", "index"} <= line.keys()}
+    for line in lines:
+        others.pop(_place(line), None)
+    wanted = [*lines, *others.values()]
 
     def write(partial: Path) -> None:
-        partial.unlink(missing_ok=True)  # left by a process that was killed
         with JsonlWriter(partial) as file:
-            file.write(lines)
+            file.write(wanted)
 
-    if list(read_jsonl(path)) != lines:
+    if found != wanted:
         write_whole(path, write)
+
+
+def _place(line: dict[str, Any]) -> tuple[Any, Any]:
+    return line["task_id"], line["index"]
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
@@ -129,9 +155,12 @@ def _key(sample: Sample, program: str) -> tuple[Any, ...]:
 
 def _digest(task: Task, sample: Sample, limits: Limits | None) -> str:
     """A hash of all that decides a sample's verdict."""
+    language = LANGUAGES[task.language]
     content = asdict(task) | {
         "completion": sample.completion,
-        "limits": asdict(limits or LANGUAGES[task.language].limits),
+        "limits": asdict(limits or language.limits),
+        "protocol": _PROTOCOL,
+        "version": language.version(),
     }
     del content["description"], content["reference"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -52,9 +52,11 @@ class Verdict:
         index: Of the sample.
         status: Outcome.
         detail: One line for people: the exception, the limit that was hit; empty for ``pass``.
-        outputs: A hash of what the program's functions returned to the tests, up to the first test that failed; equal
-            for programs that returned equal values. Empty where one raised or was not called, and for languages other
-            than Python.
+        outputs: A hash of the program's answers to the tests, up to the first test that failed: the values that its
+            functions returned, the classes of the exceptions that they raised, and how they left their arguments.
+            Equal for programs whose answers are equal, as 1 and 1.0 are; an object that is not plain data, such as a
+            generator, counts by what the tests learn from it. Empty where the program was asked for nothing, as one
+            that does not load, where it met a limit, and for languages other than Python.
     """
 
     task_id: str

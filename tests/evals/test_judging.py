@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any, Self
 
 import pytest
 
+from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.evals import judging
-from hf_fastdecode.evals.jsonl import read_verdicts
+from hf_fastdecode.evals.jsonl import read_jsonl, read_verdicts
 from hf_fastdecode.evals.judging import judge
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
@@ -108,20 +110,60 @@ def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Recorder]
     assert sorted(lines(path)) == sorted((one.task_id, one.index, "pass") for one in SAMPLES)
     recorder.ending, recorder.seen[:] = {}, []
     path.write_bytes(path.read_bytes()[:-20])  # within a line
-    (tmp_path / "verdicts.partial.jsonl").write_text('{"task_id": "left by a process that was killed"}\n')
+    (tmp_path / ".verdicts.partial.jsonl").write_text('{"task_id": "left by a process that was killed"}\n')
     assert run(path, samples=samples) == ["pass"] * 7
     assert recorder.seen == [("a", "y"), ("a", "z")]
     assert lines(path) == [(one.task_id, one.index, "pass") for one in samples]
-    assert [one.name for one in tmp_path.iterdir()] == ["verdicts.jsonl"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".verdicts.jsonl.lock", "verdicts.jsonl"]
 
 
-def test_lines_of_other_samples_go(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second scoring into the file is refused while the first one checks a program, and harms nothing."""
+    path = tmp_path / "verdicts.jsonl"
+    found: list[object] = []
+
+    def check(self: Recorder, task: Task, completion: str) -> Result:
+        if not found:
+            found.append("asked")
+            try:
+                found.append(judge(TASKS, SAMPLES[:1], path, sandbox=NONE, workers=1, progress=False))
+            except CommandError as error:
+                found.append(str(error))
+        return Result("pass")
+
+    monkeypatch.setattr(Recorder, "check", check)
+    assert run(path) == ["pass"] * 6
+    assert found[1:] == [f"another process scores into {path}; wait for it, or name another --out"]
+    assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
+
+
+def test_a_part_of_the_samples_leaves_the_other_lines(tmp_path: Path, recorder: type[Recorder]) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
-    changed = [replace(SAMPLES[0], completion="z"), *SAMPLES[2:]]
-    run(path, samples=changed)
+    content = path.read_bytes()
+    run(path, samples=SAMPLES[:2])
+    assert path.read_bytes() == content
+    run(path, samples=SAMPLES[3:5])
+    assert [line[:2] for line in lines(path)] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("a", 2)]
+    run(path)
+    assert path.read_bytes() == content
+    assert len(recorder.seen) == 4
+
+
+def test_the_stale_line_of_a_changed_sample_goes(tmp_path: Path, recorder: type[Recorder]) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    run(path)
+    stale = next(read_jsonl(path))["program"]
+    changed = replace(SAMPLES[0], completion="z")
+    run(path, samples=[changed])
     assert recorder.seen[4:] == [("b", "z")]
-    assert [(one.task_id, one.index) for one in read_verdicts(path)] == [(one.task_id, one.index) for one in changed]
+    assert [(one.task_id, one.index) for one in read_verdicts(path)] == [(one.task_id, one.index) for one in SAMPLES]
+    assert stale != next(read_jsonl(path))["program"]
+    with path.open("a") as file:  # as an interruption leaves it: the latest line of another sample counts
+        file.write(json.dumps({"task_id": "a", "index": 2, "status": "fail", "program": "newer"}) + "\n")
+    run(path, samples=[changed])
+    assert lines(path)[-1] == ("a", 2, "fail")
+    assert len(lines(path)) == len(SAMPLES)
 
 
 DECIDE: dict[str, Callable[[Task], Task]] = {
@@ -152,3 +194,33 @@ def test_limits_decide_verdicts_and_descriptions_do_not(tmp_path: Path, recorder
     assert len(recorder.seen) == 4
     run(path, limits=Limits(cpu_seconds=5))
     assert len(recorder.seen) == 8
+
+
+def test_verdicts_of_another_version_are_formed_again(
+    tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    run(path)
+    monkeypatch.setattr(judging, "_PROTOCOL", judging._PROTOCOL + 1)
+    run(path)
+    assert len(recorder.seen) == 8
+    newer = LanguageSupport(Recorder, Limits(), version=lambda: "3.99")
+    monkeypatch.setitem(LANGUAGES, "python", newer)
+    run(path)
+    assert len(recorder.seen) == 12
+    run(path)
+    assert len(recorder.seen) == 12
+
+
+def test_batches_follow_the_cpus_that_may_be_used(
+    tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs for each worker, as many workers as `score` has: an interruption loses no more."""
+    path = tmp_path / "verdicts.jsonl"
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
+    recorder.ending = {"z": KeyboardInterrupt()}
+    samples = [Sample("a", 0, "x"), Sample("a", 1, "y"), Sample("a", 2, "z")]
+    with pytest.raises(KeyboardInterrupt):
+        judge(TASKS, samples, path, sandbox=NONE, progress=False)
+    assert len(lines(path)) == 2

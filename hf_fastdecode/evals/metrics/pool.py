@@ -19,7 +19,7 @@ class Pool:
         task_id: Of the task.
         passed: Whether each sample passed.
         keys: Equal for duplicates.
-        outputs: Equal for programs that returned the same to their tests; None where that is unknown or one raised.
+        outputs: Equal for programs that answered the same to their tests; None where that is unknown.
         mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens: there is
             nothing to rank it by, so it comes last.
         sum_logp: Sum of the log-probabilities, likewise.
@@ -91,7 +91,7 @@ def build_pools(
         if at not in by_id:
             raise ValueError(
                 f"a verdict names sample {verdict.index} of task {verdict.task_id!r}, which is not among the samples; "
-                "the files are of different runs: score the samples again"
+                "the files are of different runs: remove the verdicts, and score the samples again"
             )
         judged[at] = verdict
     by_task: dict[str, list[tuple[Sample, Verdict]]] = {}

@@ -19,8 +19,8 @@ Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
 - ``oracle``: all n are run, which is pass@n.
 - ``mean_logp``, ``sum_logp``: the highest mean, or sum, of the log-probabilities of the tokens; exact.
 - ``random``: the first distinct ones in the order drawn; exact.
-- ``votes``: programs whose outputs most samples agree on, or where no outputs are known, the most frequent texts;
-  Monte Carlo.
+- ``votes``: programs whose outputs most samples agree on; a sample without outputs agrees with those of its text, so
+  that where none are known, the most frequent texts win. Monte Carlo.
 """
 
 RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
@@ -59,12 +59,17 @@ def pass_at_ranker(
         raise ValueError(f"task {pool.task_id!r}: {error}") from error
 
 
-def _answers(pool: Pool) -> Sequence[Hashable | None]:
-    """What samples vote for: outputs, or texts where no outputs are known."""
-    if all(output is None for output in pool.outputs):
-        return pool.keys
+def _answers(pool: Pool) -> Sequence[Hashable]:
+    """What samples vote for: their outputs, or their text where these are unknown.
+
+    No sample is without a vote: a right one could lose it to a wrong one, and whether it is right is not known to who
+    votes.
+    """
     # Outputs that pass once and fail once, as by what a program printed, are two.
-    return [None if output is None else (output, right) for output, right in zip(pool.outputs, pool.passed)]
+    return [
+        ("text", key) if output is None else ("outputs", output, right)
+        for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
+    ]
 
 
 def _exact(pool: Pool, ranker: Ranker, m: int) -> NDArray[np.float64]:

@@ -78,7 +78,7 @@ class Accuracy:
             "mean_logp": f"pass@top{self.m}, mean log-p",
             "sum_logp": f"pass@top{self.m}, sum log-p",
             "random": f"first {self.m} distinct, unranked",
-            "votes": f"{self.m} most frequent",
+            "votes": f"majority vote, top {self.m}",
         }[ranker]
 
     def short_label(self, ranker: Ranker) -> str:

@@ -2,6 +2,6 @@
 
 from .languages import LANGUAGES
 from .runner import LanguageSupport, Result, Runner
-from .score import score
+from .score import score, usable_cpus
 
-__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "score"]
+__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "score", "usable_cpus"]

@@ -38,7 +38,7 @@ class PairRunner(ABC):
     """
 
     _keeps_server: ClassVar[bool] = True  # from one check to the next
-    _longest: ClassVar[int] = 4 << 20  # bytes of a message; results that tests compare are a thousandth
+    _longest: ClassVar[int] = 4 << 20  # bytes of a message; typical results take a few KiB
 
     def __init__(self, sandbox: Sandbox, limits: Limits):
         self._sandbox, self._limits = sandbox, limits
@@ -159,7 +159,7 @@ class PairRunner(ABC):
         if kind == b"fail":
             return Result("fail", one_line(detail), outputs=outputs.decode())
         if kind == b"memory":
-            return self._blamed(Result("memory", one_line(detail)))
+            return self._attributed(Result("memory", one_line(detail)))
         if kind != b"pass":
             raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
         if not secrets.compare_digest(said, nonce):
@@ -169,10 +169,10 @@ class PairRunner(ABC):
     def _server_failed(self, server: Peer, error: EOFError | OSError | LimitExceeded, what: str) -> Result:
         """The result of a program with which the server has ended or met a limit while it did ``what``."""
         if not isinstance(error, LimitExceeded):
-            return self._blamed(_ended(server.process, f"{what} ended"))
-        return self._blamed(Result(error.status, f"{what} {error.detail}", error.load))
+            return self._attributed(_ended(server.process, f"{what} ended"))
+        return self._attributed(Result(error.status, f"{what} {error.detail}", error.load))
 
-    def _blamed(self, result: Result) -> Result:
+    def _attributed(self, result: Result) -> Result:
         """The result of a program with which the server failed, if nothing else can be the cause.
 
         A limit on what the server itself uses, met in a new process, is that: the program's values or its source are

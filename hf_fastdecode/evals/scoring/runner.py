@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -20,14 +23,15 @@ class Result:
         status: As of `Verdict`.
         detail: As of `Verdict`.
         load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
-        blame: Beside ``sandbox_error``: the status if the program turns out to be the cause; None where it cannot be.
+        status_if_at_fault: Beside ``sandbox_error``: the status if the program turns out to be the cause; None where
+            it cannot be.
         outputs: As of `Verdict`.
     """
 
     status: Status
     detail: str = ""
     load: bool = False
-    blame: Status | None = None
+    status_if_at_fault: Status | None = None
     outputs: str = field(default="", compare=False)  # results are equal by their outcome
 
     @classmethod
@@ -76,9 +80,24 @@ class LanguageSupport:
         limits: Of each program, where none are given.
         missing: Why programs cannot be checked on this machine, with the remedy; None where they can.
         check_task: Raises ValueError for a task whose tests cannot be run.
+        version: Of what runs programs, on which verdicts may depend; empty where it is missing.
     """
 
     runner: Callable[[Sandbox, Limits], Runner]
     limits: Limits
     missing: Callable[[], str | None] = lambda: None
     check_task: Callable[[Task], object] = lambda task: None
+    version: Callable[[], str] = lambda: ""
+
+
+@cache
+def command_version(command: str) -> str:
+    """The first line that a command says of its version; empty where it is missing or says nothing."""
+    path = shutil.which(command)
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(done.stdout.splitlines()), "").strip()

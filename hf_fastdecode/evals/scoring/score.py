@@ -65,11 +65,11 @@ def score(
         LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
     board = _Board(tasks, sandbox, limits)
     with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
-        results = board.check(list(programs), workers or _cpus(), bar.update)
+        results = board.check(list(programs), workers or usable_cpus(), bar.update)
     doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
     results |= board.check_alone(doubtful)
     results |= board.check_alone([key for key, result in results.items() if result.status == "sandbox_error"])
-    results |= _blamed(board, tasks, results)
+    results |= _settle_sandbox_errors(board, tasks, results)
     keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
     return [
         Verdict(one.task_id, one.index, results[key].status, results[key].detail, results[key].outputs)
@@ -77,14 +77,16 @@ def score(
     ]
 
 
-def _blamed(board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]) -> dict[_Key, Result]:
+def _settle_sandbox_errors(
+    board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]
+) -> dict[_Key, Result]:
     """The results of programs that are the cause of a ``sandbox_error``.
 
     Else a program could leave its task's pool by returning what the tests' process breaks down at. That the process
     does not break down by itself is shown by a program of the same task that passes: another sample, or the reference
     solution. A task without one is believed where a busy machine cannot be the cause either.
     """
-    suspects = {key: result for key, result in results.items() if result.blame is not None}
+    suspects = {key: result for key, result in results.items() if result.status_if_at_fault is not None}
     passing = {task_id for (task_id, _), result in results.items() if result.status == "pass"}
     references = {task_id: tasks[task_id].reference for task_id, _ in suspects if task_id not in passing}
     asked = [(task_id, text) for task_id, text in references.items() if text is not None]
@@ -92,9 +94,9 @@ def _blamed(board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Res
     passing |= {key[0] for key in asked if found[key].status == "pass"}
     broken = {key[0] for key in asked if found[key].status == "sandbox_error"}
     return {
-        key: Result(result.blame, result.detail)
+        key: Result(result.status_if_at_fault, result.detail)
         for key, result in suspects.items()
-        if result.blame is not None and (key[0] in passing or (key[0] not in broken and not result.load))
+        if result.status_if_at_fault is not None and (key[0] in passing or (key[0] not in broken and not result.load))
     }
 
 
@@ -130,8 +132,8 @@ class _Board:
                     try:
                         results[key] = runners[task.language].check(task, key[1])
                     except BrokenServerError as error:
-                        blame = error.result
-                        results[key] = Result("sandbox_error", str(error), blame.load, blame=blame.status)
+                        own = error.result
+                        results[key] = Result("sandbox_error", str(error), own.load, status_if_at_fault=own.status)
                     except SandboxError as error:
                         results[key] = Result("sandbox_error", str(error))
                     with lock:
@@ -163,6 +165,6 @@ class _Board:
         return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
 
 
-def _cpus() -> int:
-    """CPUs that this process may use."""
+def usable_cpus() -> int:
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

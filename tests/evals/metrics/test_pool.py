@@ -152,6 +152,25 @@ def test_votes_are_over_outputs_where_these_are_known():
     assert pass_at_ranker(flaky, "votes", [6], m=2)[0][0] == 1.0
 
 
+def test_a_sample_without_outputs_votes_for_its_text():
+    """Else a wrong one that has outputs would win over any number of right ones that have none."""
+    pool = Pool(
+        "t",
+        passed=(True, True, True, False),
+        keys=("a", "a", "b", "c"),
+        outputs=(None, None, None, "7"),
+        mean_logp=(None,) * 4,
+        sum_logp=(None,) * 4,
+    )
+    assert pass_at_ranker(pool, "votes", [4], m=1)[0][0] == 1.0
+    three_ways = replace(pool, keys=("a", "b", "c", "d"))
+    assert pass_at_ranker(three_ways, "votes", [4], m=1)[0][0] == pytest.approx(3 / 4)
+    wrong = replace(pool, passed=(False, False, True, True), outputs=(None, None, "7", "7"))
+    assert pass_at_ranker(wrong, "votes", [4], m=1)[0][0] == pytest.approx(1 / 2), (
+        "nobody knows that the text is wrong"
+    )
+
+
 def test_outputs_of_verdicts_are_joined():
     samples = samples_of("1", "x", "y")
     (pool,), _ = build_pools(samples, [Verdict("1", 0, "pass", outputs="ab"), Verdict("1", 1, "fail")])

@@ -198,7 +198,7 @@ def test_rankers_against_n(found, drawn, tmp_path):
         "pass@n",
         "pass@top3, mean log-p",
         "pass@top3, sum log-p",
-        "3 most frequent",
+        "majority vote, top 3",
         "first 3 distinct, unranked",
     ]
     assert [y for _, y in lines_of(axis)["pass@n"]] == list(found.accuracy.curves["oracle"].values)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
 from hf_fastdecode.evals.scoring.python.job import job_of
-from hf_fastdecode.evals.scoring.runner import BrokenServerError
+from hf_fastdecode.evals.scoring.runner import BrokenServerError, command_version
 from hf_fastdecode.evals.task import Task
 
 from ..processes import running
@@ -196,3 +198,12 @@ def test_unknown_tasks_and_missing_toolchains(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(LANGUAGES, "python", support)
     with pytest.raises(SandboxError, match="needs a compiler; apt install one"):
         score(TASKS, [Sample("a", 0, "")], sandbox=NONE, progress=False)
+
+
+def test_versions_of_languages() -> None:
+    assert LANGUAGES["python"].version() == platform.python_version()
+    for language, command in (("javascript", "node"), ("java", "java")):
+        version = LANGUAGES[language].version()
+        assert bool(version) == bool(shutil.which(command))
+        assert "\n" not in version
+    assert command_version("no-such-command") == ""

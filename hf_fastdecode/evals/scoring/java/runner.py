@@ -6,7 +6,7 @@ import atexit
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -15,7 +15,7 @@ from ...sandbox import LimitExceeded, Limits, SandboxError
 from ...task import Task
 from ..messages import one_line
 from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result
+from ..runner import LanguageSupport, Result, command_version
 from .stand_in import StandIn
 
 _FOLDER: Final = Path(__file__).resolve().parent
@@ -53,7 +53,7 @@ class JavaRunner(PairRunner):
         except (EOFError, BrokenPipeError, LimitExceeded) as error:
             return self._server_failed(server, error, "the compiler")
         if kind == b"memory":
-            return self._blamed(Result("memory", one_line(parts[0])))
+            return self._attributed(Result("memory", one_line(parts[0])))
         return parts if kind == b"classes" else Result("compile", one_line(parts[0]))
 
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
@@ -104,4 +104,4 @@ def _stand_in(task: Task) -> StandIn:
     return StandIn.of_stem(task.stem)
 
 
-JAVA: Final = LanguageSupport(JavaRunner, Limits(), _missing, _stand_in)
+JAVA: Final = LanguageSupport(JavaRunner, Limits(), _missing, _stand_in, partial(command_version, "java"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ...sandbox import Limits
 from ...task import Task
 from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result
+from ..runner import LanguageSupport, Result, command_version
 
 _FOLDER: Final = Path(__file__).resolve().parent
 _SCRIPTS: Final = {"server": "judge.js", "candidate": "candidate.js"}
@@ -43,4 +44,6 @@ def _check_task(task: Task) -> None:
         raise ValueError(f"task {task.task_id} must name the function under test, got {task.entry_point!r}")
 
 
-JAVASCRIPT: Final = LanguageSupport(JavaScriptRunner, Limits(), _missing, _check_task)
+JAVASCRIPT: Final = LanguageSupport(
+    JavaScriptRunner, Limits(), _missing, _check_task, partial(command_version, "node")
+)

@@ -40,7 +40,8 @@ def main(messages: Messages) -> None:
         if job["check"]:
             scope["check"](entry_point)
     except BaseException as error:
-        messages.send(_status(error), _line(error, sources).encode(errors="replace"), b"", link.outputs())
+        outputs = link.outputs()  # before the error's text, which may ask the program for more
+        messages.send(_status(error), _line(error, sources).encode(errors="replace"), b"", outputs)
     else:
         messages.send(b"pass", b"", nonce, link.outputs())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 
-from .plain import ALL_NAMES, dumps, loads
+from .plain import ALL_NAMES, builtin_name, dumps, loads
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Link:
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
         self._known: dict[int, Remote] = {}
-        self._returned: list[str] | None = []  # None once a call has given no plain data
+        self._answers: Any = None  # a hash of them, once there are any
 
     def request(self, operation: str, *operands: Any) -> Any:
         """The result of an operation, with the mutable operands as it left them.
@@ -50,36 +50,37 @@ class Link:
             raise Untrusted("the program ended during a call")
         try:
             kind, result, changed = loads(answer, self._take)
-            if operation == "call":
-                self._note(result if kind == "value" else NotPlain())
+            raised = None if kind == "value" else _error(result)
             if changed is not None:
                 _update(list(operands), changed)
-            if kind == "value":
-                return result
-            raised = _error(*result)
         except MemoryError:
             raise
         except Exception as invalid:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
-        raise raised
+        if operation != "names":
+            self._note(result if raised is None else raised, changed)
+        if raised is not None:
+            raise raised
+        return result
 
     def outputs(self) -> bytes:
-        """A hash of what the program's functions have returned, in order.
+        """A hash of the program's answers so far, in order, see `canonical`; empty where it was asked for nothing.
 
-        Empty where one raised or returned an object that is not plain data, or none was called.
+        They are the values that its functions returned, the classes of the exceptions that they raised, how they left
+        their arguments, and what the tests learned from objects that are not plain data.
         """
-        if not self._returned:
-            return b""
-        import hashlib
+        return b"" if self._answers is None else self._answers.hexdigest().encode()
 
-        return hashlib.sha256("\0".join(self._returned).encode("utf-8", "surrogatepass")).hexdigest().encode()
+    def _note(self, outcome: Any, changed: Any) -> None:
+        """Add an answer to the hash of all: kept as they are, they could take the memory of the tests."""
+        if self._answers is None:
+            import hashlib  # takes milliseconds, and programs that do not load need none
 
-    def _note(self, result: Any) -> None:
-        if self._returned is not None:
-            try:
-                self._returned.append(_canonical(result))
-            except (NotPlain, ValueError):  # integers of thousands of digits have no text
-                self._returned = None
+            self._answers = hashlib.sha256()
+        text = f"raised {type(outcome).__name__}" if isinstance(outcome, BaseException) else canonical(outcome)
+        if changed is not None:
+            text += f" changed {canonical(changed)}"
+        self._answers.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
     def _take(self, number: int) -> Remote:
         return self._known.setdefault(number, Remote(self, number))
@@ -125,25 +126,73 @@ class Remote:
         return _of(str, self._link.request("repr", self))
 
 
-def _canonical(value: Any) -> str:
-    """A text that equal builtins share: 1, 1.0 and True, sets and frozensets, items in any order.
+def canonical(value: Any) -> str:
+    """A text of a value of `loads` that equal values share: 1, 1.0 and True, a list's items, a set's in any order.
 
-    Raises:
-        NotPlain: It is, or holds, something else than plain data.
-        ValueError: An integer is too long.
+    An object of the program stands for itself as ``object``: to ask it for anything would run the program.
     """
-    if isinstance(value, (Remote, NotPlain)):
-        raise NotPlain
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return str(int(value))
-    if isinstance(value, (set, frozenset)):
-        return f"set({','.join(sorted(map(_canonical, value)))})"
-    if isinstance(value, dict):
-        pairs = sorted(f"{_canonical(key)}:{_canonical(one)}" for key, one in value.items())
-        return f"dict({','.join(pairs)})"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({','.join(map(_canonical, value))})"
-    return repr(value)
+    name = type(value).__name__  # of classes that only `plain` makes: no program can have one of its own named so
+    if way := _CANONICAL.get(name):
+        return way(value)
+    return f"builtin {builtin_name(value)}" if builtin_name(value) else "object"
+
+
+def _real(value: Any) -> str:
+    """Equal numbers of any class have equal hashes and are nearest to the same float; few others share both."""
+    try:
+        nearest = float(value) + 0.0  # -0.0 equals 0.0
+    except OverflowError:
+        nearest = float("inf" if value > 0 else "-inf")
+    except ValueError:  # a signalling NaN of `decimal`
+        nearest = float("nan")
+    return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
+
+
+def _complex(value: complex) -> str:
+    return _real(value.real) if value.imag == 0 else f"complex({_real(value.real)},{_real(value.imag)})"
+
+
+def _text(value: str) -> str:
+    """Without addresses, as of ``<generator object f at 0x7f01>``: they are others in each run."""
+    first, *rest = value.split(" at 0x")
+    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in rest)]))
+
+
+def _range(value: range) -> str:
+    """By its elements, which may be too many to be listed."""
+    steps = (value.step,) if value and value[0] != value[-1] else ()
+    return f"range({','.join(map(_real, (*value[:1], *value[-1:], *steps)))})"
+
+
+def _in_order(name: str) -> Callable[[Any], str]:
+    return lambda value: f"{name}({','.join(map(canonical, value))})"
+
+
+def _in_any_order(value: Any) -> str:
+    return f"set({','.join(sorted(map(canonical, value)))})"
+
+
+def _pairs(value: dict[Any, Any]) -> str:
+    return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
+
+
+def _counts(value: dict[Any, Any]) -> str:
+    """Counters are equal where they differ in elements that are counted as 0."""
+    return _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)})
+
+
+_CANONICAL: dict[str, Callable[[Any], str]] = {
+    "NoneType": repr,
+    **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
+    "complex": _complex,
+    "str": _text,
+    **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
+    "range": _range,
+    **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
+    **dict.fromkeys(("set", "frozenset", "dict_keys", "dict_items"), _in_any_order),
+    **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
+    "Counter": _counts,
+}
 
 
 def _number(value: Any) -> int:
@@ -160,13 +209,18 @@ def _of(kind: type, value: Any) -> Any:
     return value
 
 
-def _error(classes: list[str], said: str) -> BaseException:
-    """An exception of the first class that is a builtin and can be made with a text alone."""
-    for name in classes:
-        one = getattr(builtins, name, None)
+def _error(told: Any) -> BaseException:
+    """An exception of the first class that is a builtin and can be made with a text alone.
+
+    Args:
+        told: Names of classes, and the text.
+    """
+    classes, said = _of(list, told)
+    for name in _of(list, classes):
+        one = getattr(builtins, _of(str, name), None)
         if isinstance(one, type) and issubclass(one, BaseException):
             try:
-                return one(said)
+                return one(_of(str, said))
             except TypeError:  # such as UnicodeDecodeError
                 continue
     raise ValueError(f"{classes} are no exceptions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import platform
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -75,5 +76,6 @@ PYTHON: Final = LanguageSupport(
     runner=PythonRunner,
     limits=Limits(cpu_seconds=10.0, wall_seconds=30.0, address_bytes=4 << 30),
     check_task=job_of,
+    version=platform.python_version,
 )
 """10 s as in MBXP (Athiwaratkun et al. 2023), but of CPU time."""
