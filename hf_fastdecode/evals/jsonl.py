@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +119,30 @@ def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) ->
                 f"{path}: a {kind.__name__.lower()} must have the field {field.name!r}, got only "
                 f"{', '.join(sorted(line)) or 'none'}"
             )
-    return kind(**{field.name: line[field.name] for field in fields(kind) if field.name in line})
+    given = {field.name: line[field.name] for field in fields(kind) if field.name in line}
+    for name, value in given.items():
+        wanted, is_right = _KINDS[name]
+        if not is_right(value):
+            raise CommandError(f"{path}: {name} of a {kind.__name__.lower()} must be {wanted}, got {value!r}; mend it")
+    return kind(**given)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_log_probability(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value <= 0)
+
+
+_TEXT: Final = "a text", lambda value: isinstance(value, str)
+_SUM: Final = "a finite number of at most 0, or null", _is_log_probability
+_KINDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), _TEXT),
+    **dict.fromkeys(("sum_logp", "sum_processed_logp"), _SUM),
+    "index": ("a whole number of at least 0", _is_count),
+    "tokens": ("a whole number of at least 0, or null", lambda value: value is None or _is_count(value)),
+}
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

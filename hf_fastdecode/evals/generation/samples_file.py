@@ -9,12 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ...command_errors import CommandError
 from ..jsonl import JsonlWriter, read_jsonl, read_samples
 from ..records import Sample
-from ..run_files import SAMPLES, sample_files, write_text
+from ..run_files import SAMPLES, exclusive, sample_files, write_text
 from .units import Shard, Unit
 
 
@@ -39,12 +37,7 @@ def open_samples(
         CommandError: Another process writes to the file.
     """
     path = folder / shard.file_name
-    lock = FileLock(folder / f".{path.name}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise CommandError(f"another process draws samples into {path}; wait for it, or name another --out") from error
-    with lock:
+    with exclusive(path, "draws samples into"):
         if path.exists():
             _remove_incomplete(path, units, task_ids)
         done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
@@ -109,8 +102,9 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
             raise CommandError(
                 f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
-        write_text(folder / SAMPLES, lambda file: file.writelines(_lines([asdict(sample) for sample in merged])))
-        for path in files:
-            if path.name != SAMPLES:
-                path.unlink()
+        with exclusive(folder / SAMPLES, "draws samples into"):
+            write_text(folder / SAMPLES, lambda file: file.writelines(_lines([asdict(sample) for sample in merged])))
+            for path in files:
+                if path.name != SAMPLES:
+                    path.unlink(missing_ok=True)
     return merged
