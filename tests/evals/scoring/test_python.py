@@ -352,3 +352,11 @@ def test_large_results_are_not_kept_for_their_outputs(any_sandbox: Sandbox) -> N
     result = PythonRunner(any_sandbox, limits).check(task, "def f(): return 'x' * (8 << 20)")
     assert result == Result("pass")
     assert result.outputs
+
+
+def test_a_setup_that_lacks_a_module_is_no_failure_of_the_program(any_sandbox: Sandbox) -> None:
+    task = asserts("assert f() == 1", setup="import nosuchmodule")
+    with pytest.raises(SandboxError, match="the tests cannot be run: No module named 'nosuchmodule'; install it"):
+        check(any_sandbox, task, "def f(): return 1")
+    blamed = asserts("assert f() == 1", setup="f()")
+    assert check(any_sandbox, blamed, "def f(): raise ImportError('not here')").status == "fail"

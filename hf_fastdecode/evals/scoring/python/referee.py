@@ -35,7 +35,8 @@ def main(messages: Messages) -> None:
     try:
         entry_point = _prepare(job, link)
         scope = sys.modules["__main__"].__dict__
-        for name, source in list(sources.items())[1:]:
+        _run_setup(job["setup"], scope, link)
+        for name, source in list(sources.items())[2:]:
             _run(source, name, scope)
         if job["check"]:
             scope["check"](entry_point)
@@ -73,6 +74,20 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     return scope.get(job["entry_point"])
 
 
+class Unrunnable(BaseException):
+    """The tests need what is not here, such as a module: this says nothing about the program."""
+
+
+def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
+    requests = link.requests
+    try:
+        _run(source, "setup", scope)
+    except ImportError as error:
+        if link.requests == requests:  # else it may be the program's
+            raise Unrunnable(f"{error}; install it, or leave the task out") from None
+        raise
+
+
 def _of_stem(value: Any) -> bool:
     """Whether the stem defines this class, or the class of this object: the program needs its own."""
     return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
@@ -85,7 +100,7 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> None:
 def _status(error: BaseException) -> bytes:
     if isinstance(error, MemoryError):
         return b"memory"
-    return b"broken" if isinstance(error, NotPlain) else b"fail"
+    return b"broken" if isinstance(error, (NotPlain, Unrunnable)) else b"fail"
 
 
 def _line(error: BaseException, sources: dict[str, str]) -> str:
@@ -95,7 +110,7 @@ def _line(error: BaseException, sources: dict[str, str]) -> str:
         if source := sources.get(name := trace.tb_frame.f_code.co_filename):
             place = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
-    kind = "" if isinstance(error, (NotPlain, Untrusted)) else type(error).__name__
+    kind = "" if isinstance(error, (NotPlain, Untrusted, Unrunnable)) else type(error).__name__
     return ": ".join(filter(None, [kind, _said(error)])) + place
 
 

@@ -33,6 +33,7 @@ class Link:
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
+        self.requests = 0
         self._known: dict[int, Remote] = {}
         self._answers: Any = None  # a hash of them, once there are any
 
@@ -45,6 +46,7 @@ class Link:
             NotPlain: An operand is an object of the tests' own.
             Untrusted: There is no valid answer.
         """
+        self.requests += 1
         answer = self._exchange(dumps([operation, *operands], _number, ALL_NAMES))
         if not answer:
             raise Untrusted("the program ended during a call")
