@@ -221,8 +221,9 @@ def path_slice(path: Path, start: int, stop: int) -> Path:
     for span in path:
         if offset >= stop:
             break
-        if offset + span.length > start:
-            spans.append(span[max(0, start - offset) : stop - offset])
+        part = span[max(0, start - offset) : stop - offset]
+        if part.length:
+            spans.append(part)
         offset += span.length
     return tuple(spans)
 
