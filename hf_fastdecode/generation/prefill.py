@@ -40,14 +40,14 @@ def prefill_nodes(
     device = input_device(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
+    # Logits of a whole context would take more room than its keys and values.
+    keeps = model._supports_logits_to_keep()
     all_ends = sorted({end for end in plan.ends if end is not None})
     logits: dict[int, Tensor] = {}
     for items in _passes(plan.items, max_tokens):
         start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
         ends = all_ends[bisect_left(all_ends, start) : bisect_left(all_ends, stop)]
         keep = torch.tensor([end - start for end in ends] or [stop - start - 1], device=device)
-        # Logits of a whole context would take more room than its keys and values.
-        keeps = model._supports_logits_to_keep()
         with cache.prefilling(items):
             output = forward_pass(
                 model,

@@ -69,7 +69,7 @@ def test_plans_are_those_of_the_oracle(calls: list[tuple[Tensor, Tensor | None]]
         cache.plant(Forest.from_paths([*kept, *plan.forest.paths]))
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=300)
 @given(calls=st.lists(batches(), min_size=2, max_size=2))
 def test_what_begins_kept_prompts_is_covered(calls: list[tuple[Tensor, Tensor | None]]) -> None:
     stored, prompts = [], []
