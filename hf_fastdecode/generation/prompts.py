@@ -65,11 +65,11 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Prom
     if attention_mask is None:
         return [PromptGroup(tokens, count) for tokens, count in zip(ids, counts, strict=True)]
     mask = _rows(attention_mask, starts).cpu()
-    firsts = mask.byte().argmax(1).tolist()
-    whole = (mask.sum(1) == mask.shape[1] - torch.tensor(firsts)).tolist()  # no holes behind the padding
+    firsts = mask.byte().argmax(1)
+    whole = mask.sum(1) == mask.shape[1] - firsts  # no holes behind the padding
     return [
         PromptGroup(ids[index, first:] if no_holes else ids[index][mask[index]], count)
-        for index, (first, no_holes, count) in enumerate(zip(firsts, whole, counts, strict=True))
+        for index, (first, no_holes, count) in enumerate(zip(firsts.tolist(), whole.tolist(), counts, strict=True))
     ]
 
 
