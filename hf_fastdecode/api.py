@@ -18,6 +18,7 @@ from .generation.prefill import prefill_nodes
 from .generation.prompts import group_prompts, plan_prompts
 from .generation.report import Report
 from .generation.seams import install, report_on, seams_of, uninstall
+from .generation.stored_prompts import StoredPrompts
 from .wrappers import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -175,7 +176,8 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
             "generate without a kept cache"
         )
     cache = SharedContextCache(backend=seams.options.backend)
-    plan = plan_prompts(group_prompts(input_ids, mask), cache, min_shared_tokens=seams.options.min_shared_tokens)
+    groups = group_prompts(input_ids, mask)
+    plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=seams.options.min_shared_tokens)
     try:
         with torch.no_grad():
             prefill_nodes(inner, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])

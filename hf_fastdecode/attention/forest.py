@@ -10,9 +10,11 @@ A forest is a small, immutable description on the host. It says where a node's t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+
+from .prefix_tree import Run, prefix_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,21 @@ class Forest:
                 if left.row_stop > right.row_start:
                     raise ValueError(f"nodes of one depth must not overlap, got {left} and {right}")
         for parents, children in pairwise(self.levels):
+            above = iter(parents)
+            parent = next(above, None)
             for child in children:
-                if not any(p.row_start <= child.row_start and child.row_stop <= p.row_stop for p in parents):
+                while parent is not None and parent.row_stop <= child.row_start:
+                    parent = next(above, None)
+                if parent is None or not parent.row_start <= child.row_start < child.row_stop <= parent.row_stop:
                     raise ValueError(f"{child} is not inside one node of depth {child.depth - 1}")
 
     @cached_property
     def levels(self) -> tuple[tuple[Node, ...], ...]:
         """The nodes by depth, each level in row order."""
-        depth = max((node.depth for node in self.nodes), default=-1) + 1
-        return tuple(tuple(node for node in self.nodes if node.depth == level) for level in range(depth))
+        levels: list[list[Node]] = [[] for _ in range(max((node.depth for node in self.nodes), default=-1) + 1)]
+        for node in self.nodes:
+            levels[node.depth].append(node)
+        return tuple(map(tuple, levels))
 
     @cached_property
     def batches(self) -> tuple[tuple[tuple[Node, ...], ...], ...]:
@@ -152,17 +160,20 @@ class Forest:
         Neighbouring rows whose paths begin with the same tokens share nodes; where one path ends, or two diverge,
         in the middle of a span, the span is split there.
         """
+        rows = [joined(path) for path in paths]
+        tree = prefix_tree(
+            [sum(span.length for span in path) for path in rows],
+            [_shared_tokens(upper, lower) for upper, lower in pairwise(rows)],
+        )
         nodes: list[Node] = []
-        work = [(0, [_joined(path) for path in paths], 0)]
-        while work:
-            row_start, group, depth = work.pop()
-            for start, stop in _runs_of_equal_heads(group):
-                run = group[start:stop]
-                if not run[0]:
-                    continue
-                shared = min(path[0].length for path in run)
-                nodes.append(Node(run[0][0][:shared], row_start + start, len(run), depth))
-                work.append((row_start + start, [_dropped(path, shared) for path in run], depth + 1))
+        depth: dict[Run | None, int] = {None: 0}  # below a run
+        for run in tree.runs:
+            spans = path_slice(rows[run.first], run.start, run.stop)
+            above = depth[run.parent]
+            nodes += [
+                Node(span, run.first, run.last - run.first + 1, above + index) for index, span in enumerate(spans)
+            ]
+            depth[run] = above + len(spans)
         return cls(len(paths), nodes)
 
     def select_rows(self, rows: Sequence[int]) -> Forest:
@@ -200,13 +211,33 @@ def path_prefix(path: Path, length: int) -> Path:
     """The spans of the first ``length`` tokens of a path."""
     if length < 0:
         raise ValueError(f"a path has no prefix of {length} tokens; the length must be at least 0")
-    kept: list[Span] = []
+    return path_slice(path, 0, length)
+
+
+def path_slice(path: Path, start: int, stop: int) -> Path:
+    """The spans of tokens ``start .. stop - 1`` of a path."""
+    spans: list[Span] = []
+    offset = 0
     for span in path:
-        if length <= 0:
+        if offset >= stop:
             break
-        kept.append(span[:length])
-        length -= span.length
-    return tuple(kept)
+        part = span[max(0, start - offset) : stop - offset]
+        if part.length:
+            spans.append(part)
+        offset += span.length
+    return tuple(spans)
+
+
+def joined(path: Iterable[Span]) -> Path:
+    """The path with empty spans left out and spans that follow each other in storage made one."""
+    spans: list[Span] = []
+    for span in path:
+        last = spans[-1] if spans else None
+        if last is not None and (last.segment, last.stop) == (span.segment, span.start):
+            spans[-1] = Span(last.segment, last.start, last.length + span.length)
+        elif span.length:
+            spans.append(span)
+    return tuple(spans)
 
 
 def _alike(level: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
@@ -231,32 +262,13 @@ def _continues(run: list[Node], node: Node) -> bool:
     )
 
 
-def _joined(path: Path) -> Path:
-    """The path with empty spans left out and spans that follow each other in storage made one."""
-    joined: list[Span] = []
-    for span in path:
-        if span.length == 0:
-            continue
-        if joined and joined[-1].segment == span.segment and joined[-1].stop == span.start:
-            joined[-1] = replace(joined[-1], length=joined[-1].length + span.length)
-        else:
-            joined.append(span)
-    return tuple(joined)
-
-
-def _dropped(path: Path, tokens: int) -> Path:
-    head = path[0]
-    return path[1:] if tokens == head.length else (head[tokens:], *path[1:])
-
-
-def _runs_of_equal_heads(group: Sequence[Path]) -> Iterable[tuple[int, int]]:
-    """The maximal runs ``start, stop`` of paths that begin at the same stored token (or are all at their end)."""
-    start = 0
-    for index in range(1, len(group) + 1):
-        if index == len(group) or _head(group[index]) != _head(group[start]):
-            yield start, index
-            start = index
-
-
-def _head(path: Path) -> tuple[int, int] | None:
-    return (path[0].segment, path[0].start) if path else None
+def _shared_tokens(upper: Path, lower: Path) -> int:
+    """The tokens that two joined paths both begin with."""
+    tokens = 0
+    for left, right in zip(upper, lower, strict=False):
+        if (left.segment, left.start) != (right.segment, right.start):
+            break
+        tokens += min(left.length, right.length)
+        if left.length != right.length:
+            break
+    return tokens

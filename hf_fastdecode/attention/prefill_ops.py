@@ -83,9 +83,12 @@ def causal_attention(
         for place, shape in _by_length(runs, starts, query.device)
     ]
     own = _put_together(parts, tokens)
-    for name in dict.fromkeys(name for run in runs for name in run.context):
-        place = _place_of([index for index, run in enumerate(runs) if name in run.context], starts, query.device)
-        own = _with_context(own, grouped, place, stored(name), scores)
+    behind: dict[Hashable, list[int]] = {}  # the runs that come after what has a name
+    for index, run in enumerate(runs):
+        for name in run.context:
+            behind.setdefault(name, []).append(index)
+    for name, indices in behind.items():
+        own = _with_context(own, grouped, _place_of(indices, starts, query.device), stored(name), scores)
     if sinks is not None:
         own = with_sinks(own, sinks.view(kv_heads, -1, 1))
     return own.out.to(query.dtype).reshape(heads, tokens, -1)

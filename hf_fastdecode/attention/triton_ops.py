@@ -74,12 +74,16 @@ class SuffixTable:
 
 def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment]) -> list[list[int]]:
     """Of each node: addresses of its keys, of its values, and elements from one KV head to the next."""
-    views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
-    return [
-        [view.keys.data_ptr() for view in views],
-        [view.values.data_ptr() for view in views],
-        [view.keys.stride(0) for view in views],
-    ]
+    spans = [node.span for node in forest.nodes]
+    used = {span.segment: segments[span.segment] for span in spans}
+
+    def column(part: int) -> list[int]:  # by numbers: a view of each node takes longer than the rest of a plan
+        bases = {number: segment[part].data_ptr() for number, segment in used.items()}
+        steps = {number: segment[part].stride(1) * segment[part].element_size() for number, segment in used.items()}
+        return [bases[span.segment] + span.start * steps[span.segment] for span in spans]
+
+    heads = {number: segment.keys.stride(0) for number, segment in used.items()}
+    return [column(0), column(1), [heads[span.segment] for span in spans]]
 
 
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:

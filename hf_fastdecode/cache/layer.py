@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import triton_ops
 from ..attention.autocast import cast
-from ..attention.forest import Forest, Path, Span
+from ..attention.forest import Forest, Path, Span, joined
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from .handles import DecodeKV, PrefillKV
@@ -135,7 +135,7 @@ class SharedContextLayer(CacheLayerMixin):
 
     def _store_nodes(self, keys: Tensor, values: Tensor) -> None:
         start = 0
-        for span in _joined(item.span for item in self.state.packed):
+        for span in joined(item.span for item in self.state.packed):
             stored = self.segment(span.segment, keys, values).view(span)
             stored.keys.copy_(keys[:, start : start + span.length])
             stored.values.copy_(values[:, start : start + span.length])
@@ -286,15 +286,3 @@ def _storage(keys: Tensor, values: Tensor, shape: Sequence[int]) -> Segment:
     """
     with torch.inference_mode(False):
         return Segment(*(part.new_empty(*shape, part.shape[-1]) for part in (keys, values)))
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The spans, where one goes on in the next as one."""
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if last is not None and (last.segment, last.stop) == (span.segment, span.start):
-            joined[-1] = Span(last.segment, last.start, last.length + span.length)
-        else:
-            joined.append(span)
-    return joined

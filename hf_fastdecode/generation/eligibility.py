@@ -206,7 +206,7 @@ def input_reason(
         _, window = local_layers(model.config.get_text_config(decoder=True))
         if window is not None and longest > window and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
             return f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
-        expected = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+        expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if position_ids is not None:
         comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]
         if not comparable or not bool((position_ids == expected).all()):

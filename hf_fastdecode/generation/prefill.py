@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -39,26 +40,26 @@ def prefill_nodes(
     device = input_device(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
+    # Logits of a whole context would take more room than its keys and values.
+    keeps = model._supports_logits_to_keep()
+    all_ends = sorted({end for end in plan.ends if end is not None})
     logits: dict[int, Tensor] = {}
     for items in _passes(plan.items, max_tokens):
-        offsets = _ranges((item.span.start, item.span.length) for item in items)  # into the new segment
-        positions = _ranges((item.position, item.span.length) for item in items)
-        ends = [index for index, offset in enumerate(offsets.tolist()) if offset in plan.ends]
-        keep = torch.tensor(ends or [len(offsets) - 1], device=device)
-        # Logits of a whole context would take more room than its keys and values.
-        keeps = model._supports_logits_to_keep()
+        start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
+        ends = all_ends[bisect_left(all_ends, start) : bisect_left(all_ends, stop)]
+        keep = torch.tensor([end - start for end in ends] or [stop - start - 1], device=device)
         with cache.prefilling(items):
             output = forward_pass(
                 model,
-                input_ids=plan.new_tokens[offsets][None].to(device),
-                position_ids=positions[None].to(device),
+                input_ids=plan.new_tokens[None, start:stop].to(device),
+                position_ids=_positions(items)[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **({"logits_to_keep": keep} if keeps else {}),
             )
         kept = output.logits[0] if keeps else output.logits[0, keep]
-        logits |= {int(offsets[index]): kept[row] for row, index in enumerate(ends)}
+        logits |= zip(ends, kept, strict=False)
     cache.plant(plan.forest, length)
     known = [logits[end] for end in plan.ends if end is not None]
     with no_autocast(
@@ -67,22 +68,23 @@ def prefill_nodes(
         return torch.stack(known) if known and len(known) == len(plan.ends) else None
 
 
-def _ranges(runs: Iterable[tuple[int, int]]) -> Tensor:
-    """Runs of numbers, given by the first and how many, end to end: ``[total]`` int64 on the CPU."""
-    return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in runs])
+def _positions(items: Iterable[PrefillItem]) -> Tensor:
+    """Positions of the items' tokens in their rows, end to end: ``[total]`` int64 on the CPU."""
+    firsts = ((item.position, item.span.length) for item in items)
+    return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in firsts])
 
 
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
-    """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children."""
+    """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children.
+
+    The items are in the order of their places in the new segment, so a pass computes one run of it.
+    """
     batch: list[PrefillItem] = []
-    size = 0
     for item in (part for whole in items for part in _parts(whole, max_tokens)):
-        here = {waiting.span for waiting in batch}
-        if batch and (size + item.span.length > max_tokens or _reads_any(item.context, here)):
+        if batch and (item.span.stop - batch[0].span.start > max_tokens or _reads(item.context, batch[0].span)):
             yield batch
-            batch, size = [], 0
+            batch = []
         batch.append(item)
-        size += item.span.length
     if batch:
         yield batch
 
@@ -93,10 +95,6 @@ def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
         yield PrefillItem(item.span[start : start + max_tokens], (*item.context, *before))
 
 
-def _reads_any(context: Path, pending: set[Span]) -> bool:
-    """Whether a path touches tokens that a pass still has to compute."""
-    return any(
-        span.segment == other.segment and span.start < other.stop and other.start < span.stop
-        for span in context
-        for other in pending
-    )
+def _reads(path: Path, first: Span) -> bool:
+    """Whether a path shows tokens of the pass that begins with a span, which are still to be computed."""
+    return any(span.segment == first.segment and span.stop > first.start for span in path)

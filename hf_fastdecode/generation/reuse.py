@@ -17,7 +17,8 @@ from ..cache.consolidate import consolidate
 from ..cache.fingerprint import Fingerprint
 from ..cache.shared import SharedContextCache
 from .passes import input_device
-from .prompts import PromptGroup, StoredPath, known_prefixes, stored_paths
+from .prompts import PromptGroup
+from .stored_prompts import StoredPrompts
 
 _MOST_CALLS = 64
 """Each new prompt is compared with those of all calls that are kept."""
@@ -31,7 +32,7 @@ class _Kept:
     """The nodes of a call, one row for each prompt, and the prompts' tokens."""
 
     cache: SharedContextCache
-    paths: list[StoredPath]
+    prompts: StoredPrompts
 
 
 class ReusedPrefixes:
@@ -54,8 +55,9 @@ class ReusedPrefixes:
         with self._lock:
             self._drop_what_is_outdated(model)
             best, most = None, 0
+            prompts = [group.tokens for group in groups]
             for kept in self._kept:
-                lengths = [length for _, length in known_prefixes(groups, kept.paths)]
+                lengths = kept.prompts.match_lengths(prompts)
                 if max(lengths) >= least and sum(lengths) > most:
                     best, most = kept, sum(lengths)
             if best is None:
@@ -86,14 +88,14 @@ class ReusedPrefixes:
         except torch.OutOfMemoryError:
             self.clear()
             raise
-        paths = stored_paths(twin)
+        prompts = StoredPrompts(twin)
         with self._lock:
             self._drop_what_is_outdated(model)
             if self._fingerprint is None:
                 self._fingerprint, self._way = Fingerprint(model), _way(model)
-            if not any(_covers(kept.paths, paths) for kept in self._kept):
-                self._kept = deque(kept for kept in self._kept if not _covers(paths, kept.paths))
-                self._kept.append(_Kept(twin, paths))
+            if not any(kept.prompts.covers(prompts) for kept in self._kept):
+                self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
+                self._kept.append(_Kept(twin, prompts))
             while len(self._kept) > _MOST_CALLS or (self._kept and self._nbytes() > max_bytes):
                 self._kept.popleft()
             return self._nbytes()
@@ -126,9 +128,3 @@ class ReusedPrefixes:
 def _way(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
     """Autocast around the call and the instance's `forward`, by which keys and values differ too."""
     return autocast_dtype(input_device(model)), vars(model).get("forward")
-
-
-def _covers(paths: list[StoredPath], others: list[StoredPath]) -> bool:
-    """Whether each of the other prompts begins one of these."""
-    groups = [PromptGroup(tokens, 1) for _, tokens in others]
-    return all(length == len(tokens) for (_, length), (_, tokens) in zip(known_prefixes(groups, paths), others))

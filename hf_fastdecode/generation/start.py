@@ -25,6 +25,7 @@ from .passes import forward_pass, input_device
 from .prefill import prefill_nodes
 from .prompts import PromptGroup, group_prompts, plan_prompts
 from .report import CallReport
+from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -113,7 +114,8 @@ def _start(
     if base is None and options.reuse_prefix:
         base = state.reused.find(model, groups, least=options.min_shared_tokens)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-    plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
+    stored = StoredPrompts(cache)
+    plan = plan_prompts(groups, stored, min_shared_tokens=options.min_shared_tokens)
     if given is not None and not all(plan.known_lengths):
         raise ValueError(
             f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
@@ -127,7 +129,7 @@ def _start(
     feed_last = None in plan.ends or (base is not None and len(plan.new_tokens) <= len(groups))
     if feed_last:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
-        plan = plan_prompts(groups, cache, min_shared_tokens=options.min_shared_tokens)
+        plan = plan_prompts(groups, stored, min_shared_tokens=options.min_shared_tokens)
         cache.state.max_suffix = max_suffix + 1
 
     total = sum(plan.forest.context_lengths)

@@ -14,6 +14,7 @@ from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.attention.plan import Layout, Plan
 from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.attention.static_tables import LayerStorage, StaticTables
+from hf_fastdecode.attention.triton_ops import node_addresses
 from hf_fastdecode.generation import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
@@ -346,3 +347,18 @@ def test_what_suits_long_contexts_needs_a_device_that_holds_it():
         for keys, overlap, memory in ((768, True, 200), (767, True, 200), (768, False, 200), (768, True, 199))
     ]
     assert chosen == [_BESIDE, None, None, None]
+
+
+def test_addresses_are_those_of_the_nodes_views():
+    """Segments may be views themselves: of other strides, and of keys and values in other dtypes."""
+    plain = Segment(torch.zeros(2, 40, 16), torch.zeros(2, 40, 8, dtype=torch.float16))
+    turned = Segment(torch.zeros(40, 2, 16).transpose(0, 1), torch.zeros(2, 50, 16)[:, 10:])
+    segments = {1: plain, 4: turned}
+    forest = Forest(12, [Node(Span((1, 4)[row % 2], 3 * row, 2), row, 1) for row in range(12)])
+    views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
+    assert node_addresses(forest, segments) == [
+        [view.keys.data_ptr() for view in views],
+        [view.values.data_ptr() for view in views],
+        [view.keys.stride(0) for view in views],
+    ]
+    assert node_addresses(Forest(2), segments) == [[], [], []]
