@@ -10,7 +10,8 @@ def samples_table(rows: list[Row]) -> str:
     """A line for each number of samples of a prompt: seconds until all have finished, a step, and memory."""
     compiled = {row["n"]: row for row in rows if row["way"] == "shared:compile"}
     more = ["all finished, compiled"] if compiled else []
-    lines = head(["n", "all samples finished", *more, "first token", "a step", "peak memory"])
+    memory = ["peak memory"] if any(row["peak_bytes"] for row in rows) else []  # unknown on a CPU
+    lines = head(["n", "all samples finished", *more, "first token", "a step", *memory])
     for stock, shared in _pairs(rows, "n"):
         lines.append(
             line(
@@ -20,7 +21,7 @@ def samples_table(rows: list[Row]) -> str:
                     *([_value(compiled[shared["n"]], "last_sample_s", 1, "s")] if compiled else []),
                     _change(stock, shared, "prefill_s", 1, "s"),
                     _change(stock, shared, "ms_per_step_p50", 1, "ms"),
-                    _change(stock, shared, "peak_bytes", 2**-30, "GiB"),
+                    *([_change(stock, shared, "peak_bytes", 2**-30, "GiB")] if memory else []),
                 ]
             )
         )

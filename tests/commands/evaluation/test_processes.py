@@ -1,0 +1,66 @@
+"""Runs in processes of their own: killed at any moment, and several for one folder."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ..command_line import ROOT, needs_weights
+
+OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
+
+
+def start(out: Path, *launcher: str) -> subprocess.Popen[bytes]:
+    """`eval generate` in a fresh interpreter, or in those of a launcher."""
+    command = [sys.executable, "-m", *(launcher or ("hf_fastdecode",)), "eval", "generate", *OPTIONS]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, **quiet)
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said.decode()
+    return said.decode()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The samples of a run that nothing disturbs."""
+    out = tmp_path_factory.mktemp("unbroken")
+    finish(start(out))
+    return (out / "samples.jsonl").read_bytes()
+
+
+@needs_weights
+@pytest.mark.timeout(400)
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(unbroken: bytes, tmp_path: Path) -> None:
+    chance, path = random.Random(0), tmp_path / "samples.jsonl"
+    for _ in range(2):
+        before = path.stat().st_size if path.exists() else 0
+        process = start(tmp_path)
+        while process.poll() is None and (path.stat().st_size if path.exists() else 0) <= before:
+            time.sleep(0.02)  # until it has drawn something
+        time.sleep(chance.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert len(path.read_bytes()) < len(unbroken), "it was killed too late to show anything"
+    finish(start(tmp_path))
+    assert path.read_bytes() == unbroken
+
+
+@needs_weights
+@pytest.mark.timeout(400)
+def test_launched_processes_share_a_run(unbroken: bytes, tmp_path: Path) -> None:
+    from hf_fastdecode.evals.generation.samples_file import merged_samples
+
+    launcher = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "hf_fastdecode")
+    said = finish(start(tmp_path, *launcher))
+    assert said.count("6 samples drawn into") == 2
+    merged_samples(tmp_path, ["101", "102", "103"], 4)
+    assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
