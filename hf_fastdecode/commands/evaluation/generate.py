@@ -50,7 +50,7 @@ def generate(
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL --task humaneval
     """
-    part = launched_shard() if shard is None else Shard.parse(shard)
+    part = launched_shard(model.device) if shard is None else Shard.parse(shard)
     folder = run_folder(out, tasks.task, model.model)
     options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
@@ -58,13 +58,18 @@ def generate(
         draw_samples(prepare(options, chosen), folder, part)
 
 
-def launched_shard() -> Shard:
-    """The part of this process among those of `accelerate launch`."""
+def launched_shard(device: str) -> Shard:
+    """The part of this process among those of `accelerate launch` or another launcher.
+
+    Args:
+        device: As of `ModelOptions`: accelerate must be told where there are no GPUs to count processes by.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return WHOLE
+    import torch
     from accelerate import PartialState
 
-    state = PartialState(timeout=_WAITING)
+    state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=_WAITING)
     return Shard(state.process_index + 1, state.num_processes)
 
 

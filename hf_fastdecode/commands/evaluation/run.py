@@ -57,7 +57,7 @@ def run(
     options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
     place = sandbox.make(chosen.tasks)
-    shard = launched_shard()
+    shard = launched_shard(model.device)
     folder = run_folder(out, tasks.task, model.model)
     if shard.number == 1:
         verdicts = check_references(chosen.tasks, place, sandbox.workers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,11 +18,11 @@ from ..command_line import ROOT, needs_weights
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
 
 
-def start(out: Path, *launcher: str) -> subprocess.Popen[bytes]:
-    """`eval generate` in a fresh interpreter, or in those of a launcher."""
-    command = [sys.executable, "-m", *(launcher or ("hf_fastdecode",)), "eval", "generate", *OPTIONS]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, **quiet)
+def start(out: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """`eval generate` in a fresh interpreter, with further environment variables."""
+    command = [sys.executable, "-m", "hf_fastdecode", "eval", "generate", *OPTIONS, "--out", str(out)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, **streams)
 
 
 def finish(process: subprocess.Popen[bytes]) -> str:
@@ -59,8 +61,12 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(unbroken: bytes, t
 def test_launched_processes_share_a_run(unbroken: bytes, tmp_path: Path) -> None:
     from hf_fastdecode.evals.generation.samples_file import merged_samples
 
-    launcher = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "hf_fastdecode")
-    said = finish(start(tmp_path, *launcher))
-    assert said.count("6 samples drawn into") == 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    # As launchers start them; accelerate's starts a single one on a CPU.
+    processes = [start(tmp_path, RANK=rank, LOCAL_RANK=rank, **place) for rank in ("0", "1")]
+    for process in processes:
+        assert "6 samples drawn into" in finish(process)
     merged_samples(tmp_path, ["101", "102", "103"], 4)
     assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
