@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final
 import typer
 from tqdm import tqdm
 
-from hf_fastdecode.evals.formats import read_samples
+from hf_fastdecode.evals.formats import import_samples
 from hf_fastdecode.evals.records import Sample, Verdict
 from hf_fastdecode.evals.sandbox import Sandbox, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, score
@@ -158,7 +158,7 @@ def main(
     tasks = {task.task_id: task for task in tested}
     made = mutants(tested)
     pools = {
-        "stored samples": [("a stored sample", sample) for sample in read_samples(samples, tested)],
+        "stored samples": [("a stored sample", sample) for sample in import_samples(samples, tested)],
         "references and mutants": [(mutant.rule, mutant.sample) for mutant in made],
     }
     wrong = False

@@ -53,6 +53,9 @@ def pass_at_votes(
     generator = np.random.default_rng(seed)
     means, errors = np.empty(len(ns)), np.empty(len(ns))
     for place, n in enumerate(ns):
+        if n == 1:  # nothing is voted on
+            means[place], errors[place] = (sizes * votes * right).sum() / len(passed), 0.0
+            continue
         # The method "marginals" takes memory by groups and not by samples.
         counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
         chances = _chances(counts * votes, right, m)
