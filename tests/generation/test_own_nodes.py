@@ -72,7 +72,7 @@ def test_tokens_are_stocks(mode, short_steps):
 def test_rows_that_leave(mode, short_steps):
     """Suffixes move to other storage while they are nodes."""
     model = tiny_model(**SMALL)
-    call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 16}
+    call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 12}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)

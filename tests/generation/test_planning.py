@@ -21,7 +21,7 @@ from hf_fastdecode.generation.stored_prompts import StoredPrompts
 
 from . import planning_oracle as oracle
 
-PROPERTY = settings(deadline=None, database=None, max_examples=1500)
+PROPERTY = settings(deadline=None, database=None, max_examples=500)
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_plans_are_those_of_the_oracle(calls: list[tuple[Tensor, Tensor | None]]
         cache.plant(Forest.from_paths([*kept, *plan.forest.paths]))
 
 
-@settings(PROPERTY, max_examples=300)
+@settings(PROPERTY, max_examples=100)
 @given(calls=st.lists(batches(), min_size=2, max_size=2))
 def test_what_begins_kept_prompts_is_covered(calls: list[tuple[Tensor, Tensor | None]]) -> None:
     stored, prompts = [], []
