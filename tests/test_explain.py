@@ -23,15 +23,17 @@ def test_explain_reads_as_text(model):
         per_token = 2 * 2 * 2 * 16 * 4
         assert report.last_call.nbytes.stored == (80 + 3 * 5) * per_token
         assert report.last_call.nbytes.stock == 3 * 85 * per_token
+        model.generate(**PROMPT, use_cache=False, max_new_tokens=2)
+        assert "stock (use_cache=False)" in str(fd.explain(model))
         model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
-        assert "stock (generation mode 'beam_search' is not accelerated yet)" in str(fd.explain(model))
+        assert "eager (generation mode 'beam_search' runs by a loop that is not ours)" in str(fd.explain(model))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 0}, "ValueError: "),
-        ({"num_beams": 2, "past_key_values": "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
+        ({"use_cache": False, "past_key_values": "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
         ({**SAMPLING, "streamer": "broken"}, "RuntimeError: no more"),
     ],
     ids=["arguments", "cache", "within"],

@@ -140,6 +140,7 @@ class ForestTables:
         suffix: SuffixTable,
         before: int,
         scoring: Scoring,
+        origins: Tensor | None = None,
     ) -> Tensor:
         """Append new keys and values behind `before` tokens of the suffixes, and attend.
 
@@ -151,6 +152,7 @@ class ForestTables:
             suffix: This layer's suffixes behind own nodes, with room for the new tokens.
             before: Tokens in every suffix, with those of own nodes.
             scoring: What the layer does to its scores.
+            origins: See `forest_decode`.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -169,7 +171,7 @@ class ForestTables:
         slots, lengths = self.slots(rows, query.device), self.lengths(rows, before, query.device)
         tables = (nodes.addresses, suffix.addresses, slots, lengths, schedule, plan.config_of(programs))
         try:
-            return run_kernels(query, new_keys, new_values, *tables, scoring)
+            return run_kernels(query, new_keys, new_values, *tables, scoring, origins)
         except KernelFailedError:
             self._plans, self._schedules = {}, {}  # which may be for the kernel that failed
             raise
@@ -209,6 +211,7 @@ def run_kernels(
     schedule: Schedule,
     config: Config,
     scoring: Scoring,
+    origins: Tensor | None = None,
 ) -> Tensor:
     """`forest_decode` on tensors as models make them: any strides, any device. Arguments and result as there."""
     from ..kernels.forest_decode.api import forest_decode
@@ -230,5 +233,6 @@ def run_kernels(
             soft_cap=scoring.softcap,
             window=scoring.window,
             sinks=scoring.sinks,
+            origins=origins,
         )
     return out

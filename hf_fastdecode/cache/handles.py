@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Choice, Heads
+from ..attention.forest import Forest
 from ..attention.interface import SharedKV
-from ..attention.kv import ForestKV, Segment
+from ..attention.kv import Segment
 from ..attention.operators import cannot_run
 from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.prefill_ops import Run, causal_attention
@@ -27,42 +28,65 @@ class DecodeKV(SharedKV):
         self.layer, self.keys, self.values, self.before = layer, keys, values, before
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        kv = self.layer.forest_kv()
         self.layer.window, self.layer.said = scoring.window, scoring.said
-        while self._by_kernels(kv, query, scoring):
+        while self._by_kernels(query, scoring):
             try:
-                return self._run_kernels(kv, query, scoring).transpose(1, 2)
+                return self._run_kernels(query, scoring).transpose(1, 2)
             except KernelFailedError:  # which leaves one kernel less to choose from
                 continue
-        return self._run_pytorch(kv, query, scoring).transpose(1, 2)
+        return self._run_pytorch(query, scoring).transpose(1, 2)
 
-    def _run_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
-        tables, own = self.layer.state.tables, self._own_tokens(kv, query, scoring)
-        forest = tables.forest_with(kv.forest, own)
+    @property
+    def _forest(self) -> Forest:
+        forest = self.layer.state.forest
+        assert forest is not None  # set when the new tokens got their room
+        return forest
+
+    @property
+    def _suffix(self) -> Segment:
+        suffix = self.layer.suffix
+        assert suffix is not None  # likewise
+        return suffix
+
+    def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
+        tables, own = self.layer.state.tables, self._own_tokens(query, scoring)
+        forest, origins = tables.forest_with(self._forest, own), self.layer.state.origins
         if self.layer.nodes is None or self.layer.nodes.forest is not forest:
-            segments = with_own_segments(kv.segments, kv.suffix) if own else kv.segments
+            segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
             self.layer.nodes = triton_ops.NodeTable(forest, segments, query.device)
-            did = f"{len(kv.forest.nodes)} node(s) and {kv.forest.rows} suffixes by triton{scoring.said}"
-            self.layer.ran["decode"] = did + self._why(kv, query, scoring)
+            did = f"{len(self._forest.nodes)} node(s) and {self._forest.rows} suffixes by triton{scoring.said}"
+            self.layer.ran["decode"] = did + self._why(query, scoring)
         if self.layer.own is None or self.layer.own.first != own:
-            self.layer.own = triton_ops.SuffixTable(kv.suffix, own)
-        return tables.attend(query, self.keys, self.values, self.layer.nodes, self.layer.own, self.before, scoring)
+            self.layer.own = triton_ops.SuffixTable(self._suffix, own)
+        return tables.attend(
+            query,
+            self.keys,
+            self.values,
+            self.layer.nodes,
+            self.layer.own,
+            self.before,
+            scoring,
+            None if origins is None else origins.table(query.device),
+        )
 
-    def _own_tokens(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> int:
+    def _own_tokens(self, query: Tensor, scoring: Scoring) -> int:
         """How many leading tokens of every suffix are attended to as a node."""
+        if scoring.window is not None or self.layer.state.origins is not None:
+            return 0
         kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-        few = may_have_own_nodes(kv.forest.rows, kv_heads, group, query.device)
-        return own_tokens(self.before) if few and scoring.window is None else 0
+        few = may_have_own_nodes(self._forest.rows, kv_heads, group, query.device)
+        return own_tokens(self.before) if few else 0
 
-    def _run_pytorch(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> Tensor:
+    def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
         after = self.before + self.keys.shape[2]
-        kv.suffix.keys[:, :, self.before : after] = self.keys
-        kv.suffix.values[:, :, self.before : after] = self.values
+        self._suffix.keys[:, :, self.before : after] = self.keys
+        self._suffix.values[:, :, self.before : after] = self.values
+        kv = self.layer.forest_kv()
         backend = self.layer.state.torch_backend
         if "decode" not in self.layer.ran or self.layer.nodes is not None:
             self.layer.nodes = None  # the kernels ran before
             did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.ran["decode"] = did + scoring.said + self._why(kv, query, scoring)
+            self.layer.ran["decode"] = did + scoring.said + self._why(query, scoring)
         out, _ = torch_ops.forest_attention(
             query,
             kv,
@@ -74,34 +98,34 @@ class DecodeKV(SharedKV):
         )
         return out.to(query.dtype)
 
-    def _by_kernels(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> bool:
+    def _by_kernels(self, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
         if backend != "triton" and not self._chooses(query):
             return False
-        reason = self._refusal(kv, query, scoring)
+        reason = self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
         if reason is not None or backend == "triton":
             return reason is None
-        return self._choice(kv, query, scoring.window).name == KERNELS
+        return self._choice(query, scoring.window).name == KERNELS
 
-    def _refusal(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> str | None:
-        stored = [part for segment in (kv.suffix, *self.layer.segments.values()) for part in segment]
+    def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
+        stored = [part for segment in (self._suffix, *self.layer.segments.values()) for part in segment]
         return triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _chooses(self, query: Tensor) -> bool:
         return self.layer.state.backend == "auto" and query.device.type == "cuda"
 
-    def _why(self, kv: ForestKV, query: Tensor, scoring: Scoring) -> str:
+    def _why(self, query: Tensor, scoring: Scoring) -> str:
         """Why the kernels were not free to be chosen, or what the cost model predicted where they were."""
         if not self._chooses(query):
             return ""
-        return f"; {self._refusal(kv, query, scoring) or self._choice(kv, query, scoring.window)}"
+        return f"; {self._refusal(query, scoring) or self._choice(query, scoring.window)}"
 
-    def _choice(self, kv: ForestKV, query: Tensor, window: int | None) -> Choice:
+    def _choice(self, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
         layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
-        return self.layer.state.tables.choice(kv.forest, layout, query.device)
+        return self.layer.state.tables.choice(self._forest, layout, query.device)
 
 
 class PrefillKV(SharedKV):

@@ -16,6 +16,7 @@ from ..attention.forest import Forest, Path, Span, joined
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from .handles import DecodeKV, PrefillKV
+from .origins import SuffixOrigins
 
 _FIRST_CAPACITY = 256
 """Suffix tokens allocated at first when no bound is known or the bound is larger."""
@@ -49,6 +50,7 @@ class SharedState:
     Attributes:
         forest: Which rows attend to which spans; None while the number of rows is unknown.
         padding: By how much the rows' ``input_ids`` are wider than the longest row.
+        origins: Where the tokens of suffixes lie once rows were reordered; None while each row holds its own.
         max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
         backend: One of `backends.ALL_BACKENDS`.
         tables: What the kernels read beside keys and values.
@@ -58,6 +60,7 @@ class SharedState:
 
     forest: Forest | None = None
     padding: int = 0
+    origins: SuffixOrigins | None = None
     max_suffix: int | None = None
     backend: str = "auto"
     tables: triton_ops.ForestTables = field(default_factory=triton_ops.ForestTables)
@@ -70,6 +73,22 @@ class SharedState:
         return "auto" if self.backend == "triton" else self.backend
 
 
+class _NoTensor:
+    """In the place of an attribute that holds all keys or values of other caches' layers."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: object, owner: type | None = None) -> Any:
+        raise AttributeError(
+            f"a SharedContextCache has no {self._name!r} of a layer: they lie in nodes and suffixes; for a decoding "
+            "loop that reads them, pass past_key_values=transformers.DynamicCache() to generate"
+        )
+
+    def __set__(self, layer: object, value: object) -> None:
+        """transformers' mixin sets None."""
+
+
 class SharedContextLayer(CacheLayerMixin):
     """Keys and values of one layer over a forest.
 
@@ -79,6 +98,8 @@ class SharedContextLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    keys = _NoTensor()
+    values = _NoTensor()
 
     def __init__(self, state: SharedState):
         super().__init__()
@@ -163,6 +184,8 @@ class SharedContextLayer(CacheLayerMixin):
         self._check_shapes(keys, values)
         self._grow_suffix(rows, self.suffix_length + queries, keys[0], values[0])
         self.suffix_length += queries
+        if self.state.origins is not None:
+            self.state.origins.append(self.suffix_length)
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         """Refuse keys and values ``[rows, kv_heads, queries, head_dim]`` of other heads than the stored ones."""
@@ -209,14 +232,21 @@ class SharedContextLayer(CacheLayerMixin):
         return True
 
     def forest_kv(self) -> ForestKV:
-        """Keys and values as the attention operators take them.
+        """Keys and values as PyTorch's operators take them; suffixes are copied where rows were reordered.
 
         Raises:
             ValueError: Nothing was stored in this layer yet.
         """
         if self.state.forest is None or self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
-        return ForestKV(self.state.forest, self.segments, self.suffix, self.suffix_length)
+        return ForestKV(self.state.forest, self.segments, self._suffix_in_order(), self.suffix_length)
+
+    def _suffix_in_order(self) -> Segment:
+        """The suffixes by row: the storage itself, or a copy where rows were reordered."""
+        assert self.suffix is not None
+        if self.state.origins is None:
+            return self.suffix
+        return Segment(*map(self.state.origins.gather, self.suffix))
 
     def copied(self, spans: Iterable[Span]) -> Segment:
         """Keys and values of stored spans, copied end to end: each ``[kv_heads, tokens, head_dim]``."""
@@ -232,18 +262,18 @@ class SharedContextLayer(CacheLayerMixin):
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_storage`
             keys, values = (
                 part[:, :, : self.suffix_length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-                for part in self.suffix
+                for part in self._suffix_in_order()
             )
         return Segment(keys.flatten(1, 2), values.flatten(1, 2))
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep, move or repeat the rows' suffixes; ``rows`` holds their indices."""
+        """Copy the suffixes of these rows, which may repeat, to storage of as many rows."""
         if self.suffix is not None:
-            rows, before = rows.to(self.device), self.suffix
-            self.suffix = _storage(*before, (len(rows), *before.keys.shape[1:-1]))
+            rows, before, capacity = rows.to(self.device), self._suffix_in_order(), self.suffix.keys.shape[2]
+            self.suffix = _storage(*before, (len(rows), before.keys.shape[1], capacity))
             self.nodes = self.own = None
             for kept, part in zip(self.suffix, before, strict=True):
-                kept.copy_(part.index_select(0, rows))
+                kept[:, :, : part.shape[2]].copy_(part.index_select(0, rows))
 
     @property
     def bytes_per_token(self) -> int:

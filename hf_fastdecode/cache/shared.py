@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from ..attention.backends import ALL_BACKENDS
 from ..attention.forest import Forest, Path, Span
@@ -19,6 +19,27 @@ from ..attention.kv import Segment
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import PrefillItem, SharedContextLayer, SharedState
+from .origins import SuffixOrigins
+
+
+class FirstPass(Protocol):
+    """What fills an empty cache with the prompts of a decoding loop's first pass, in the place of the model.
+
+    Attributes:
+        stock: The cache to go on with where the prompts cannot share.
+    """
+
+    stock: Cache
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        cache: SharedContextCache,
+        arguments: dict[str, Any],
+        forward: Callable[..., Any],
+    ) -> Any:
+        """The model's output for the pass's `arguments`; `forward` is the model's own."""
+        ...
 
 
 class SharedContextCache(Cache):
@@ -48,6 +69,8 @@ class SharedContextCache(Cache):
         self.lent_segments = 0  # so many leading segments lie in a cache that `prefill` returned, shared by its forks
         self._suffix_tokens: list[Tensor] = []
         self.fingerprint: Fingerprint | None = None  # of what computed the keys and values, where that is known
+        self.awaited: FirstPass | None = None  # what the next forward pass is run by
+        self.checks_masks = True  # whether a pass may bring a mask that hides more than padding
 
     @property
     def forest(self) -> Forest:
@@ -110,7 +133,7 @@ class SharedContextCache(Cache):
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
-        self.state.forest = forest
+        self.state.forest, self.state.origins = forest, None
         self.state.padding = 0 if length is None else length - longest
         self._suffix_tokens = []
         for layer in self.layers:
@@ -202,11 +225,17 @@ class SharedContextCache(Cache):
                 )
         except BaseException:
             self.state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
+            if self.state.origins is not None:
+                self.state.origins.truncate(min(lengths, default=0))
             for layer, length in zip(layers, lengths, strict=True):
                 layer.suffix_length = length
                 if forest is None:  # the next pass may be of another number of rows, dtype or device
                     layer.suffix, layer.nodes, layer.own, layer.is_initialized = None, None, None, False
             raise
+
+    def take_over(self, other: SharedContextCache) -> None:
+        """Become another cache, which must not be used any more."""
+        self.__dict__.update(vars(other))
 
     # --- what was stored ---------------------------------------------------------------------------------------
 
@@ -216,14 +245,22 @@ class SharedContextCache(Cache):
         Raises:
             ValueError: Tokens were appended by a model that `enable` was not called on, so their ids are unknown.
         """
-        parts = [part.cpu() for part in self._suffix_tokens]
-        tokens = torch.cat(parts, dim=1) if parts else torch.empty(self.rows, 0, dtype=torch.long, device="cpu")
+        tokens = self._tokens_in_order().cpu()
         if tokens.shape != (self.rows, self.suffix_length):
             raise ValueError(
                 f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {tokens.shape[1]}; append "
                 "with input_ids through the enabled model"
             )
         return tokens
+
+    def _tokens_in_order(self) -> Tensor:
+        """Ids of the suffixes' tokens, as far as they are known: ``[rows, tokens]`` int64."""
+        if not self._suffix_tokens:
+            return torch.empty(self.rows, 0, dtype=torch.long, device="cpu")
+        device = self._suffix_tokens[-1].device
+        tokens = torch.cat([part.to(device) for part in self._suffix_tokens], dim=1)
+        whole = self.state.origins is not None and tokens.shape[1] == self.suffix_length
+        return self.state.origins.gather(tokens) if whole and self.state.origins is not None else tokens
 
     def path_tokens(self, path: Path) -> Tensor:
         """Ids of the tokens on a path: ``[length]`` int64, on the CPU."""
@@ -261,6 +298,11 @@ class SharedContextCache(Cache):
         require_active()  # before anything is appended that attention could not read
         return super().update(*args, **kwargs)
 
+    def activate_past_recording(self) -> None:
+        """Nothing to do here, where nothing is forgotten before `crop`."""
+        if self.awaited is not None:
+            self.awaited.stock.activate_past_recording()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
         own = self.layers[layer_idx].suffix_length if layer_idx < len(self.layers) else 0
@@ -288,6 +330,8 @@ class SharedContextCache(Cache):
             self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
         for layer in self.layers:
             layer.suffix_length -= min(count, layer.suffix_length)
+        if self.state.origins is not None:
+            self.state.origins.truncate(self.suffix_length)
         if count > own and self.state.forest is not None:
             length = self.get_seq_length()
             forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
@@ -298,23 +342,43 @@ class SharedContextCache(Cache):
         """Forget all tokens and rows."""
         super().reset()
         self.lent_segments = 0
-        self.state.forest, self.state.segment_lengths = None, []
+        self.state.forest, self.state.origins, self.state.segment_lengths = None, None, []
         self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied."""
+        """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied.
+
+        While the number of rows stays, suffixes are not copied either, see `SuffixOrigins`.
+        """
         out_of_range = [row for row in rows if not 0 <= row < self.rows]
         if out_of_range:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
         if self.state.forest is None:
             return
+        if list(rows) == list(range(self.rows)):
+            return
         length = self.get_seq_length()
         index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
-        self.state.forest = self.forest.select_rows(list(rows))
-        self._suffix_tokens = [part.index_select(0, index.to(part.device)) for part in self._suffix_tokens]
-        for layer in self.layers:
-            layer.select_rows(index)
+        paths, reordered = self.forest.paths, len(rows) == self.rows
+        tokens = None if reordered else self._tokens_in_order()
+        # The same object for the same nodes: then what was planned for them stays valid.
+        if not reordered or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
+            self.state.forest = self.forest.select_rows(list(rows))
+        if tokens is None:
+            self._reorder_suffixes(index)
+        else:
+            self._suffix_tokens = [tokens.index_select(0, index.to(tokens.device))]
+            for layer in self.layers:
+                layer.select_rows(index)
+            self.state.origins = None
         self.state.padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
+
+    def _reorder_suffixes(self, rows: Tensor) -> None:
+        if not self.suffix_length:
+            return
+        if self.state.origins is None:
+            self.state.origins = SuffixOrigins(self.rows, self.suffix_length, self.layers[0].device)
+        self.state.origins.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes row ``beam_idx[i]``."""

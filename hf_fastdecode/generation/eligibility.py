@@ -25,11 +25,20 @@ from .foreign import foreign_code
 _OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Theirs only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
 # Layers whose state is keys and values of single tokens. Chunked ones run while their chunk holds every row.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # What `generate` hands to the decode loop that shared context takes into account.
-_KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+}
 
 
 def model_reason(model: PreTrainedModel) -> str | None:
@@ -66,13 +75,14 @@ def call_reason(
         return reason
     if mode not in _MODES:
         return f"generation mode {mode.value!r} is not accelerated yet"
+    if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
+        return f"{type(model).__name__} reorders its cache by a method of its own"
     if config.is_assistant:
         return "the model assists another one"
     if config.use_cache is False:
         return "use_cache=False"
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            return f"{name}=True needs what shared context does not compute"
+    if config.output_attentions:
+        return "output_attentions=True needs weights that fused attention does not compute"
     if config.cache_implementation not in (None, "dynamic"):  # which is what None means
         return f"cache_implementation={config.cache_implementation!r} was asked for"
     cache = model_kwargs.get("past_key_values")
@@ -90,6 +100,17 @@ def call_reason(
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
         return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+    return None
+
+
+def other_loop(mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own decoding loop runs this call over a shared-context cache; None where ours does."""
+    if mode not in _OUR_MODES:
+        return f"generation mode {mode.value!r}"
+    if config.output_hidden_states:
+        return "output_hidden_states=True"
+    if not is_nothing(model_kwargs.get("inputs_embeds")):
+        return "the prompts are inputs_embeds"
     return None
 
 

@@ -3,10 +3,11 @@
 Each is called with the state (`seams.Seams`), the model and the method's arguments:
 
 - ``generate`` hands transformers our decoding loop as its ``custom_generate``, the official place for one: it is
-  called with everything prepared, as transformers' own loops are.
+  called with everything prepared, as transformers' own loops are. It hands calls that are not its own back to those.
 - ``_extract_generation_mode_kwargs`` and ``_get_deprecated_gen_repo``: with a ``custom_generate``, transformers 5.17
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two do not see ours.
-- ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share.
+- ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
+  and gives loops that are not ours a cache that awaits their prompts (`first_pass`).
 - ``forward``: while a pass carries a shared-context cache, the functions of `attention.interface` are active.
 """
 
@@ -16,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,18 +37,20 @@ from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
 from .capture import Captures
-from .eligibility import call_reason
+from .eligibility import call_reason, other_loop
+from .first_pass import AwaitedPrompts
 from .modes import choose_mode, configs_of
 from .options import Options
 from .report import CallReport
 from .reuse import ReusedPrefixes
 from .shared import decode_shared, step_arguments
-from .start import NotSharedError, start_shared
+from .start import NotSharedError, most_at_once, start_shared
 from .wrapping import STATE_ATTRIBUTE
 
 if TYPE_CHECKING:
     from .seams import Seams
 
+_SYNCED = "synced_gpus=True: all processes must run the same number of forward passes"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
@@ -58,12 +62,14 @@ class _UnderWay:
     Attributes:
         model: Whose.
         loop_is_ours: Whether it was given our decoding loop.
+        loop: The user's own, if any.
         report: Of the call, once it was begun.
         configs: The model's config objects, once they were looked for.
     """
 
     model: PreTrainedModel
     loop_is_ours: bool
+    loop: Callable[..., Any] | None = None
     report: CallReport | None = None
     configs: list[PreTrainedConfig] | None = None
 
@@ -76,6 +82,10 @@ class _AsItBegan:
     captures: Captures
     reused: ReusedPrefixes
     tell_once: Callable[..., None]
+
+
+def _as_it_began(seams: Seams) -> _AsItBegan:
+    return _AsItBegan(seams.options, seams.captures, seams.reused, seams.tell_once)
 
 
 # The innermost one of this thread.
@@ -94,11 +104,14 @@ def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) ->
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
 def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(model, args, kwargs)
+    if cache.awaited is not None:
+        return cache.awaited.run(model, cache, given, seams.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     fed = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = fed.shape[1] if isinstance(fed, Tensor) else 0
     if not cache.state.packed:
-        check_mask(cache, given.get("attention_mask"), queries)
+        if cache.checks_masks:
+            check_mask(cache, given.get("attention_mask"), queries)
         if isinstance(fed, Tensor) and len(fed) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
             args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(fed.device)}
@@ -136,29 +149,60 @@ def _prepare_cache_for_generation(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    original = seams.methods.original(model, "_prepare_cache_for_generation")
+    prepare = partial(
+        seams.methods.original(model, "_prepare_cache_for_generation"),
+        generation_config,
+        model_kwargs,
+        generation_mode,
+        batch_size,
+        max_cache_length,
+        *args,
+        **kwargs,
+    )
     under_way = _under_way.get()
     loop_is_ours = under_way is not None and under_way.loop_is_ours
+    users_loop = under_way.loop if under_way is not None else None
     if seams.leaving and not loop_is_ours:
-        return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        return prepare()
     seams.last_call = call = CallReport()
     if under_way is not None and under_way.model is model:
         under_way.report = call
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
-    if reason is None and not loop_is_ours:
-        reason = (
-            "another decoding loop was asked for (custom_generate), or the model's class has a generate of its own"
-        )
-    if reason is None:
-        setattr(generation_config, _CALL_ATTRIBUTE, call)
-    elif isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
-        raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
-    else:
+    if reason is None and not loop_is_ours and users_loop is None:
+        reason = "the model's class has a generate of its own"
+    if reason is not None:
+        if isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
+            raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
         seams.tell(call, reason)
-    return original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        return prepare()
+    loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
+    if loop is None:
+        setattr(generation_config, _CALL_ATTRIBUTE, call)
+        return prepare()
+    given = model_kwargs.pop("past_key_values", None)
+    prepared = prepare()  # with the cache to go on with where the prompts cannot share
+    cache = SharedContextCache(backend=seams.options.backend)
+    cache.awaited = AwaitedPrompts(
+        seams,
+        _as_it_began(seams),
+        call,
+        max_tokens=most_at_once(seams.options, generation_config),
+        returns_cache=bool(generation_config.return_dict_in_generate),
+        given=given if isinstance(given, SharedContextCache) and not given.is_empty else None,
+        stock=model_kwargs["past_key_values"],
+        longest=max_cache_length + 1,
+        loop=loop,
+        checks_masks=users_loop is not None,
+    )
+    generation_config.prefill_chunk_size = None  # the prompts come in one pass, and are cut into chunks here
+    call.reason = f"the loop of {loop} has not run the model"
+    model_kwargs["past_key_values"] = cache
+    return prepared
 
 
 def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +214,8 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
     )
     with seams.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
-        call = _UnderWay(model, ours)
+        loop = given.get("custom_generate")
+        call = _UnderWay(model, ours, loop if may_share and callable(loop) else None)
         token = _under_way.set(call)
         try:
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
@@ -212,12 +257,12 @@ def _decode(
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         seams: Seams = vars(model)[STATE_ATTRIBUTE]
-        state = _AsItBegan(seams.options, seams.captures, seams.reused, seams.tell_once)
+        state = _as_it_began(seams)
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:
-                raise NotSharedError("synced_gpus=True: all processes must run the same number of forward passes")
+                raise NotSharedError(_SYNCED)
             start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
             seams.tell(call, str(refusal), refusal.level)
@@ -239,6 +284,9 @@ def _decode(
                 streamer,
                 model_kwargs,
             )
+    cache = model_kwargs.get("past_key_values")
+    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.awaited, AwaitedPrompts):
+        model_kwargs["past_key_values"] = cache.awaited.refuse(_SYNCED)
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # transformers gives it to loops that name it

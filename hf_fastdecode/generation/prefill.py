@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +25,6 @@ def prefill_nodes(
 ) -> Tensor | None:
     """Compute the plan's new nodes into the cache and plant its forest.
 
-    The new tokens run through the model end to end in one row, several nodes in one forward pass and no padding; each
-    attends to its own path only. A node longer than `max_tokens` is prefilled in parts.
-
     Args:
         model: The enabled model.
         cache: Where the plan's spans point; its next segment takes the new tokens.
@@ -37,35 +36,83 @@ def prefill_nodes(
         ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
         group's last token was stored before, which leaves its logits unknown.
     """
+    wanted = sorted({end for end in plan.ends if end is not None})
+    logits: dict[int, Tensor] = {}
+    for run in prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length):
+        logits |= zip(run.wanted, run.logits, strict=True)
+    known = [logits[end] for end in plan.ends if end is not None]
+    with no_autocast(
+        input_device(model)
+    ):  # an inner autocast may have given them another half-precision dtype than the outer one's
+        return torch.stack(known) if known and len(known) == len(plan.ends) else None
+
+
+@dataclass(frozen=True)
+class PrefillPass:
+    """One forward pass over new tokens.
+
+    Attributes:
+        wanted: Which of the plan's new tokens `logits` are of.
+        logits: ``[wanted, vocabulary]``.
+        output: What the model returned; its logits may be of other tokens.
+    """
+
+    wanted: list[int]
+    logits: Tensor
+    output: Any
+
+
+def prefill_passes(
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    wanted: Sequence[int],
+    *,
+    max_tokens: int,
+    length: int | None = None,
+    embeddings: Callable[[Tensor], Tensor] | None = None,
+    **arguments: Any,
+) -> Iterator[PrefillPass]:
+    """Compute the plan's new nodes into the cache, pass by pass, and plant its forest after the last one.
+
+    The new tokens run through the model end to end in one row, several nodes in one forward pass and no padding; each
+    attends to its own path only. A node longer than `max_tokens` is prefilled in parts.
+
+    Args:
+        model: The enabled model.
+        cache: Where the plan's spans point; its next segment takes the new tokens.
+        plan: From `plan_prompts` with this cache.
+        wanted: Numbers of new tokens whose logits are wanted, ascending.
+        max_tokens: Most tokens in one forward pass.
+        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+        embeddings: From ids ``[tokens]`` to ``[tokens, hidden]``, where ids are not the model's own.
+        arguments: What else the model's forward takes.
+    """
     device = input_device(model)
     # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
     cache.add_segment(plan.new_tokens)
     # Logits of a whole context would take more room than its keys and values.
     keeps = model._supports_logits_to_keep()
-    all_ends = sorted({end for end in plan.ends if end is not None})
-    logits: dict[int, Tensor] = {}
     for items in _passes(plan.items, max_tokens):
         start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
-        ends = all_ends[bisect_left(all_ends, start) : bisect_left(all_ends, stop)]
-        keep = torch.tensor([end - start for end in ends] or [stop - start - 1], device=device)
+        here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
+        keep = torch.tensor([token - start for token in here] or [stop - start - 1], device=device)
+        ids = plan.new_tokens[None, start:stop]
+        given = {"input_ids": ids.to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids[0])[None]}
         with cache.prefilling(items):
             output = forward_pass(
                 model,
-                input_ids=plan.new_tokens[None, start:stop].to(device),
+                **given,
                 position_ids=_positions(items)[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **arguments,
                 **({"logits_to_keep": keep} if keeps else {}),
             )
         kept = output.logits[0] if keeps else output.logits[0, keep]
-        logits |= zip(ends, kept, strict=False)
+        yield PrefillPass(here, kept[: len(here)], output)
     cache.plant(plan.forest, length)
-    known = [logits[end] for end in plan.ends if end is not None]
-    with no_autocast(
-        device
-    ):  # an inner autocast may have given them another half-precision dtype than the outer one's
-        return torch.stack(known) if known and len(known) == len(plan.ends) else None
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:

@@ -78,7 +78,9 @@ def _rows(table: Tensor, rows: list[int]) -> Tensor:
     return table if len(rows) == len(table) else table[rows]
 
 
-def plan_prompts(groups: Sequence[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int) -> PromptPlan:
+def plan_prompts(
+    groups: Sequence[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int, recompute: int = 0
+) -> PromptPlan:
     """Find what the prompts share with each other and with what a cache holds.
 
     Neighbouring prompts that begin with the same `min_shared_tokens` or more share nodes, recursively (Hydragen,
@@ -88,9 +90,13 @@ def plan_prompts(groups: Sequence[PromptGroup], stored: StoredPrompts, *, min_sh
         groups: The prompts in row order.
         stored: What the cache holds; its next segment will hold the new tokens.
         min_shared_tokens: Shortest common run, at any depth, that is worth a node of its own.
+        recompute: So many last tokens of each prompt are computed even if the cache holds them: for their logits.
     """
     prompts = [group.tokens for group in groups]
-    known = [stored.longest_match(tokens) for tokens in prompts]
+    known = []
+    for tokens in prompts:
+        path, matched = stored.longest_match(tokens)
+        known.append((path, min(matched, max(0, len(tokens) - recompute))))
     shared = [common_prefix(left, right) for left, right in pairwise(tokens.numpy() for tokens in prompts)]
     tree = prefix_tree([len(tokens) for tokens in prompts], shared, least=min_shared_tokens)
     paths: dict[Run | None, Path] = {None: ()}

@@ -21,9 +21,10 @@ from ..cache.consolidate import consolidate
 from ..cache.shared import SharedContextCache
 from .eligibility import input_reason
 from .modes import State
+from .options import Options
 from .passes import forward_pass, input_device
 from .prefill import prefill_nodes
-from .prompts import PromptGroup, group_prompts, plan_prompts
+from .prompts import PromptGroup, PromptPlan, group_prompts, plan_prompts
 from .report import CallReport
 from .stored_prompts import StoredPrompts
 
@@ -100,65 +101,27 @@ def _start(
     model_kwargs: dict[str, Any],
     given: SharedContextCache | None,
 ) -> Start:
-    options = state.options
-    mask = model_kwargs.get("attention_mask")
-    positions = model_kwargs.get("position_ids")
+    options, width = state.options, input_ids.shape[1]
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
         raise NotSharedError(reason)
-    if given is not None:
-        _check_cache(model, given)
-    width = input_ids.shape[1]
-    groups = group_prompts(input_ids, mask)
     max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
-    base = given
-    if base is None and options.reuse_prefix:
-        base = state.reused.find(model, groups, least=options.min_shared_tokens)
-    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-    stored = StoredPrompts(cache)
-    plan = plan_prompts(groups, stored, min_shared_tokens=options.min_shared_tokens)
-    if given is not None and not all(plan.known_lengths):
-        raise ValueError(
-            f"prompt {plan.known_lengths.index(0)} does not begin with tokens of the cache; pass the whole text, with "
-            "the part that the cache holds"
-        )
-    if base is not None:
-        call.known_tokens = plan.known_lengths
-    if given is not None:
-        _warn_of_little(given, groups, plan.known_lengths)
+    found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
+    groups, plan, cache = found.groups, found.plan, found.cache
     # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
-    feed_last = None in plan.ends or (base is not None and len(plan.new_tokens) <= len(groups))
+    feed_last = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
     if feed_last:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
-        plan = plan_prompts(groups, stored, min_shared_tokens=options.min_shared_tokens)
+        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
         cache.state.max_suffix = max_suffix + 1
-
-    total = sum(plan.forest.context_lengths)
-    saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
-    may_save = total if options.reuse_prefix else saved  # what is prefilled now, later calls may not have to
-    # Captured steps are faster than stock's whatever is shared; who passes a cache of ours wants it filled.
+        found = Shared(cache, groups, plan, found.known)
     asked = isinstance(model_kwargs.get("past_key_values"), SharedContextCache)
-    if not asked and may_save < least and call.mode == "eager":
-        raise NotSharedError(
-            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
-        )
-    may_be_plain = not asked and not options.reuse_prefix and call.mode == "eager"
-    if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
-        raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
-
-    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
-    if base is not None:
-        call.reason += f", {sum(plan.known_lengths)} were stored before"
-    call.rows, call.padded_length, call.prefilled_tokens = len(input_ids), width, len(plan.new_tokens)
-    call.context_width, call.cache = width - feed_last, ref(cache)
-    at_once = min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
-    logits = prefill_nodes(model, cache, plan, max_tokens=at_once, length=width - feed_last)
-    if generation_config.return_dict_in_generate:  # the caller may keep the cache for further calls
-        with suppress(torch.OutOfMemoryError):
-            consolidate(cache)
-    if options.reuse_prefix and given is None:  # a given cache may hold what direct passes made of the tokens
-        with suppress(torch.OutOfMemoryError):
-            call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
-    call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
+    require_gain(model, state, call, found, max_suffix, asked=asked)
+    call.padded_length, call.context_width = width, width - feed_last
+    logits = prefill_nodes(
+        model, cache, plan, max_tokens=most_at_once(options, generation_config), length=width - feed_last
+    )
+    keep_nodes(model, state, call, cache, given, returned=bool(generation_config.return_dict_in_generate))
     fed = input_ids[:, width - feed_last :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if feed_last or logits is None:
@@ -174,6 +137,129 @@ def _start(
         return Start(cache, output.logits[:, -1], positions + 1, fed)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
     return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed)
+
+
+@dataclass
+class Shared:
+    """What prompts share, before it is prefilled.
+
+    Attributes:
+        cache: Empty, or what an earlier cache holds.
+        groups: The prompts.
+        plan: What to prefill into the cache.
+        known: Whether the cache held anything.
+    """
+
+    cache: SharedContextCache
+    groups: list[PromptGroup]
+    plan: PromptPlan
+    known: bool
+
+
+def find_shared(
+    model: PreTrainedModel,
+    state: State,
+    call: CallReport,
+    groups: list[PromptGroup],
+    given: SharedContextCache | None,
+    max_suffix: int,
+    *,
+    recompute: int = 0,
+    reuse: bool = True,
+) -> Shared:
+    """Find what prompts share with each other, with a given cache, or with those of earlier calls.
+
+    Args:
+        model: The enabled model.
+        state: Options of `enable`, and what earlier calls prefilled.
+        call: The report.
+        groups: The prompts in row order.
+        given: The caller's cache, if any, which must hold the beginning of every prompt.
+        max_suffix: Most tokens that a row will append.
+        recompute: See `plan_prompts`.
+        reuse: Whether what earlier calls prefilled may be used, where the options ask for it.
+
+    Raises:
+        ValueError: The given cache does not fit the prompts or the model.
+    """
+    options, base = state.options, given
+    if given is not None:
+        _check_cache(model, given)
+    elif options.reuse_prefix and reuse:
+        base = state.reused.find(model, groups, least=options.min_shared_tokens)
+    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
+    plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens, recompute=recompute)
+    for index, (group, known) in enumerate(zip(groups, plan.known_lengths, strict=True)):
+        if given is not None and known == 0 and len(group.tokens) > recompute:
+            raise ValueError(
+                f"prompt {index} does not begin with tokens of the cache; pass the whole text, with the part that the "
+                "cache holds"
+            )
+    if base is not None:
+        call.known_tokens = plan.known_lengths
+    if given is not None:
+        _warn_of_little(given, groups, plan.known_lengths)
+    return Shared(cache, groups, plan, base is not None)
+
+
+def require_gain(
+    model: PreTrainedModel, state: State, call: CallReport, found: Shared, max_suffix: int, *, asked: bool
+) -> None:
+    """Have a call that gains nothing from sharing run stock, and fill in the report of one that does.
+
+    Args:
+        model: The enabled model.
+        state: Options of `enable`.
+        call: The report, with the mode chosen.
+        found: What the prompts share.
+        max_suffix: Most tokens that a row will append.
+        asked: Whether the caller gave a cache of ours, which is then filled whatever it gains.
+
+    Raises:
+        NotSharedError: The call gains nothing.
+    """
+    options, plan = state.options, found.plan
+    total = sum(plan.forest.context_lengths)
+    saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
+    may_save = total if options.reuse_prefix else saved  # what is prefilled now, later calls may not have to
+    # Captured steps are faster than stock's whatever is shared.
+    if not asked and may_save < least and call.mode == "eager":
+        raise NotSharedError(
+            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
+        )
+    may_be_plain = not asked and not options.reuse_prefix and call.mode == "eager"
+    if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
+        raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
+    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
+    if found.known:
+        call.reason += f", {sum(plan.known_lengths)} were stored before"
+    call.rows, call.prefilled_tokens = plan.forest.rows, len(plan.new_tokens)
+    call.cache = ref(found.cache)
+
+
+def most_at_once(options: Options, generation_config: GenerationConfig) -> int:
+    """Most tokens in one prefill pass."""
+    return min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
+
+
+def keep_nodes(
+    model: PreTrainedModel,
+    state: State,
+    call: CallReport,
+    cache: SharedContextCache,
+    given: SharedContextCache | None,
+    *,
+    returned: bool,
+) -> None:
+    """Prepare prefilled nodes for later calls: those of a cache that the caller gets, and those that are kept here."""
+    options = state.options
+    if returned:  # the caller may keep the cache for further calls
+        with suppress(torch.OutOfMemoryError):
+            consolidate(cache)
+    if options.reuse_prefix and given is None:  # a given cache may hold what direct passes made of the tokens
+        with suppress(torch.OutOfMemoryError):
+            call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
+    call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
 
 
 def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:

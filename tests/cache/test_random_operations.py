@@ -51,6 +51,14 @@ class Kept:
         self.rng.choice([self.cache.select_rows, lambda rows: self.cache.reorder_cache(torch.tensor(rows))])(index)
         self.rows = [self.rows[row] for row in index]
 
+    def reorder(self):
+        """As many rows as before: no suffix is copied."""
+        index = [self.rng.randrange(len(self.rows)) for _ in self.rows]
+        before = [layer.suffix for layer in self.cache.layers]
+        self.cache.reorder_cache(torch.tensor(index))
+        assert [layer.suffix for layer in self.cache.layers] == before
+        self.rows = [self.rows[row] for row in index]
+
     def repeat(self):
         if 2 * len(self.rows) <= MOST_ROWS:
             self.cache.batch_repeat_interleave(2)
@@ -78,7 +86,7 @@ class Kept:
             "other rows": lambda: self.model(tokens.repeat(2, 1), past_key_values=self.cache),
             "interrupt": lambda: self.model(tokens, past_key_values=self.cache),
             "other text": lambda: self.model.generate(**other, **call),
-            "beams": lambda: self.model.generate(**prompts, num_beams=2, **call),
+            "no cache": lambda: self.model.generate(**prompts, use_cache=False, **call),
         }
         kind = self.rng.choice(list(kinds))
         if "disabled" in kind:
@@ -146,6 +154,6 @@ def operate(model, rng, count):
         for _ in range(count):
             if max(map(len, kept.rows)) > MOST_TOKENS:
                 kept = Kept(model, rng)
-            operations = [kept.fork, kept.crop, kept.select, kept.repeat, kept.forward, kept.refused]
+            operations = [kept.fork, kept.crop, kept.select, kept.reorder, kept.repeat, kept.forward, kept.refused]
             rng.choice([*operations, kept.generate, kept.generate])()
             kept.check()

@@ -58,8 +58,8 @@ def layer(model, cache):
     model.model.layers[1](hidden, position_embeddings=positions, past_key_values=cache)
 
 
-def beams(model, cache):
-    model.generate(**PROMPT, num_beams=2, max_new_tokens=3, past_key_values=cache)
+def no_cache(model, cache):
+    model.generate(**PROMPT, use_cache=False, max_new_tokens=3, past_key_values=cache)
 
 
 def interrupt(model, cache):
@@ -97,7 +97,7 @@ PASSES = {
     disabled_pass: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
     submodule: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
     layer: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
-    beams: (ValueError, "cannot use a SharedContextCache"),
+    no_cache: (ValueError, "cannot use a SharedContextCache"),
     interrupt: (KeyboardInterrupt, None),
     other_rows: (ValueError, "holds 1 rows, got keys for 2"),
     more_layers: (ValueError, "the model has more layers than the cache"),

@@ -106,13 +106,6 @@ def test_a_cache_of_another_text_is_an_error(model):
             model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
 
 
-def test_beams_with_a_shared_cache_are_an_error(model):
-    with fd.enabled(model):
-        cache = fd.prefill(model, PROMPT)
-        with pytest.raises(ValueError, match="cannot use a SharedContextCache: generation mode 'beam_search'"):
-            model.generate(**PROMPT, num_beams=2, past_key_values=cache)
-
-
 def test_a_shared_cache_outside_an_enabled_model_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)

@@ -26,9 +26,11 @@ def decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     leave: bool = True,
+    origins: Tensor | None = None,
 ):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong.
 
+    With `origins` ``[rows, tokens]``, which name each slot once for a token, earlier tokens are stored there.
     Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `leave`.
     """
     rows, heads, queries, head_dim = query.shape
@@ -44,7 +46,11 @@ def decode(
     taking = slots >= 0
     stored = Segment(*(torch.full_like(part, torch.nan) for part in suffix))
     for whole, part in zip(stored, suffix, strict=True):
-        whole[slots[taking].long()] = part[taking]
+        if origins is None:
+            whole[slots[taking].long()] = part[taking]
+        else:
+            tokens = torch.arange(origins.shape[1], device=query.device)
+            whole.movedim(2, 1)[origins.long(), tokens] = part[:, :, : len(tokens)].movedim(2, 1)
     widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
     config = config or choose_config(
         widest,
@@ -82,6 +88,7 @@ def decode(
         soft_cap=softcap,
         window=window,
         sinks=sinks,
+        origins=origins,
         return_lse=True,
     )
     for whole, part in zip(stored, new, strict=True):

@@ -183,6 +183,24 @@ def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
     assert (fewer_lse[~taking] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("heads", "queries"), [(2, 1), (4, 1), (4, 3)], ids=["one-query", "group", "draft"])
+def test_tokens_of_a_suffix_in_several_slots(heads, queries, window):
+    """What beam search leaves: each token where the row wrote it that was continued."""
+    device = "cpu" if INTERPRETED else "cuda"
+    forest = random_forest(random.Random(1), 5, 2, longest=40)
+    layout = {"heads": heads, "kv_heads": 2, "head_dim": 16, "queries": queries}
+    query, kv = make_inputs(forest, 37, **layout, dtype=torch.half, device=device, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    origins = torch.stack([torch.randperm(5, generator=generator) for _ in range(37 - queries)], dim=1)
+    config = Config(16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(block_n=16, merge=2))
+    out, lse = decode(query, kv, config=config, origins=origins.int().contiguous().to(device), window=window)
+    oracle, oracle_lse = reference.forest_attention(query, kv, window=window)
+    yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, None)
+    assert_error_rule(out, yardstick, oracle, oracle_lse)
+    assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
+
+
 @pytest.mark.parametrize("leave", [False, True])
 def test_results_are_written_once(leave, monkeypatch):
     """By the kernel of suffixes, or by the one that merges where programs are left to suffixes."""

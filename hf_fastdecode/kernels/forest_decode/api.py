@@ -35,6 +35,7 @@ def forest_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    origins: Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
@@ -63,6 +64,8 @@ def forest_decode(
             the nodes, in order of depth, then the suffix and the new ones.
         sinks: ``[heads]`` fp32: when given, a score of each query head that adds to the softmax's denominator, and to
             the log-sum-exp, but stands for no key.
+        origins: ``[rows, at least the longest suffix]`` int32, contiguous: when given, the slot that holds each token
+            of each row's suffix, in the place of the row's own. New tokens go to the row's own slot.
         return_lse: Also return the log-sum-exp.
 
     Returns:
@@ -83,6 +86,8 @@ def forest_decode(
     check_table("lengths", lengths, (rows,), torch.int32)
     if sinks is not None:
         check_table("sinks", sinks, (heads,), torch.float32)
+    if origins is not None:
+        check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
@@ -138,8 +143,10 @@ def forest_decode(
             *results,
             schedule.apart,
             sinks if sinks is not None else out,
+            origins if origins is not None else slots,
             rows,
             kv_heads,
+            origins.stride(0) if origins is not None else 0,
             scale,
             soft_cap or 0.0,
             window or 0,
@@ -154,6 +161,7 @@ def forest_decode(
             SOFT_CAP=soft_cap is not None,
             WINDOW=window is not None,
             SINKS=sinks is not None,
+            ORIGINS=origins is not None,
             APART=apart,
             num_warps=own_config.warps,
             **options,

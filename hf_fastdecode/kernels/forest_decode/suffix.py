@@ -46,8 +46,10 @@ def attend_suffixes(
     out_lse,  # [rows, heads, queries] fp32
     apart,  # [1] int32: with APART, whether to leave partials to be merged by the kernel that follows
     sinks,  # [heads] fp32: with SINKS, a score of each head that is of no key
+    origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
+    origin_stride,
     scale,
     soft_cap,
     window,  # with WINDOW, a query sees so many tokens, of which it is the last
@@ -75,6 +77,7 @@ def attend_suffixes(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     APART: tl.constexpr,  # whether `merge_suffixes` follows
@@ -96,7 +99,8 @@ def attend_suffixes(
     # What does not depend on other loads comes first: all of it is under way at once.
     slot = tl.load(slots + row)
     before = tl.load(lengths + row)
-    base = (slot * tl.load(suffix + 2) + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
+    slot_stride = tl.load(suffix + 2)
+    base = (slot * slot_stride + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
     suffix_keys = aligned(tl.load(suffix) + base, element)
     suffix_values = aligned(tl.load(suffix + 1) + base, element)
     where = row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
@@ -134,6 +138,9 @@ def attend_suffixes(
         token = start + tl.arange(0, BLOCK_N)
         seen = (token >= oldest) & (token < before) if WINDOW else token < before
         at = token[:, None] * HEAD_DIM + dims[None, :]
+        if ORIGINS:  # relative to the row's own slot, whose address is the base
+            origin = tl.load(origins + row64 * origin_stride + token, mask=seen, other=0)
+            at += ((origin - slot) * slot_stride)[:, None]
         k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: matrix units would compute fifteen rows of nothing

@@ -1,0 +1,253 @@
+"""The first forward pass of decoding loops that are not ours, over a shared-context cache.
+
+Beam search, assisted decoding, ``custom_generate`` and the like run by transformers' or the user's own loop. It is
+given an empty cache that awaits its prompts. The loop's first pass brings them: what they share is found and prefilled
+once, and the loop gets the output that the model would have returned for all of its rows. From then on it steps over
+the cache as over any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..attention.forest import path_slice
+from ..attention.interface import UnsupportedAttentionError
+from ..cache.shared import SharedContextCache
+from .eligibility import input_reason, is_nothing
+from .modes import State
+from .prefill import prefill_passes
+from .prompts import PromptGroup, PromptPlan, group_prompts
+from .report import CallReport
+from .start import NotSharedError, find_shared, keep_nodes, require_gain
+
+if TYPE_CHECKING:
+    from .seams import Seams
+
+_KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "input_ids",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+# Options that another loop does not have.
+_OF_OUR_LOOP = ("mode='graph'", "mode='compile'", "sampler='fast'")
+
+
+@dataclass
+class AwaitedPrompts:
+    """What a cache needs to know for a loop's first pass.
+
+    Attributes:
+        seams: The model's state.
+        state: Options of the call, and what earlier calls prefilled.
+        call: The call's report.
+        max_tokens: Most tokens in one prefill pass.
+        returns_cache: Whether the caller gets the cache.
+        given: The caller's cache, if any, that holds the beginning of every prompt.
+        stock: The cache that transformers would have used.
+        longest: Tokens that a row may come to, padding included.
+        loop: What runs by a loop that is not ours, for reports.
+        checks_masks: Whether later passes may hide tokens, as a user's own loop might.
+    """
+
+    seams: Seams
+    state: State
+    call: CallReport
+    max_tokens: int
+    returns_cache: bool
+    given: SharedContextCache | None
+    stock: Cache
+    longest: int
+    loop: str
+    checks_masks: bool
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        cache: SharedContextCache,
+        arguments: dict[str, Any],
+        forward: Callable[..., Any],
+    ) -> Any:
+        """Prefill the prompts into the cache; where they cannot share, run `forward` with transformers' own cache.
+
+        Args:
+            model: The enabled model.
+            cache: The empty cache, which has no more prompts to await afterwards.
+            arguments: Of the pass, by name.
+            forward: The model's own.
+
+        Returns:
+            What the model returns for these arguments.
+
+        Raises:
+            ValueError: The caller's cache cannot be used.
+        """
+        cache.awaited = None
+        try:
+            return self._prefill(model, cache, arguments)
+        except (UnsupportedAttentionError, NotSharedError) as error:
+            reason, level = str(error), error.level if isinstance(error, NotSharedError) else logging.WARNING
+        return forward(**arguments | {"past_key_values": self.refuse(reason, level)})
+
+    def refuse(self, reason: str, level: int = logging.WARNING) -> Cache:
+        """The cache to go on with when the prompts do not share.
+
+        Raises:
+            ValueError: The caller gave a shared-context cache, which then cannot be used.
+        """
+        if self.given is not None:
+            raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
+        self.seams.tell(self.call, reason, level)
+        return self.stock
+
+    def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
+        for name, value in arguments.items():
+            if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
+                raise NotSharedError(f"the argument {name!r} is not accelerated yet")
+        if arguments.get("return_dict") is False:
+            raise NotSharedError("return_dict=False was asked for")
+        ids, embeddings = arguments.get("input_ids"), None
+        if ids is None:
+            ids, embeddings = _numbered(arguments["inputs_embeds"])
+            if self.given is not None:
+                raise NotSharedError("its tokens cannot be compared with inputs_embeds")
+        mask, width = arguments.get("attention_mask"), ids.shape[1]
+        if reason := input_reason(model, ids, mask, arguments.get("position_ids"), longest=self.longest):
+            raise NotSharedError(reason)
+        hidden = arguments.get("output_hidden_states")
+        hidden = model.config.output_hidden_states if hidden is None else hidden
+        groups = group_prompts(ids, mask)
+        wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
+        call = self.call
+        call.mode_reason = call.sampler_reason = f"{self.loop} runs by a loop that is not ours"
+        found = find_shared(
+            model,
+            self.state,
+            call,
+            groups,
+            self.given,
+            max(0, self.longest - width),
+            recompute=width if hidden else wanted,
+            reuse=embeddings is None,
+        )
+        require_gain(model, self.state, call, found, self.longest - width, asked=self.given is not None)
+        unused = [option for option in self.state.options.forced if option in _OF_OUR_LOOP]
+        if unused:
+            self.seams.tell_once(f"{', '.join(unused)} not used: {call.mode_reason}")
+        call.padded_length = call.context_width = width
+        cache.take_over(found.cache)
+        cache.checks_masks = self.checks_masks
+        call.cache = ref(cache)
+        places = _places(groups, found.plan, width, wanted)
+        extra = {"output_hidden_states": True} if hidden else {}
+        passes = list(
+            prefill_passes(
+                model,
+                cache,
+                found.plan,
+                sorted(set(places[places >= 0].tolist())),
+                max_tokens=self.max_tokens,
+                length=width,
+                embeddings=embeddings,
+                **extra,
+            )
+        )
+        if embeddings is None:
+            keep_nodes(model, self.state, call, cache, self.given, returned=self.returns_cache)
+        numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
+        logits = torch.cat([done.logits for done in passes])
+        rows = torch.tensor([group.count for group in groups], device="cpu")
+        fields: dict[str, Any] = {"past_key_values": cache}
+        fields["logits"] = _spread(logits, torch.searchsorted(numbers, places), places >= 0, rows)
+        if hidden:
+            every = _places(groups, found.plan, width, width)
+            states = zip(*(done.output.hidden_states for done in passes), strict=True)
+            fields["hidden_states"] = tuple(
+                _spread(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
+            )
+        return type(passes[-1].output)(**fields)
+
+
+def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
+    """For how many last tokens of the padded prompts logits are wanted."""
+    if isinstance(asked, Tensor):
+        raise NotSharedError("logits_to_keep is a tensor of positions")
+    return min(asked or width, width)  # 0 and None mean all
+
+
+def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) -> Tensor:
+    """Where among the plan's new tokens the last tokens of each group's padded prompt are.
+
+    Returns:
+        ``[groups, last]`` int64 on the CPU; -1 for padding.
+    """
+    places = torch.full((len(groups), last), -1, device="cpu")
+    segment = plan.items[0].span.segment
+    row = 0
+    for index, group in enumerate(groups):
+        length = len(group.tokens)
+        spans = path_slice(plan.forest.paths[row], max(0, length - last), length)
+        new = [torch.arange(span.start, span.stop, device="cpu") for span in spans if span.segment == segment]
+        if new:
+            found = torch.cat(new)
+            places[index, last - len(found) :] = found
+        row += group.count
+    return places
+
+
+def _spread(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tensor:
+    """From numbers of packed tokens to those of all rows.
+
+    Args:
+        numbers: ``[tokens, ...]``.
+        places: ``[groups, last]`` int64 on the CPU: which of them are a group's.
+        real: ``[groups, last]`` bool on the CPU: which of them are of no padding.
+        rows: ``[groups]`` int64 on the CPU: rows of each group.
+
+    Returns:
+        ``[rows, last, ...]``, 0 for padding.
+    """
+    device = numbers.device
+    spread = numbers[places.clamp(0, len(numbers) - 1).to(device)]
+    if not bool(real.all()):
+        spread[~real.to(device)] = 0
+    return spread if bool((rows == 1).all()) else spread.repeat_interleave(rows.to(device), dim=0)
+
+
+def _numbered(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Ids below 0 for embedded tokens, equal where they are equal bit for bit, and the way back.
+
+    Args:
+        embeddings: ``[rows, width, hidden]``.
+
+    Returns:
+        ``[rows, width]`` int64, and a function from ids ``[tokens]`` to ``[tokens, hidden]``.
+    """
+    rows, width, hidden = embeddings.shape
+    vectors = embeddings.detach()
+    distinct, row_of = [0], [0]  # neighbours are equal where prompts were expanded to samples
+    for row in range(1, rows):
+        if not torch.equal(vectors[row], vectors[row - 1]):
+            distinct.append(row)
+        row_of.append(len(distinct) - 1)
+    known = vectors[distinct].reshape(-1, hidden)
+    bits = known.contiguous().view(torch.int16 if known.dtype.itemsize == 2 else torch.int32).long()
+    _, numbers = torch.unique(bits, dim=0, return_inverse=True)
+    first = torch.full((int(numbers.max()) + 1,), len(known), device=known.device)
+    first.scatter_reduce_(0, numbers, torch.arange(len(known), device=known.device), "amin")
+    ids = (-1 - first[numbers]).view(len(distinct), width)[row_of]
+    return ids, lambda wanted: known[-1 - wanted.to(known.device)]

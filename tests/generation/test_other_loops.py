@@ -1,0 +1,228 @@
+"""Calls whose decoding loop is not ours: transformers' beam search and assisted decoding, and loops of the user's."""
+
+import logging
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_fastdecode as fd
+from hf_fastdecode.cache.shared import SharedContextCache
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .calls import PROMPT, tokens_embedded
+
+PROMPTS = ragged_prompts(80, 71)
+BEAMS = {"num_beams": 4, "max_new_tokens": 12}
+CALLS = {
+    "beams": {**BEAMS, "num_return_sequences": 4},
+    "beam-sample": {**BEAMS, "num_return_sequences": 2, "do_sample": True, "top_k": 0},
+    "beams-with-scores": {**BEAMS, "return_dict_in_generate": True, "output_scores": True},
+    "hidden-states": {
+        "do_sample": True,
+        "top_k": 0,
+        "num_return_sequences": 3,
+        "max_new_tokens": 6,
+        "output_hidden_states": True,
+        "return_dict_in_generate": True,
+    },
+}
+MODELS = ["llama-mha", "llama-gqa", "qwen3", "gemma2", "gpt2", "mistral-window"]
+
+
+def sequences(out):
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+def both(model, prompt, arguments, **options):
+    """What stock and shared decoding return, tokens embedded in each, and the shared call's report."""
+    with tokens_embedded(model) as by_stock:
+        stock = seeded(lambda: model.generate(**prompt, **arguments))
+    with fd.enabled(model, **options), tokens_embedded(model) as by_us:
+        shared = seeded(lambda: model.generate(**prompt, **arguments))
+        return stock, shared, by_stock, by_us, fd.explain(model).last_call
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_stock(name, call):
+    model = tiny_model(name)
+    stock, shared, by_stock, by_us, report = both(model, PROMPTS, CALLS[call])
+    assert report.path == "shared"
+    assert torch.equal(sequences(shared), sequences(stock))
+    assert by_us == [int(PROMPTS["attention_mask"].sum()), *by_stock[1:]]  # prompts once, then as many steps
+    assert report.stored_tokens == int(PROMPTS["attention_mask"].sum())
+    if call == "beams-with-scores":
+        torch.testing.assert_close(shared.sequences_scores, stock.sequences_scores)
+        assert isinstance(shared.past_key_values, SharedContextCache)
+    if call == "hidden-states":
+        real = PROMPTS["attention_mask"].repeat_interleave(3, 0).bool()
+        for own, theirs in zip(shared.hidden_states, stock.hidden_states, strict=True):
+            for mine, other in zip(own, theirs, strict=True):
+                seen = real if mine.shape[1] > 1 else slice(None)
+                assert mine.shape == other.shape
+                torch.testing.assert_close(mine[seen], other[seen], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+@pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "qwen3", "gemma2", "gpt2"])
+def test_drafts_over_a_kept_prompt(name, draft):
+    """One row shares nothing with others, but its prompt may have been prefilled before."""
+    model = tiny_model(name)
+    arguments = {"max_new_tokens": 16}
+    arguments |= {"assistant_model": tiny_model(name, seed=3)} if draft == "model" else {"prompt_lookup_num_tokens": 3}
+    stock = model.generate(**PROMPT, **arguments)
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPT["input_ids"])
+        with tokens_embedded(model) as embedded:
+            shared = model.generate(**PROMPT, **arguments, past_key_values=cache)
+        report = fd.explain(model).last_call
+    assert torch.equal(shared, stock)
+    assert report.path == "shared"
+    assert embedded[0] < 20  # the last token and its draft
+    assert cache.suffix_length == 0
+
+
+def test_a_sampled_draft():
+    model, arguments = tiny_model("llama-gqa"), {"max_new_tokens": 16, "do_sample": True, "top_k": 0}
+    arguments["assistant_model"] = tiny_model("llama-gqa", seed=3)
+    stock, shared, *_, report = both(model, PROMPT, arguments, reuse_prefix=True)
+    assert report.path == "shared"
+    assert torch.equal(shared, stock)
+
+
+def test_beams_over_a_kept_prompt(model):
+    with fd.enabled(model):
+        stock = model.generate(**PROMPT, **BEAMS, use_cache=False)
+        cache = fd.prefill(model, PROMPT["input_ids"][:, :60])
+        with tokens_embedded(model) as embedded:
+            assert torch.equal(model.generate(**PROMPT, **BEAMS, past_key_values=cache), stock)
+        assert embedded[0] == 20
+        other = ragged_prompts(40, seed=8)
+        with pytest.raises(ValueError, match="does not begin with tokens of the cache"):
+            model.generate(**other, **BEAMS, past_key_values=cache)
+
+
+def test_beams_permute_indices_and_move_no_storage(model):
+    """Keys and values stay where they were written, and nodes are planned once."""
+    places, forests = [], []
+    update = SharedContextCache.reorder_cache
+
+    def watched(cache, rows):
+        update(cache, rows)
+        places.append([part.data_ptr() for layer in cache.layers for part in layer.suffix or ()])
+        forests.append(id(cache.state.forest))
+
+    with pytest.MonkeyPatch.context() as patch, fd.enabled(model):
+        patch.setattr(SharedContextCache, "reorder_cache", watched)
+        model.generate(**PROMPTS, **CALLS["beam-sample"])
+    assert len(places) > 8
+    assert all(place == places[1] for place in places[1:])
+    assert len(set(forests)) == 1
+
+
+def test_beams_by_the_kernels():
+    model = tiny_model("llama-mqa", num_hidden_layers=1)
+    arguments = {"num_beams": 2, "max_new_tokens": 5}
+    stock, shared, *_, report = both(model, ragged_prompts(40), arguments, backend="triton", min_saved_tokens=1)
+    assert "by triton" in report.layers[0]
+    assert torch.equal(shared, stock)
+
+
+def test_embedded_prompts(model):
+    """As vision encoders and soft prompts make them; equal vectors are equal tokens."""
+    embedded = model.get_input_embeddings()(PROMPTS["input_ids"]).detach()
+    prompt = {"inputs_embeds": embedded, "attention_mask": PROMPTS["attention_mask"]}
+    arguments = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 8}
+    stock, shared, *_, report = both(model, prompt, arguments, reuse_prefix=True)
+    assert torch.equal(shared, stock)
+    assert report.prefilled_tokens == int(PROMPTS["attention_mask"].sum())
+    alike = {name: part[:1].repeat(2, *[1] * (part.dim() - 1)) for name, part in prompt.items()}
+    alike["inputs_embeds"][1, -1] = embedded[1, -1]
+    stock, shared, *_, report = both(model, alike, arguments)
+    assert torch.equal(shared, stock)
+    assert report.prefilled_tokens == 81
+    with fd.enabled(model), pytest.raises(ValueError, match="cannot be compared with inputs_embeds"):
+        model.generate(**prompt, **arguments, past_key_values=fd.prefill(model, PROMPTS))
+
+
+def greedy(model, input_ids, **arguments):
+    """A loop as users write them, that asks for the logits of all tokens."""
+    cache, fed = arguments["past_key_values"], input_ids
+    for _ in range(6):
+        logits = model(fed, past_key_values=cache, attention_mask=arguments.get("attention_mask")).logits
+        assert logits.shape[:2] == fed.shape
+        fed = logits[:, -1:].argmax(-1)
+        input_ids = torch.cat([input_ids, fed], dim=1)
+        if arguments.get("attention_mask") is not None:
+            ones = arguments["attention_mask"].new_ones(len(fed), 1)
+            arguments["attention_mask"] = torch.cat([arguments["attention_mask"], ones], dim=1)
+    return input_ids
+
+
+def test_a_loop_of_the_users(model):
+    arguments = {"custom_generate": greedy, "num_return_sequences": 1, "max_new_tokens": 6}
+    alike = {name: part.repeat(2, 1) for name, part in PROMPT.items()}
+    stock, shared, by_stock, by_us, report = both(model, alike, arguments)
+    assert torch.equal(shared, stock)
+    assert report.path == "shared"
+    assert by_us == [80, *by_stock[1:]]
+    assert "custom_generate" in report.mode_reason
+
+
+def test_a_loop_that_runs_no_model(model):
+    with fd.enabled(model):
+        out = model.generate(**PROMPT, custom_generate=lambda model, input_ids, **_: input_ids + 1, max_new_tokens=4)
+        assert torch.equal(out, PROMPT["input_ids"] + 1)
+        assert fd.explain(model).last_call.path == "stock"
+        assert "custom_generate has not run the model" in fd.explain(model).last_call.reason
+        assert model.generate(PROMPT["input_ids"], *[None] * 10, max_new_tokens=4).shape == (1, 84)
+
+
+def test_a_loop_that_reads_keys_is_told_what_to_do(model):
+    def reads(model, input_ids, **arguments):
+        model(input_ids, past_key_values=arguments["past_key_values"])
+        return arguments["past_key_values"].layers[0].keys
+
+    alike = {name: part.repeat(2, 1) for name, part in PROMPT.items()}
+    with fd.enabled(model):
+        with pytest.raises(AttributeError, match=r"pass past_key_values=transformers.DynamicCache\(\)"):
+            model.generate(**alike, custom_generate=reads, max_new_tokens=4)
+        keys = model.generate(**alike, custom_generate=reads, max_new_tokens=4, past_key_values=DynamicCache())
+    assert keys.shape[2] == 80
+
+
+def test_a_model_that_cannot_share_goes_on_with_transformers_cache(model, monkeypatch):
+    """Whether attention can be shared shows in the pass itself."""
+    monkeypatch.setattr(model.model.layers[1].self_attn, "is_causal", False)
+    stock, shared, by_stock, by_us, report = both(model, PROMPTS, CALLS["beams"])
+    assert report.path == "stock"
+    assert "is_causal=False" in report.reason
+    assert torch.equal(shared, stock)
+    assert by_us[-len(by_stock) :] == by_stock
+
+
+def test_options_that_another_loop_does_not_have_are_told(model, caplog):
+    with caplog.at_level(logging.WARNING, logger="hf_fastdecode"), fd.enabled(model, mode="graph", sampler="fast"):
+        model.generate(**PROMPT, **BEAMS)
+    assert [record.message for record in caplog.records if record.name == "hf_fastdecode"] == [
+        "mode='graph', sampler='fast' not used: generation mode 'beam_search' runs by a loop that is not ours"
+    ]
+
+
+def test_processes_that_must_keep_step(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stock, shared, *_, report = both(model, PROMPTS, {**BEAMS, "synced_gpus": True})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert report.path == "stock"
+    assert "synced_gpus=True" in report.reason
+    assert torch.equal(shared, stock)
+
+
+def test_prompts_in_chunks(model):
+    stock, shared, _, by_us, report = both(model, PROMPTS, {**BEAMS, "prefill_chunk_size": 32})
+    assert report.path == "shared"
+    assert torch.equal(shared, stock)
+    assert max(by_us) == 32
