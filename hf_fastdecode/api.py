@@ -37,9 +37,9 @@ def enable(
 ) -> Model:
     """Make `model.generate` share the context of its samples: prefilled once, stored once, read once per step.
 
-    The model goes on being called as before, and returns what it returned before. Calls that cannot share, such as those
-    with ``use_cache=False``, run stock and say so once in the log; `explain` tells what the last call did. Only
-    this instance changes; `disable` restores it. Calling `enable` again replaces the options.
+    The model goes on being called as before, and returns what it returned before. Calls that cannot share, e.g. those
+    with ``use_cache=False``, run stock and say so once in the log; `explain` tells what the last call did. Only this
+    instance changes; `disable` restores it. Calling `enable` again replaces the options.
 
     Args:
         model: A decoder-only transformers model, on any device. One wrapped by PEFT, `torch.compile`,

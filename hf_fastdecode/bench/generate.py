@@ -85,10 +85,10 @@ class GenerateBench:
         return self._loaded[1]
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
-        call = batch_caller(model, case) if way.batch else caller(model, case, way.arguments)
+        call = batch_caller(model, case) if way.batch else caller(model, case, way)
         most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
         compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
-        stock = _seeded(lambda: caller(model, case)(most)) if compare else None
+        stock = _seeded(lambda: caller(model, case, GenerateWay(beams=way.beams))(most)) if compare else None
         collect()
         before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         if self.device.type == "cuda":
@@ -128,7 +128,7 @@ class GenerateBench:
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase) -> float:
         key = case.shape, case.dtype, case.context
         if key not in self._single_prefills:
-            call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype))
+            call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype), GenerateWay())
             call(1)
             self._single_prefills[key] = percentiles(self._samples(lambda: call(1))).p50
         return self._single_prefills[key]

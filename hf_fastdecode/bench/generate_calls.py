@@ -21,8 +21,8 @@ import hf_fastdecode as fd
 from ..measurement.shapes import SHAPES, random_model
 from ..measurement.status import NotAvailableError
 from .generate_cases import GenerateCase
+from .generate_ways import SAMPLING, GenerateWay
 
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 _FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
 
 
@@ -82,10 +82,16 @@ def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
     return ids.to(model.device)
 
 
-def caller(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """A function that generates so many tokens for a case's samples."""
+def caller(model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> Callable[..., Any]:
+    """A function that generates so many tokens for a case's samples, with a way's arguments.
+
+    Raises:
+        NotAvailableError: The way does not take this case.
+    """
+    if way.beams and (case.finish or case.tree is not None):
+        raise NotAvailableError("beams are of one prompt, and run to the end")
     ids = prompt(model, case)
-    extra = {"num_return_sequences": case.samples // len(ids), **(arguments or {})}
+    extra = way.call_arguments(case.samples // len(ids))
     if case.finish:
         extra["pad_token_id"] = 0
         extra["stopping_criteria"] = StoppingCriteriaList([RowsFinish(case.context, case.lengths(), model.device)])
@@ -97,7 +103,6 @@ def caller(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any]
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             return_dict_in_generate=return_dict,
-            **SAMPLING,
             **extra,
         )
 

@@ -15,11 +15,13 @@ from ..generation.options import CHOICES, Options
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
+    "stock-beams": "transformers' beam search, with as many beams as samples",
     "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
     "eager": "hf_fastdecode, mode='eager'",
     "graph": "hf_fastdecode, mode='graph'",
     "compile": "hf_fastdecode, mode='compile'",
+    "beams": "hf_fastdecode under transformers' beam search, with as many beams as samples",
     "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
     "eager-no-attention": "the ceiling of eager",
     "graph-no-attention": "the ceiling of graph",
@@ -29,7 +31,7 @@ WAYS: dict[str, str] = {
 }
 """Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
-_STOCK_WAYS = ("stock", "stock-static", "generate_batch")
+_STOCK_WAYS = ("stock", "stock-static", "stock-beams", "generate_batch")
 
 DEFAULT_WAYS = (
     *("stock", "stock-static", "shared", "eager", "graph", "compile"),

@@ -48,9 +48,10 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> str
 def gives_stock_tokens(way: GenerateWay, device: torch.device) -> bool:
     """Whether stock and the way draw the same tokens in fp32."""
     model = random_model("tiny", device, torch.float32)
-    stock = _generate(model)
+    arguments = way.call_arguments(_ROWS)
+    stock = _generate(model, arguments)
     with using(model, way):
-        ours = _generate(model)
+        ours = _generate(model, arguments)
     return torch.equal(stock.sequences, ours.sequences)
 
 
@@ -58,7 +59,7 @@ def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> 
     """How many times stock's error the way's logits err, on its own tokens, against the model in fp64."""
     model = random_model("tiny", device, dtype)
     with using(model, way):
-        found = _generate(model, output_logits=True)
+        found = _generate(model, GenerateWay().call_arguments(_ROWS), output_logits=True)
     ours = torch.stack(found.logits, 1).double()  # [rows, tokens, vocabulary]
     oracle = _logits(copy.deepcopy(model).double(), found.sequences)
     theirs = _logits(model, found.sequences) - oracle
@@ -73,19 +74,15 @@ def _logits(model: PreTrainedModel, sequences: Tensor) -> Tensor:
     return model(sequences[:, :-1]).logits[:, _CONTEXT - 1 :].double()
 
 
-def _generate(model: PreTrainedModel, **arguments: Any) -> Any:
+def _generate(model: PreTrainedModel, arguments: dict[str, Any], **more: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (1, _CONTEXT), generator=generator).to(model.device)
     torch.manual_seed(0)
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        num_return_sequences=_ROWS,
         max_new_tokens=_TOKENS,
-        do_sample=True,
-        temperature=0.8,
-        top_p=0.95,
-        top_k=0,
         return_dict_in_generate=True,
         **arguments,
+        **more,
     )

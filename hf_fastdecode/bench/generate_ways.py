@@ -17,6 +17,8 @@ from ..measurement.status import NotAvailableError
 from .attention_hook import REPLACEMENTS, replaced_attention
 from .generate_cases import parse_way
 
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+
 
 @dataclass(frozen=True)
 class GenerateWay:
@@ -25,6 +27,7 @@ class GenerateWay:
     Attributes:
         enable: Options of `hf_fastdecode.enable`; None for stock.
         arguments: What `generate` is given in addition.
+        beams: Whether the samples are the beams of a beam search.
         attention: Another attention in our loop, one of `REPLACEMENTS`.
         batch: Through `generate_batch`.
         compiles: Whether it may compile anything: it then starts without what others compiled.
@@ -34,6 +37,7 @@ class GenerateWay:
 
     enable: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    beams: bool = False
     attention: str | None = None
     batch: bool = False
     compiles: bool = False
@@ -44,6 +48,12 @@ class GenerateWay:
     def exact(self) -> bool:
         """Whether its tokens are supposed to be right."""
         return self.attention != "none"
+
+    def call_arguments(self, samples: int) -> dict[str, Any]:
+        """What a call of so many samples of one prompt gives `generate`."""
+        if not self.beams:
+            return SAMPLING | {"num_return_sequences": samples} | self.arguments
+        return {"num_beams": samples, "num_return_sequences": samples}
 
 
 _MODES = {
@@ -56,6 +66,8 @@ _MODES = {
 _WAYS: dict[str, GenerateWay] = {
     "stock": GenerateWay(),
     "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, compiles=True, hooks=False),
+    "stock-beams": GenerateWay(beams=True),
+    "beams": GenerateWay(enable={"mode": "eager"}, beams=True),
     "generate_batch": GenerateWay(batch=True, hooks=False),
     **_MODES,
     **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},

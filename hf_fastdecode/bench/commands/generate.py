@@ -78,7 +78,8 @@ def generate(
     after its tokens were found to be stock's in float32, and its logits as precise as stock's in half precision.
 
     Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
-    `generate_batch` its continuous batching. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
+    `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples, and
+    `beams` the same on an enabled model. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
     `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
     left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. Where
     `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
