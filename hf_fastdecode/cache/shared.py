@@ -324,7 +324,7 @@ class SharedContextCache(Cache):
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass a value <= 0"
             )
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         own = min(count, self.suffix_length)
         if own and self._suffix_tokens:
             self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
