@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_fastdecode as fd
+
 from .tiny_models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +42,10 @@ def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
 
 
 def test_the_example_of_a_kept_cache_runs():
-    assert run_examples("docs/kept-caches.md")["out"].shape[0] == 4
+    names = run_examples("docs/kept-caches.md")
+    assert names["out"].shape[0] == 4
+    used = sum(fd.explain(names["model"]).last_call.known_tokens)
+    assert used > names["inputs"]["input_ids"].shape[1] * 0.8  # of a prompt that was not prefilled
 
 
 def _without_numbers(text: str) -> str:
