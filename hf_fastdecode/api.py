@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .attention.interface import UnsupportedAttentionError
 from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, is_nothing, method_reason, model_reason, rope_limit, switch_reason
+from .generation.eligibility import input_reason, method_reason, model_reason, rope_limit, switch_reason
 from .generation.options import Options
 from .generation.prefill import prefill_nodes
-from .generation.prompts import group_prompts, plan_prompts
+from .generation.prompts import PromptGroup, PromptPlan, group_prompts, plan_prompts
 from .generation.report import Report
 from .generation.seams import install, report_on, seams_of, uninstall
 from .generation.stored_prompts import StoredPrompts
+from .prompt_ids import padded_ids
 from .wrappers import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -123,28 +126,35 @@ def explain(model: nn.Module) -> Report:
     return report_on(unwrapped(model))
 
 
-def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedContextCache:
+def prefill(
+    model: nn.Module, inputs: Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+) -> SharedContextCache:
     """Compute the keys and values of prompts once, to be used by many `generate` calls.
 
     Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
-    only what lies behind them is prefilled. Of a prompt that soon goes on otherwise only the common beginning is taken
-    from the cache, which the log warns of. The cache is not consumed; each call works on a fork of it. It holds what
-    this model's weights and active adapters made of the tokens: after they have changed, as in training, prefill
-    again. `generate` raises where PyTorch's version counters or addresses tell (writing to ``parameter.data`` in place
-    goes around them); a forward pass of your own does not look.
+    only what lies behind them is prefilled. Each prompt of a call is matched with the row that it has the longest
+    common prefix with, so a prompt that was not prefilled still finds what it has in common with those that were. The
+    log warns when that is little.
+
+    The cache is not consumed; each call works on a fork of it. It holds what this model's weights and active adapters
+    made of the tokens: after they have changed, as in training, prefill again. `generate` raises where PyTorch's
+    version counters or addresses tell (writing to ``parameter.data`` in place goes around them); a forward pass of
+    your own does not look.
 
     Args:
         model: An enabled model.
-        inputs: ``input_ids`` ``[prompts, length]``, or what a tokenizer returns: a mapping with ``input_ids`` and,
-            for prompts of unequal length, ``attention_mask``.
+        inputs: A list of prompts of any lengths, each a tensor ``[length]`` or a list of ids; or ``input_ids``
+            ``[prompts, length]``; or what a tokenizer returns, padded or not: a mapping with either as ``input_ids``
+            and, for padded prompts, ``attention_mask``.
 
     Returns:
-        A cache with one row for each prompt; what prompts have in common is stored once.
+        A cache with one row for each prompt, in the order given. A common prefix of at least `min_shared_tokens` (see
+        `enable`) is computed and stored once, whichever prompts have it.
 
     Raises:
         ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or with
-            forward hooks of your own), or the inputs are not prompts, or too long for a position embedding that
-            changes with the length of the text.
+            forward hooks of your own), or the inputs are not prompts, or hold ids that the model does not know, or are
+            too long for a position embedding that changes with the length of the text.
     """
     inner = unwrapped(model)
     seams = seams_of(inner)
@@ -152,19 +162,7 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     if reason := model_reason(inner) or method_reason(inner) or switch_reason(inner):
         raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
-    mapping = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    if isinstance(mapping, Mapping) and not isinstance(mapping.get("attention_mask", inputs), Tensor | Mapping | None):
-        found = type(mapping["attention_mask"]).__name__
-        raise ValueError(f"attention_mask must be a tensor, got {found}; call the tokenizer with return_tensors='pt'")
-    if not isinstance(mapping, Mapping):
-        raise ValueError(
-            f"inputs must be a tensor of ids or what a tokenizer returns, got {type(inputs).__name__}; call the "
-            "tokenizer with return_tensors='pt'"
-        )
-    input_ids, mask = _checked_ids(mapping.get("input_ids")), mapping.get("attention_mask")
-    for name, value in mapping.items():
-        if name not in ("input_ids", "attention_mask") and not is_nothing(value):
-            raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
+    input_ids, mask = padded_ids(inputs)
     if reason := input_reason(inner, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     limit = rope_limit(inner.config.get_text_config(decoder=True))
@@ -175,30 +173,57 @@ def prefill(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> SharedCo
             f"beyond {limit} tokens, so that no call could go on from it; prefill at most {limit - 1} tokens, or call "
             "generate without a kept cache"
         )
-    cache = SharedContextCache(backend=seams.options.backend)
     groups = group_prompts(input_ids, mask)
-    plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=seams.options.min_shared_tokens)
+    _check_vocabulary(inner, groups)
+    cache = SharedContextCache(backend=seams.options.backend)
+    plan, rows = _plan(groups, cache, seams.options.min_shared_tokens)
     try:
         with torch.no_grad():
             prefill_nodes(inner, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
+    if rows is not None:
+        cache.select_rows(rows)
     cache.fingerprint, cache.lent_segments = Fingerprint(inner), len(cache.segment_tokens)
     return cache
 
 
-def _checked_ids(input_ids: object) -> Tensor:
-    """The ids, if they are prompts."""
-    if not isinstance(input_ids, Tensor):
-        raise ValueError(
-            f"input_ids must be a tensor, got {type(input_ids).__name__}; call the tokenizer with return_tensors='pt'"
-        )
-    if input_ids.dim() != 2:
-        shape = list(input_ids.shape)
-        remedy = "; for one prompt, input_ids[None]" if input_ids.dim() == 1 else ""
-        raise ValueError(f"input_ids must have shape [prompts, length], got {shape}{remedy}")
-    if input_ids.numel() == 0:
-        raise ValueError(f"the prompts are empty: input_ids has shape {list(input_ids.shape)}; give a token at least")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids must be int64 or int32, got {str(input_ids.dtype).removeprefix('torch.')}")
-    return input_ids
+def _plan(
+    groups: list[PromptGroup], cache: SharedContextCache, min_shared_tokens: int
+) -> tuple[PromptPlan, list[int] | None]:
+    """Plan the prompts in the given order, or sorted where that stores fewer tokens.
+
+    Only neighbours share, and sorting makes prompts with a common prefix neighbours. The given order is preferred
+    because evenly spaced spans of consecutive rows are read in one call.
+
+    Returns:
+        The plan, and for each prompt its row in the plan; None where the plan keeps the given order.
+    """
+    stored = StoredPrompts(cache)
+    plan = plan_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    texts = [group.tokens.numpy().tobytes() for group in groups]
+    order = sorted(range(len(groups)), key=texts.__getitem__)
+    alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
+    merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
+    sorted_plan = plan_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
+    if len(sorted_plan.new_tokens) >= len(plan.new_tokens):
+        return plan, None
+    starts = [0, *accumulate(group.count for group in groups)]
+    prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
+    return sorted_plan, sorted(range(len(prompts)), key=prompts.__getitem__)
+
+
+def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:
+    """Refuse ids that have no embedding: on a GPU the lookup fails in a device assert, which CUDA does not survive."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None:
+        return
+    row = 0
+    for group in groups:
+        for found in (int(group.tokens.min()), int(group.tokens.max())):
+            if not 0 <= found < size:
+                raise ValueError(
+                    f"prompt {row} holds the id {found}; {type(model).__name__} has embeddings for 0 to {size - 1}: "
+                    "use its own tokenizer"
+                )
+        row += group.count

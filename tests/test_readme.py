@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_fastdecode as fd
+
 from .tiny_models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
@@ -19,13 +21,14 @@ def test_architectures_listed_are_the_tested_ones():
 
 
 def run_examples(page: str) -> dict:
-    """Run a page's examples from the first one on the embedded model on; the names that they leave."""
+    """Run a page's examples from the first one on the embedded model on, but for TRL's, which tests/clients run."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     first = next(index for index, block in enumerate(blocks) if "load_embedded" in block)
     torch.manual_seed(0)
     names: dict = {}
     for block in blocks[first:]:
-        exec(block, names)
+        if "from trl" not in block:
+            exec(block, names)
     return names
 
 
@@ -40,7 +43,10 @@ def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
 
 
 def test_the_example_of_a_kept_cache_runs():
-    assert run_examples("docs/kept-caches.md")["out"].shape[0] == 4
+    names = run_examples("docs/kept-caches.md")
+    assert names["out"].shape[0] == 4
+    used = sum(fd.explain(names["model"]).last_call.known_tokens)
+    assert used > names["inputs"]["input_ids"].shape[1] * 0.8  # of a prompt that was not prefilled
 
 
 def _without_numbers(text: str) -> str:

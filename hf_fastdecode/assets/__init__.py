@@ -41,7 +41,7 @@ def load_embedded(
     if not (MODEL_PATH / "model.safetensors").is_file():
         raise FileNotFoundError(
             f"no weights at {MODEL_PATH}; reinstall the package with its data files, "
-            "or train them with python -m hf_fastdecode.assets.recipe.train"
+            "or train them in a clone of the repository with python -m tools.embedded_model.train"
         )
     model = LlamaForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32 if dtype is None else dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_PATH)

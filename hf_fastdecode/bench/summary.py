@@ -60,7 +60,7 @@ def stock_beside_shared(rows: list[Row]) -> str:
     """One line for each case of `generate`, stock → ours, and a step of ours compiled where that was measured."""
     compiled = any(row["way"] == "compile" for row in rows)
     steps = ["a step", "compiled"] if compiled else ["a step"]
-    lines = head(["model", "context", "n", "time to first token", *steps, "whole call", "KV cache"])
+    lines = head(["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"])
     for stock, shared, ways in paired(rows):
         step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
         if compiled:
@@ -72,6 +72,7 @@ def stock_beside_shared(rows: list[Row]) -> str:
             _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
             *step,
             _change(stock, shared, "total_s", lambda value: f"{value:.1f} s"),
+            f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
             f"{_stock_kv(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
         lines.append(line(cells))

@@ -11,8 +11,6 @@ import torch
 
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
 from hf_fastdecode.assets.prompt import SEPARATOR
-from hf_fastdecode.assets.recipe import corpus
-from hf_fastdecode.assets.recipe.data import separator_ids
 from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Sample
@@ -21,6 +19,8 @@ from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.settings import Drawing
 from hf_fastdecode.evals.task import Task
 from hf_fastdecode.evals.tasks import load_tasks
+from tools.embedded_model import corpus
+from tools.embedded_model.data import separator_ids
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_reference_code_passes_its_tests(tasks: list[corpus.Task], sandbox: Sand
     assert verdict.passed, verdict
 
 
-def test_stored_tasks_are_what_the_recipe_makes() -> None:
+def test_stored_tasks_are_what_the_tools_make() -> None:
     held_out = corpus.held_out_examples(0, corpus.TASKS_PRECISE, corpus.TASKS_VAGUE)
     stored = [task | {"task_id": 0} for task in embedded_tasks()]
     assert stored == [example.as_task(0) for example in held_out]

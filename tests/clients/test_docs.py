@@ -18,6 +18,12 @@ def run_blocks(page: str) -> dict:
     return names
 
 
+def test_readme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("../README.md")
+    assert fd.explain(names["trainer"].model).last_call.path == "shared"
+
+
 def test_rollouts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_blocks("rl.md")

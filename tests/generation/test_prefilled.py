@@ -99,6 +99,75 @@ def test_ragged_prompts_prefilled_together(model):
         assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, past_key_values=cache)), stock)
 
 
+def unpadded(prompts):
+    """By row, the tokens of a padded batch."""
+    return [ids[mask.bool()] for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"], strict=True)]
+
+
+@pytest.mark.parametrize("form", ["tensors", "tuple", "lists", "both", "mapping", "padded lists", "int32"])
+def test_prompts_of_unequal_length_in_a_list(model, form):
+    prompts = ragged_prompts(70, 90, 55, shared=40)
+    tensors = unpadded(prompts)
+    given = {
+        "tensors": tensors,
+        "tuple": tuple(tensors),
+        "lists": [row.tolist() for row in tensors],
+        "both": [tensors[0], *(row.tolist() for row in tensors[1:])],
+        "mapping": {"input_ids": [row.tolist() for row in tensors], "attention_mask": [[1] * len(r) for r in tensors]},
+        "padded lists": {name: part.tolist() for name, part in prompts.items()},
+        "int32": [row.int() for row in tensors],
+    }[form]
+    stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
+    with fd.enabled(model):
+        cache = fd.prefill(model, given)
+        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, past_key_values=cache)), stock)
+        assert fd.explain(model).last_call.prefilled_tokens == 0
+        assert repr(cache) == repr(fd.prefill(model, prompts))
+    assert cache.node_tokens == 40 + 30 + 50 + 15
+    assert cache.get_seq_length() == 90
+
+
+def test_prompts_of_one_length_in_a_list_are_the_tensor(model):
+    ids = ragged_prompts(50, 50, shared=33)["input_ids"]
+    with fd.enabled(model):
+        listed, whole = (fd.prefill(model, prompts) for prompts in (list(ids), ids))
+    assert (listed.forest, listed.get_seq_length()) == (whole.forest, whole.get_seq_length())
+
+
+def test_what_any_prompts_have_in_common_is_stored_once(model):
+    """Not only neighbours: prompts of two problems in turn, and one of them twice."""
+    first, second = (unpadded(ragged_prompts(60, 70, 64, shared=40, seed=seed)) for seed in (1, 2))
+    rows = [first[0], second[0], first[1], second[1], first[0], second[2]]
+    with fd.enabled(model):
+        cache = fd.prefill(model, rows)
+        assert cache.node_tokens == (40 + 20 + 30) + (40 + 20 + 30 + 24)
+        assert [cache.path_tokens(path).tolist() for path in cache.forest.paths] == [row.tolist() for row in rows]
+        token = torch.arange(5, 5 + len(rows))[:, None]
+        logits = model(token, past_key_values=cache).logits[:, -1]
+    for row, own, found in zip(rows, token, logits, strict=True):
+        expected = model(torch.cat([row, own])[None]).logits[0, -1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_share_in_the_order_given_where_sorting_stores_no_less(model):
+    """Spans of consecutive rows then lie evenly in storage, and one call attends to all of them."""
+    ids = ragged_prompts(*[80] * 6, shared=40)["input_ids"]
+    with fd.enabled(model):
+        cache = fd.prefill(model, ids)
+    assert [len(level) for level in cache.forest.batches] == [1, 1]
+
+
+def test_further_prompts_find_what_the_prefilled_ones_have_in_common(model):
+    prompts = unpadded(ragged_prompts(70, 90, 55, 81, shared=40))
+    expected = [seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING)) for prompt in prompts[2:]]
+    with fd.enabled(model):
+        cache = fd.prefill(model, prompts[:2])
+        for prompt, stock in zip(prompts[2:], expected, strict=True):
+            shared = seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING, past_key_values=cache))
+            assert fd.explain(model).last_call.prefilled_tokens == len(prompt) - 40
+            assert torch.equal(shared, stock)
+
+
 def test_a_cache_of_another_text_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, ragged_prompts(40, seed=8)["input_ids"])

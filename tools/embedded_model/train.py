@@ -1,6 +1,6 @@
 """Train the embedded model on the synthetic corpus, on a CPU or a GPU.
 
-    python -m hf_fastdecode.assets.recipe.train --out DIR --state DIR/state.pt      (the same command again resumes)
+    python -m tools.embedded_model.train --out DIR --state DIR/state.pt      (the same command again resumes)
 
 Checkpoints are complete Hugging Face folders, DIR/step-N and DIR/final, in float16.
 """
@@ -18,7 +18,8 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from ..prompt import BEGIN, DONE
+from hf_fastdecode.assets.prompt import BEGIN, DONE
+
 from .data import Packer, build_corpus
 from .tokenizer import PAD, train_tokenizer
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..prompt import SEPARATOR
+from hf_fastdecode.assets.prompt import SEPARATOR
+
 from .corpus import BLOCK, training_block
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The synthetic corpus: compositions turned into tasks in MBPP's schema, split by meaning into training and held-out.
 
-python -m hf_fastdecode.assets.recipe.corpus --out DIR     writes tasks.jsonl and fewshot.jsonl
-python -m hf_fastdecode.assets.recipe.corpus --check 20000 compares held-out tasks with that many training examples
+python -m tools.embedded_model.corpus --out DIR     writes tasks.jsonl and fewshot.jsonl
+python -m tools.embedded_model.corpus --check 20000 compares held-out tasks with that many training examples
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from ..prompt import Task, solved_example
+from hf_fastdecode.assets.prompt import Task, solved_example
+
 from .compose import compose, describe, function_name, is_hideable, write_code
 from .grammar import BOOL
 from .inputs import draw_arguments

@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer trained on the synthetic corpus; its end-of-sequence token is the prompt format's ``[DONE]``.
 
-python -m hf_fastdecode.assets.recipe.tokenizer --out DIR
+python -m tools.embedded_model.tokenizer --out DIR
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..prompt import BEGIN, DONE
+from hf_fastdecode.assets.prompt import BEGIN, DONE
+
 from .corpus import training_blocks
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""The recipe of the embedded model: corpus grammar, tokenizer training, model training."""

@@ -1,0 +1,1 @@
+"""Programs for working on this repository; no part of the installed package."""
