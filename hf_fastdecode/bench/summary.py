@@ -91,10 +91,28 @@ def trees_table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def beams_table(rows: list[Row]) -> str:
+    """One line for each beam search, stock → under it a shared-context cache."""
+    lines = head(
+        ["model", "context", "beams", "time to first token", "a step", "whole call", "memory over the weights"]
+    )
+    for ways in cases_of(rows):
+        stock, ours = ways["stock-beams"], ways["beams"]
+
+        def arrow(column: str, unit: str, scale: float = 1.0, stock: Row = stock, ours: Row = ours) -> str:
+            return " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in (stock, ours))
+
+        times = [arrow("prefill_s", "s"), arrow("ms_per_step", "ms"), arrow("total_s", "s")]
+        memory = arrow("peak_bytes", "GiB", 2**-30)
+        lines.append(line([ours["shape"], f"{int(ours['context']):,}", ours["samples"], *times, memory]))
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}, {rows[0]['new_tokens']} new tokens; medians.\n"
+
+
 _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     None: table,
     "first calls": first_calls_table,
     "trees": trees_table,
+    "beams": beams_table,
     "fixed parts": fixed_parts_table,
     "steps apart": steps_apart_table,
     "training": training_table,

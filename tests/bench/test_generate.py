@@ -168,7 +168,7 @@ def test_without_attention_tokens_differ(model):
     for way in ("eager", "eager-no-attention"):
         torch.manual_seed(0)
         with using(model, find_way(way)):
-            drawn.append(caller(model, CASE)(8))
+            drawn.append(caller(model, CASE, find_way(way))(8))
     assert not torch.equal(*drawn)
 
 
@@ -204,7 +204,7 @@ def test_each_row_ends_after_its_own_number_of_tokens():
 def test_rows_end_where_they_should(model, way):
     case = replace(CASE, new_tokens=12, finish="3-12")
     with using(model, find_way(way)):
-        drawn = caller(model, case)(12)[:, 120:]
+        drawn = caller(model, case, find_way(way))(12)[:, 120:]
     assert drawn.shape == (4, 12)
     for row, length in zip(drawn, case.lengths(), strict=True):
         assert (row[length:] == 0).all()
