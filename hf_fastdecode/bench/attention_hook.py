@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.interface import ATTENTION_NAME, SharedKV, shared_context_attention
-from ..attention.kv import Segment
+from ..attention.kv import ForestKV, Segment
 from ..cache.handles import DecodeKV
 from ..measurement.status import NotAvailableError
 from .baselines import TwoCalls, bifurcated
@@ -77,7 +77,8 @@ def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tenso
     """Bifurcated's einsums over the one context and the suffixes."""
     if not isinstance(handle, DecodeKV):
         return None
-    own, nodes = _appended(handle), handle.layer.forest_kv()
+    nodes = handle.append()
+    own = _used(nodes)
     if len(nodes.forest.nodes) != 1 or query.shape[2] != 1:
         raise NotAvailableError(f"Bifurcated attention takes one context and one query a row, got {nodes.forest!r}")
     return bifurcated(query, nodes.node(nodes.forest.nodes[0].span), own, scale)
@@ -87,7 +88,8 @@ def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor 
     """Hydragen's call for each node, call for the suffixes, and merge."""
     if not isinstance(handle, DecodeKV):
         return None
-    own, kv = _appended(handle), handle.layer.forest_kv()
+    kv = handle.append()
+    own = _used(kv)
     if query.shape[2] != 1 or any(sum(node.row_count for node in level) < len(query) for level in kv.forest.levels):
         raise NotAvailableError(f"two calls take one query a row and levels over all rows, got {kv.forest!r}")
     levels = [
@@ -97,13 +99,10 @@ def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor 
     return TwoCalls("flash", pack=False)(query, levels, own, scale)
 
 
-def _appended(handle: DecodeKV) -> Segment:
-    """The suffixes with the new tokens, ``[rows, kv_heads, length, head_dim]`` each."""
-    kv = handle.layer.forest_kv()
-    after = handle.before + handle.keys.shape[2]
-    kv.suffix.keys[:, :, handle.before : after] = handle.keys
-    kv.suffix.values[:, :, handle.before : after] = handle.values
-    return Segment(kv.suffix.keys[:, :, :after], kv.suffix.values[:, :, :after])
+def _used(kv: ForestKV) -> Segment:
+    """The suffixes' tokens, ``[rows, kv_heads, length, head_dim]`` each."""
+    _, length = kv.suffix_bounds
+    return Segment(kv.suffix.keys[:, :, :length], kv.suffix.values[:, :, :length])
 
 
 REPLACEMENTS: dict[str, Attend] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -10,22 +10,86 @@ from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
-from ..attention.kv import Segment
+from ..attention.kv import ForestKV, Segment
 from ..attention.operators import cannot_run
 from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.prefill_ops import Run, causal_attention
 from ..attention.scoring import Scoring
 from ..kernels.failures import KernelFailedError
+from .state import SharedState
+from .storage import TokenStorage
 
-if TYPE_CHECKING:
-    from .layer import SharedContextLayer
+
+class StoredLayer:
+    """One layer of a cache, as attention uses it.
+
+    Args:
+        state: What all layers of the cache share.
+        storage: What is stored of a token, and where.
+
+    Attributes:
+        nodes: Addresses of the nodes, once the kernels have run; `forget_addresses` when these lie elsewhere.
+        own: Addresses of the suffixes, likewise.
+        window: Of the last pass, where it hid anything.
+        said: For reports: what of the last pass was not plain causal attention.
+        ran: For reports: phase -> what computed it.
+    """
+
+    def __init__(self, state: SharedState, storage: TokenStorage):
+        self.state, self.storage = state, storage
+        self.nodes: triton_ops.NodeTable | None = None
+        self.own: triton_ops.SuffixTable | None = None
+        self.window: int | None = None
+        self.said = ""
+        self.ran: dict[str, str] = {}
+        self._moves = storage.moves
+
+    def forget_addresses(self) -> None:
+        """Drop addresses that mean nothing any more, since what they pointed at has moved."""
+        if self._moves != self.storage.moves:
+            self.nodes = self.own = None
+            self._moves = self.storage.moves
+
+    def forest_kv(self, length: int) -> ForestKV:
+        """Keys and values as PyTorch's operators take them; suffixes are copied where rows were reordered.
+
+        Args:
+            length: Tokens of every row's suffix.
+
+        Raises:
+            ValueError: Nothing was stored in this layer yet.
+        """
+        suffix = self.storage.keys_and_values(self.storage.ordered_suffix(self.state.origins))
+        return ForestKV(self.forest, self.segments, suffix, length)
+
+    @property
+    def forest(self) -> Forest:
+        """The nodes.
+
+        Raises:
+            ValueError: The number of rows is not known yet.
+        """
+        if self.state.forest is None:
+            raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
+        return self.state.forest
+
+    @property
+    def segments(self) -> dict[int, Segment]:
+        """Keys and values of the nodes."""
+        return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
 
 
 class DecodeKV(SharedKV):
-    """A decode step: every row's queries over its path and its suffix, to which their keys and values are written."""
+    """A decode step: every row's queries over its path and its suffix, to which their tokens are written.
 
-    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor, before: int):
-        self.layer, self.keys, self.values, self.before = layer, keys, values, before
+    Args:
+        layer: The layer, with room for the tokens.
+        parts: What to store of them.
+    """
+
+    def __init__(self, layer: StoredLayer, parts: Segment):
+        self.layer, self.parts, self.before = layer, parts, layer.state.suffix_length
+        self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.window, self.layer.said = scoring.window, scoring.said
@@ -36,25 +100,26 @@ class DecodeKV(SharedKV):
                 continue
         return self._run_pytorch(query, scoring).transpose(1, 2)
 
-    @property
-    def _forest(self) -> Forest:
-        forest = self.layer.state.forest
-        assert forest is not None  # set when the new tokens got their room
-        return forest
+    def append(self) -> ForestKV:
+        """Write the new tokens; keys and values with them, as PyTorch's operators take them."""
+        self.layer.storage.append(self.parts, self.before)
+        return self.layer.forest_kv(self.before + self.keys.shape[2])
 
     @property
     def _suffix(self) -> Segment:
-        suffix = self.layer.suffix
-        assert suffix is not None  # likewise
-        return suffix
+        storage = self.layer.storage
+        assert storage.suffix is not None  # which got its room before
+        return storage.keys_and_values(storage.suffix)
 
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
+        self.layer.forget_addresses()
         tables, own = self.layer.state.tables, self._own_tokens(query, scoring)
-        forest, origins = tables.forest_with(self._forest, own), self.layer.state.origins
+        forest, origins = tables.forest_with(self.layer.forest, own), self.layer.state.origins
         if self.layer.nodes is None or self.layer.nodes.forest is not forest:
             segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
             self.layer.nodes = triton_ops.NodeTable(forest, segments, query.device)
-            did = f"{len(self._forest.nodes)} node(s) and {self._forest.rows} suffixes by triton{scoring.said}"
+            nodes, rows = len(self.layer.forest.nodes), self.layer.forest.rows
+            did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.said}"
             self.layer.ran["decode"] = did + self._why(query, scoring)
         if self.layer.own is None or self.layer.own.first != own:
             self.layer.own = triton_ops.SuffixTable(self._suffix, own)
@@ -74,14 +139,11 @@ class DecodeKV(SharedKV):
         if scoring.window is not None or self.layer.state.origins is not None:
             return 0
         kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-        few = may_have_own_nodes(self._forest.rows, kv_heads, group, query.device)
+        few = may_have_own_nodes(self.layer.forest.rows, kv_heads, group, query.device)
         return own_tokens(self.before) if few else 0
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
-        after = self.before + self.keys.shape[2]
-        self._suffix.keys[:, :, self.before : after] = self.keys
-        self._suffix.values[:, :, self.before : after] = self.values
-        kv = self.layer.forest_kv()
+        kv = self.append()
         backend = self.layer.state.torch_backend
         if "decode" not in self.layer.ran or self.layer.nodes is not None:
             self.layer.nodes = None  # the kernels ran before
@@ -125,21 +187,27 @@ class DecodeKV(SharedKV):
     def _choice(self, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
         layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
-        return self.layer.state.tables.choice(self._forest, layout, query.device)
+        return self.layer.state.tables.choice(self.layer.forest, layout, query.device)
 
 
 class PrefillKV(SharedKV):
-    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context."""
+    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context.
 
-    def __init__(self, layer: SharedContextLayer, keys: Tensor, values: Tensor):
-        self.layer, self.keys, self.values = layer, keys, values
+    Args:
+        layer: The layer, in which the tokens are stored.
+        parts: What was stored of them, each part ``[heads, tokens, width]``.
+    """
+
+    def __init__(self, layer: StoredLayer, parts: Segment):
+        self.layer = layer
+        self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.window, self.layer.said = scoring.window, scoring.said
-        state = self.layer.state
+        state, segments = self.layer.state, self.layer.segments
 
         def stored(span: Any) -> Segment:
-            return self.layer.segment(span.segment, self.keys, self.values).view(span)
+            return segments[span.segment].view(span)
 
         out = causal_attention(
             query[0],

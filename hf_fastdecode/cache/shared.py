@@ -18,8 +18,9 @@ from ..attention.interface import require_active
 from ..attention.kv import Segment
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
-from .layer import PrefillItem, SharedContextLayer, SharedState
+from .layer import SharedContextLayer
 from .origins import SuffixOrigins
+from .state import PrefillItem, SharedState
 
 
 class FirstPass(Protocol):
@@ -90,7 +91,7 @@ class SharedContextCache(Cache):
     @property
     def suffix_length(self) -> int:
         """Tokens that each row holds behind its path of nodes."""
-        return self.layers[0].suffix_length if self.layers else 0
+        return self.state.suffix_length
 
     def longest_row(self, queries: int) -> int:
         """Tokens of the longest row by the end of the call: after `queries` more, or at the known bound."""
@@ -133,11 +134,11 @@ class SharedContextCache(Cache):
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
-        self.state.forest, self.state.origins = forest, None
+        self.state.forest, self.state.origins, self.state.suffix_length = forest, None, 0
         self.state.padding = 0 if length is None else length - longest
         self._suffix_tokens = []
         for layer in self.layers:
-            layer.suffix, layer.nodes, layer.own, layer.suffix_length = None, None, None, 0
+            layer.storage.drop_suffixes()
 
     def replace_storage(
         self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], lent: int
@@ -151,7 +152,7 @@ class SharedContextCache(Cache):
             lent: How many leading segments lie in a cache that `prefill` returned.
         """
         for layer, segments in zip(self.layers, storage, strict=True):
-            layer.segments = segments
+            layer.storage.replace_segments(segments)
         self.segment_tokens, self.lent_segments = tokens, lent
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
 
@@ -162,8 +163,7 @@ class SharedContextCache(Cache):
 
     def wrote(self, input_ids: Tensor) -> None:
         """Note that a captured step appended tokens ``[rows, queries]`` to the suffixes, in every layer."""
-        for layer in self.layers:
-            layer.suffix_length += input_ids.shape[1]
+        self.state.suffix_length += input_ids.shape[1]
         self.record_tokens(input_ids)
 
     def record_tokens(self, input_ids: Tensor) -> None:
@@ -177,10 +177,10 @@ class SharedContextCache(Cache):
         appending.
         """
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
-        for layer, twin in zip(self.layers, fork.layers, strict=True):
-            if layer.suffix_length:
-                twin.segments[len(self.segment_tokens)] = layer.suffixes_as_segment()
         if own := self.suffix_length:
+            for layer, twin in zip(self.layers, fork.layers, strict=True):
+                suffixes = layer.storage.suffixes_as_segment(own, self.state.origins)
+                twin.storage.segments[len(self.segment_tokens)] = suffixes
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
             fork.state.forest = Forest.from_paths(
                 [(*path, Span(segment, row * own, own)) for row, path in enumerate(self.forest.paths)]
@@ -199,7 +199,7 @@ class SharedContextCache(Cache):
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
-            fresh.segments = dict(layer.segments)
+            fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
             twin.layers.append(fresh)
@@ -212,26 +212,35 @@ class SharedContextCache(Cache):
         Raises:
             ValueError: The pass appended to some layers only.
         """
-        forest, tokens, layers = self.state.forest, list(self._suffix_tokens), list(self.layers)
-        lengths = [layer.suffix_length for layer in layers]
+        state = self.state
+        forest, before, tokens, layers = (
+            state.forest,
+            state.suffix_length,
+            list(self._suffix_tokens),
+            list(self.layers),
+        )
         try:
             yield
-            after = {layer.suffix_length for layer in self.layers}
-            if len(after) > 1:
+            appended = {layer.appended for layer in self.layers}
+            if len(appended) > 1:
                 raise ValueError(
-                    f"after this pass the cache's layers hold unequal suffixes, of {min(after)} to {max(after)} "
-                    "tokens: the model has other layers than the cache; make it with "
+                    f"after this pass the cache's layers hold unequal suffixes, of {before + min(appended)} to "
+                    f"{before + max(appended)} tokens: the model has other layers than the cache; make it with "
                     "hf_fastdecode.prefill(model, ...) of this model"
                 )
+            state.suffix_length += max(appended, default=0)
         except BaseException:
-            self.state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
-            if self.state.origins is not None:
-                self.state.origins.truncate(min(lengths, default=0))
-            for layer, length in zip(layers, lengths, strict=True):
-                layer.suffix_length = length
-                if forest is None:  # the next pass may be of another number of rows, dtype or device
-                    layer.suffix, layer.nodes, layer.own, layer.is_initialized = None, None, None, False
+            state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
+            if state.origins is not None:
+                state.origins.truncate(before)
+            if forest is None:  # the next pass may be of another number of rows, dtype or device
+                for layer in layers:
+                    layer.storage.drop_suffixes()
+                    layer.is_initialized = False
             raise
+        finally:
+            for layer in self.layers:
+                layer.appended = 0
 
     def take_over(self, other: SharedContextCache) -> None:
         """Become another cache, which must not be used any more."""
@@ -275,14 +284,14 @@ class SharedContextCache(Cache):
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and what a stock cache would hold for the same rows."""
-        per_token = sum(layer.bytes_per_token for layer in self.layers)
+        per_token = sum(layer.storage.bytes_per_token for layer in self.layers)
         nodes = self.node_tokens * per_token
-        allocated = sum(part.nbytes for layer in self.layers if layer.suffix is not None for part in layer.suffix)
+        allocated = sum(layer.storage.suffix_bytes for layer in self.layers)
         return CacheBytes(
             stored=nodes + self.rows * self.suffix_length * per_token,
             allocated=nodes + allocated,
             stock=sum(
-                self.rows * within(self.get_seq_length(), layer.window) * layer.bytes_per_token
+                self.rows * within(self.get_seq_length(), layer.window) * layer.storage.bytes_per_token
                 for layer in self.layers
             ),
         )
@@ -305,8 +314,8 @@ class SharedContextCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
-        own = self.layers[layer_idx].suffix_length if layer_idx < len(self.layers) else 0
-        return max(self.forest.context_lengths, default=0) + self.state.padding + own
+        appended = self.layers[layer_idx].appended if layer_idx < len(self.layers) else 0
+        return self.state.padded_length + appended
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of the mask that a stock model would build."""
@@ -328,8 +337,7 @@ class SharedContextCache(Cache):
         own = min(count, self.suffix_length)
         if own and self._suffix_tokens:
             self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
-        for layer in self.layers:
-            layer.suffix_length -= min(count, layer.suffix_length)
+        self.state.suffix_length -= own
         if self.state.origins is not None:
             self.state.origins.truncate(self.suffix_length)
         if count > own and self.state.forest is not None:
@@ -343,6 +351,7 @@ class SharedContextCache(Cache):
         super().reset()
         self.lent_segments = 0
         self.state.forest, self.state.origins, self.state.segment_lengths = None, None, []
+        self.state.suffix_length = 0
         self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -369,7 +378,7 @@ class SharedContextCache(Cache):
         else:
             self._suffix_tokens = [tokens.index_select(0, index.to(tokens.device))]
             for layer in self.layers:
-                layer.select_rows(index)
+                layer.storage.select_rows(index, self.state.origins)
             self.state.origins = None
         self.state.padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
 

@@ -145,7 +145,11 @@ class CapturedStep:
 
 
 def _storage(cache: SharedContextCache) -> list[LayerStorage]:
-    return [LayerStorage(layer.segments, layer.suffix) for layer in cache.layers if layer.suffix is not None]
+    return [
+        LayerStorage(layer.stored.segments, layer.storage.keys_and_values(layer.storage.suffix))
+        for layer in cache.layers
+        if layer.storage.suffix is not None
+    ]
 
 
 class Captures:

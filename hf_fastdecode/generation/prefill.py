@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..attention.autocast import no_autocast
 from ..attention.forest import Path, Span
-from ..cache.layer import PrefillItem
 from ..cache.shared import SharedContextCache
+from ..cache.state import PrefillItem
 from .passes import forward_pass, input_device
 from .prompts import PromptPlan
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span, path_slice
 from ..attention.prefix_tree import Run, prefix_tree
-from ..cache.layer import PrefillItem
+from ..cache.state import PrefillItem
 from .stored_prompts import StoredPrompts, common_prefix
 
 

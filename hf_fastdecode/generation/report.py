@@ -72,7 +72,7 @@ class CallReport:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
-            self.layer_sizes = [(layer.bytes_per_token, layer.window) for layer in cache.layers]
+            self.layer_sizes = [(layer.storage.bytes_per_token, layer.window) for layer in cache.layers]
         self.suffix_length = cache.suffix_length
 
     def fail(self, error: BaseException) -> None:

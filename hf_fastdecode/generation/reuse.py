@@ -116,11 +116,7 @@ class ReusedPrefixes:
     def _nbytes(self) -> int:
         """Bytes of the storage that the kept caches refer to, each once."""
         parts: list[Tensor] = [
-            part
-            for kept in self._kept
-            for layer in kept.cache.layers
-            for segment in layer.segments.values()
-            for part in segment
+            part for kept in self._kept for layer in kept.cache.layers for part in layer.storage.tensors()
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
 

@@ -305,12 +305,12 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
             f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
             "hf_fastdecode.prefill(model, ...) of this model"
         )
-    segments = [segment.keys for segment in cache.layers[0].segments.values()]
-    keys = segments[0] if segments else cache.layers[0].forest_kv().suffix.keys[0]
-    kv_heads = getattr(config, "num_key_value_heads", None) or keys.shape[0]
-    if keys.shape[0] != kv_heads:
+    stored = cache.layers[0].storage.example
+    held = stored[0].shape[-3] if stored is not None else 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or held
+    if held != kv_heads:
         raise ValueError(
-            f"the cache holds {keys.shape[0]} KV heads, the model has {kv_heads}; make it with "
+            f"the cache holds {held} KV heads, the model has {kv_heads}; make it with "
             "hf_fastdecode.prefill(model, ...) of this model"
         )
     if cache.fingerprint is not None and (other := cache.fingerprint.difference(model)):

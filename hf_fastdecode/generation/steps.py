@@ -113,7 +113,7 @@ class CapturedSteps:
         self._step = captures.find(model, cache, configs, arguments, compiled=compiled)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
-            layer.ran["decode"] = did + layer.said
+            layer.ran["decode"] = did + layer.stored.said
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self.cache.reserve(self.cache.suffix_length + 1):

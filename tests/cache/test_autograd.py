@@ -124,4 +124,4 @@ def test_a_fork_without_gradients_has_none(model):
         model(TOKENS, past_key_values=cache)
         with torch.no_grad():
             fork = cache.fork()
-    assert not any(part.requires_grad for layer in fork.layers for pair in layer.segments.values() for part in pair)
+    assert not any(part.requires_grad for layer in fork.layers for part in layer.storage.tensors())

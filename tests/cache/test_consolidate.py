@@ -28,7 +28,7 @@ def planted(*lengths, layers=2):
         cache.add_segment(torch.randint(1000, (length,)))
     for _ in range(layers):
         cache.layers.append(cache.layer_class_to_replicate())
-        cache.layers[-1].segments = {
+        cache.layers[-1].storage.segments = {
             index: Segment(torch.randn(3, length, 4), torch.randn(3, length, 5))
             for index, length in enumerate(lengths)
             if length
@@ -43,7 +43,7 @@ def contents(cache):
             cache.path_tokens(path).tolist(),
             [
                 [
-                    torch.cat([layer.segments[span.segment].view(span)[part] for span in path], 1).tolist()
+                    torch.cat([layer.storage.segments[span.segment].view(span)[part] for span in path], 1).tolist()
                     for part in (0, 1)
                 ]
                 for layer in cache.layers
@@ -76,26 +76,26 @@ def chain(*lengths):
 def test_a_chain_has_nodes_of_geometric_lengths(lengths, merged):
     cache = planted(*lengths)
     cache.plant(Forest.from_paths([chain(*lengths)] * 3), length=300)
-    before, segments = contents(cache), dict(cache.layers[0].segments)
+    before, segments = contents(cache), dict(cache.layers[0].storage.segments)
     consolidate(cache)
     assert contents(cache) == before
     assert tuple(node.span.length for node in cache.forest.nodes) == merged
     assert (cache.rows, cache.get_seq_length()) == (3, 300)
     if lengths == merged:
-        assert all(cache.layers[0].segments[index] is segment for index, segment in segments.items())
+        assert all(cache.layers[0].storage.segments[index] is segment for index, segment in segments.items())
     assert cache.nbytes.stored == held(cache) == sum(lengths) * 2 * 3 * 9 * 4
 
 
 def test_what_no_row_attends_to_is_dropped():
     cache = planted(30, 0, 64, 50, 10)
-    kept = cache.layers[0].segments[0]
+    kept = cache.layers[0].storage.segments[0]
     # All of one segment, an eighth and more than half of others, and none of the last.
     root, sparse, dense = Span(0, 0, 30), Span(2, 8, 8), Span(3, 10, 26)
     cache.plant(Forest.from_paths([(root, sparse), (root, dense)]))
     before = contents(cache)
     consolidate(cache)
     assert contents(cache) == before
-    assert cache.layers[0].segments[0] is kept
+    assert cache.layers[0].storage.segments[0] is kept
     assert sorted(cache.state.segment_lengths) == [8, 30, 50]
     assert cache.nbytes.stored == held(cache) == (30 + 50 + 8) * 2 * 3 * 9 * 4
     consolidate(cache)
@@ -108,9 +108,9 @@ def test_what_several_nodes_show_stays_stored_once():
     cache = planted(40, 90)
     nodes = [Node(span, row, 1, depth) for row, tail in enumerate(own) for depth, span in enumerate((shared, tail))]
     cache.plant(Forest(3, nodes))
-    segments = dict(cache.layers[0].segments)
+    segments = dict(cache.layers[0].storage.segments)
     consolidate(cache)
-    assert cache.layers[0].segments == segments
+    assert cache.layers[0].storage.segments == segments
     # An overlap of parts, in a segment that is hardly shown otherwise, is copied out once.
     cache = planted(90)
     cache.plant(Forest(2, [Node(Span(0, 50, 20), 0, 1), Node(Span(0, 60, 15), 1, 1)]))
@@ -177,14 +177,14 @@ def test_calls_copy_nothing_of_a_prefilled_cache(model):
     arguments = {"do_sample": False, "max_new_tokens": 4, "return_dict_in_generate": True}
     with fd.enabled(model):
         cache = fd.prefill(model, ids[:, :30])
-        nodes = cache.layers[1].segments[0].keys
+        nodes = cache.layers[1].storage.segments[0].keys
         first = model.generate(ids, **arguments, past_key_values=cache)
         more = torch.cat([first.sequences, ids], 1)
         second = model.generate(
             more, attention_mask=torch.ones_like(more), **arguments, past_key_values=first.past_key_values
         )
         for out in (first, second):
-            assert out.past_key_values.layers[1].segments[0].keys is nodes
+            assert out.past_key_values.layers[1].storage.segments[0].keys is nodes
         assert held(cache, first.past_key_values) == first.past_key_values.nbytes.allocated
         assert [node.span.length for node in second.past_key_values.forest.nodes] == [30, 114]
 
@@ -197,11 +197,11 @@ def test_calls_whose_cache_is_not_returned_copy_nothing(model):
             ids, **arguments, past_key_values=fd.prefill(model, ids[:, :50]), return_dict_in_generate=True
         )
         given = out.past_key_values.fork()
-        addresses = {segment.keys.data_ptr() for segment in given.layers[0].segments.values()}
+        addresses = {segment.keys.data_ptr() for segment in given.layers[0].storage.segments.values()}
         seen = []
         with before_calls(model.model, lambda args, kwargs: seen.append(kwargs["past_key_values"])):
             model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
-    assert addresses <= {segment.keys.data_ptr() for segment in seen[-1].layers[0].segments.values()}
+    assert addresses <= {segment.keys.data_ptr() for segment in seen[-1].layers[0].storage.segments.values()}
 
 
 def test_a_cache_that_memory_does_not_suffice_to_copy_stays_as_it_is(model, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_cache_that_memory_does_not_suffice_to_copy_stays_as_it_is(model, monk
         first = model.generate(ids, **arguments, past_key_values=fd.prefill(model, ids[:, :30]))
         more = torch.cat([first.sequences, ids], 1)
         expected = model.generate(more, **arguments, past_key_values=first.past_key_values)
-        monkeypatch.setattr("hf_fastdecode.cache.layer.SharedContextLayer.copied", fail)
+        monkeypatch.setattr("hf_fastdecode.cache.storage.TokenStorage.copied", fail)
         found = model.generate(more, **arguments, past_key_values=first.past_key_values)
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.past_key_values.forest.nodes) > len(expected.past_key_values.forest.nodes)

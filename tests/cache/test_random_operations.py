@@ -54,9 +54,9 @@ class Kept:
     def reorder(self):
         """As many rows as before: no suffix is copied."""
         index = [self.rng.randrange(len(self.rows)) for _ in self.rows]
-        before = [layer.suffix for layer in self.cache.layers]
+        before = [layer.storage.suffix for layer in self.cache.layers]
         self.cache.reorder_cache(torch.tensor(index))
-        assert [layer.suffix for layer in self.cache.layers] == before
+        assert [layer.storage.suffix for layer in self.cache.layers] == before
         self.rows = [self.rows[row] for row in index]
 
     def repeat(self):

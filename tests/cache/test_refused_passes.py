@@ -21,7 +21,7 @@ def model():
 
 def state(cache):
     """What a pass changes."""
-    lengths = [layer.suffix_length for layer in cache.layers]
+    lengths = [cache.suffix_length, *(layer.appended for layer in cache.layers)]
     return repr(cache), cache.get_seq_length(), lengths, cache.suffix_tokens().tolist(), cache.nbytes.stored
 
 

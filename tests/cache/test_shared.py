@@ -76,11 +76,11 @@ def test_batch_select_by_mask(model, pair):
 
 def test_batch_repeat_interleave_copies_no_node(model, pair):
     shared, _stock = pair
-    before = [segment.keys.data_ptr() for segment in shared.layers[0].segments.values()]
+    before = [segment.keys.data_ptr() for segment in shared.layers[0].storage.segments.values()]
     for cache in pair:
         cache.batch_repeat_interleave(4)
     assert shared.rows == 12
-    assert [segment.keys.data_ptr() for segment in shared.layers[0].segments.values()] == before
+    assert [segment.keys.data_ptr() for segment in shared.layers[0].storage.segments.values()] == before
     assert shared.forest.stored_tokens == 33 + 3 * 7
     assert_same(model, *pair, rows=12)
 
@@ -126,7 +126,7 @@ def test_deepcopy(model, pair):
     shared, _stock = pair
     twin = copy.deepcopy(shared)
     step(model, twin, 3)
-    assert twin.layers[0].segments[0].keys.data_ptr() != shared.layers[0].segments[0].keys.data_ptr()
+    assert twin.layers[0].storage.segments[0].keys.data_ptr() != shared.layers[0].storage.segments[0].keys.data_ptr()
     assert_same(model, *pair, rows=3)
 
 
@@ -151,22 +151,22 @@ def test_suffix_is_written_in_place_and_bounded(model):
         pointers = set()
         for _ in range(6):
             step(model, cache, 3)
-            pointers.add(cache.layers[1].suffix.keys.data_ptr())
+            pointers.add(cache.layers[1].storage.suffix.keys.data_ptr())
         assert len(pointers) == 1
-        assert cache.layers[1].suffix.keys.shape == (3, 2, 6, 16)
+        assert cache.layers[1].storage.suffix.keys.shape == (3, 2, 6, 16)
         step(model, cache, 3)  # past the bound it grows: the bound is a hint for allocation, not a limit
         assert cache.suffix_length == 7
 
 
 def test_growth_keeps_what_was_written(model, monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.cache.layer._FIRST_CAPACITY", 2)
+    monkeypatch.setattr("hf_fastdecode.cache.storage._FIRST_CAPACITY", 2)
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, PROMPTS)
         stock = DynamicCache(config=model.config)
         model(PROMPTS, past_key_values=stock)
         for _ in range(9):
             assert_same(model, cache, stock, rows=3)
-        assert cache.layers[0].suffix.keys.shape[2] == 16
+        assert cache.layers[0].storage.suffix.keys.shape[2] == 16
 
 
 def test_nbytes(model):
@@ -178,8 +178,8 @@ def test_nbytes(model):
         step(model, cache, 5)
         assert cache.nbytes.stored == (40 + 5) * per_token
         assert cache.nbytes.stock == 5 * 41 * per_token
-        segment = cache.layers[0].segments[0]
-        suffix = cache.layers[0].suffix
+        segment = cache.layers[0].storage.segments[0]
+        suffix = cache.layers[0].storage.suffix
         assert cache.nbytes.allocated == 2 * sum(part.nbytes for part in (*segment, *suffix))
 
 
@@ -256,7 +256,7 @@ def test_a_failed_forward_leaves_no_layer_ahead(model, pair):
     with pytest.raises(RuntimeError, match="on purpose"):
         step(model, shared, 3)
     hook.remove()
-    assert [layer.suffix_length for layer in shared.layers] == [5, 5]
+    assert (shared.suffix_length, [layer.appended for layer in shared.layers]) == (5, [0, 0])
     assert_same(model, shared, stock, rows=3)
 
 
@@ -283,7 +283,7 @@ def test_suffixes_are_freed_when_others_take_their_place(model):
         cache = fd.prefill(model, PROMPTS)
         model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
         for change in (lambda: cache.select_rows([0, 2]), lambda: cache.plant(cache.forest)):
-            memory = [weakref.ref(part) for layer in cache.layers for part in layer.suffix]
+            memory = [weakref.ref(part) for layer in cache.layers for part in layer.storage.suffix]
             change()
             assert not any(part() is not None for part in memory)
 

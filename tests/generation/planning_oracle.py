@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
-from hf_fastdecode.cache.layer import PrefillItem
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.prompts import PromptPlan
 
 Tokens = tuple[int, ...]

@@ -69,7 +69,7 @@ def test_calls_under_autocast_share(name, way, accelerator):
         assert call.prefilled_tokens == 71 + 57 - 40
         row = {"input_ids": out.sequences[:1], "attention_mask": torch.ones(1, 80, dtype=torch.long)}
         again = model.generate(**row, **CALL, **LOGITS, past_key_values=out.past_key_values)
-    assert out.past_key_values.layers[0].segments[0].keys.dtype == torch.bfloat16
+    assert out.past_key_values.layers[0].storage.segments[0].keys.dtype == torch.bfloat16
     assert len(again.logits) == 9
     ours, stock = errors(plain, out)
     assert 0 < ours <= 2 * stock
@@ -94,7 +94,7 @@ def test_float64_stays_float64_under_autocast():
     model = fd.enable(tiny_model().double())
     with torch.no_grad(), autocast():
         cache = fd.prefill(model, PROMPTS)
-        assert cache.layers[0].segments[0].values.dtype == torch.float64
+        assert cache.layers[0].storage.segments[0].values.dtype == torch.float64
         assert model(PROMPTS["input_ids"][:, :3], past_key_values=cache).logits.dtype == torch.float64
 
 

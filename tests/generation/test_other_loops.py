@@ -110,7 +110,7 @@ def test_beams_permute_indices_and_move_no_storage(model):
 
     def watched(cache, rows):
         update(cache, rows)
-        places.append([part.data_ptr() for layer in cache.layers for part in layer.suffix or ()])
+        places.append([part.data_ptr() for layer in cache.layers for part in layer.storage.suffix or ()])
         forests.append(id(cache.state.forest))
 
     with pytest.MonkeyPatch.context() as patch, fd.enabled(model):

@@ -137,7 +137,7 @@ def test_several_tokens_at_once(name, window):
                 for cache in (shared, stock)
             ]
             torch.testing.assert_close(*logits)
-        seen = [3 * min(78, layer.window or 78) * layer.bytes_per_token for layer in shared.layers]
+        seen = [3 * min(78, layer.window or 78) * layer.storage.bytes_per_token for layer in shared.layers]
         assert shared.nbytes.stock == sum(seen)
 
 

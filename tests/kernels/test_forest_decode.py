@@ -307,7 +307,7 @@ def test_a_copied_cache_reads_its_own_memory():
         twin = copy.deepcopy(cache)
         expected = model(token, past_key_values=twin, position_ids=torch.full((1, 1), 41)).logits
         twin.crop(-1)
-        for segment in cache.layers[0].segments.values():
+        for segment in cache.layers[0].storage.segments.values():
             segment.keys.zero_()
         again = model(token, past_key_values=twin, position_ids=torch.full((1, 1), 41)).logits
     assert torch.equal(again, expected)
