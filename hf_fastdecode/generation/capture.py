@@ -199,6 +199,7 @@ class Captures:
         self._steps: list[CapturedStep] = []  # in the order of their last use
         self._state: Hashable = None
         self._pool: Any = None
+        self._has_workspaces = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
@@ -225,7 +226,7 @@ class Captures:
                 self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Tensors made in a caller's inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             step = CapturedStep(model, rows, cache, configs, how, self.compiled, self._pool)
@@ -267,10 +268,10 @@ class Captures:
 
     def release(self) -> None:
         """Drop all captures, and give back what the device holds for them, as far as it can. Never raises."""
-        on_a_gpu = self._pool is not None
         self.clear()
         self.compiled = CompiledLayers()
-        if on_a_gpu:
+        if self._has_workspaces:
+            self._has_workspaces = False
             with suppress(RuntimeError):  # of an earlier kernel that failed
                 free_workspaces()
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-CAPTURING = threading.Lock()
+CAPTURING = threading.RLock()
 """Held while a step is captured: captures of all models share the streams of a device."""
 
 _BRANCHES = 2

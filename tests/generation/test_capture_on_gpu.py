@@ -155,8 +155,6 @@ def test_after_disable_the_device_holds_what_it_held(mode, on_a_gpu):
         for call in calls:
             on_a_gpu.generate(**call)
         assert seams_of(on_a_gpu).captures.count >= len(calls)
-    after = torch.cuda.memory_allocated()
-    assert after <= before[0]  # at once, without a garbage collection
     assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
@@ -176,18 +174,17 @@ def test_a_graph_of_the_users_keeps_its_workspaces(on_a_gpu):
 
 @pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
 def test_captures_of_many_sizes_share_their_memory(order):
-    model = tiny_model("llama-gqa", hidden_size=256, vocab_size=32000).bfloat16().cuda()
+    model = tiny_model("llama-gqa", hidden_size=256, vocab_size=128000).bfloat16().cuda()
     sizes = [*range(64, 512, 64), *range(512, 1025, 128)][::order]
-    logits = max(sizes) * 32000 * 2
+    logits = max(sizes) * 128000 * 2
     with fd.enabled(model, mode="graph", sampler="fast"):
         captures = seams_of(model).captures
         before = held()[1]
         for samples in sizes:
             model.generate(**gpu_call(100, num_return_sequences=samples, max_new_tokens=3))
         assert {step.rows for step in captures._steps} >= set(sizes) - {64}
-        assert (
-            held()[1] - before < 4 * logits + 2**28
-        )  # and three workspaces of cuBLAS; the sum is 7 times the largest
+        growth = held()[1] - before
+    assert growth < 3 * logits + 2**28  # with cuBLAS's workspaces; the sum of all sizes is 5.5 times the largest
 
 
 def test_captured_steps_survive_captures_of_other_sizes(on_a_gpu):
