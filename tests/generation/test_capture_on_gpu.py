@@ -182,7 +182,7 @@ def test_captures_of_many_sizes_share_their_memory(order):
         before = held()[1]
         for samples in sizes:
             model.generate(**gpu_call(100, num_return_sequences=samples, max_new_tokens=3))
-        assert {step.rows for step in captures._steps} >= set(sizes) - {64}
+        assert {step.rows for step in captures._steps} >= set(sizes)
         growth = held()[1] - before
     assert growth < 3 * logits + 2**28  # with cuBLAS's workspaces; the sum of all sizes is 5.5 times the largest
 
