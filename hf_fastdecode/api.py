@@ -33,6 +33,7 @@ def enable(
     backend: str = "auto",
     mode: str = "auto",
     sampler: str = "auto",
+    fuse_projections: str | bool = "auto",
     min_shared_tokens: int = 32,
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
@@ -52,12 +53,13 @@ def enable(
             forced one runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` stands in for ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
-            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises. But for
-            ``eager``, weights of projections with one input are moved into one tensor, of which the parameters become
-            views; those whose memory another tensor refers to stay where they are.
+            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises.
         sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
             which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
             half-precision models on a GPU, unless the call asks for what only transformers' code does.
+        fuse_projections: Whether captured steps compute query, key and value projections concurrently, and gate and up
+            projections, as parallel branches of the graph: ``auto`` does where steps are captured, ``True`` captures
+            steps for it or raises, ``False`` computes them one by one. No weight is moved or copied, whichever.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
             unless its steps are captured.
@@ -74,7 +76,16 @@ def enable(
         ValueError: An option is out of its bounds.
         TypeError: `model` is not a transformers model that generates, and wraps none.
     """
-    options = Options(backend, mode, sampler, min_shared_tokens, min_saved_tokens, max_prefill_tokens, reuse_prefix)
+    options = Options(
+        backend,
+        mode,
+        sampler,
+        fuse_projections,
+        min_shared_tokens,
+        min_saved_tokens,
+        max_prefill_tokens,
+        reuse_prefix,
+    )
     install(unwrapped(model), options)
     return model
 

@@ -18,7 +18,7 @@ from . import __version__
 from .assets import few_shot_prompt
 from .bench.app import app as bench
 from .command_errors import CommandError, forced_options
-from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file
+from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file, truth
 from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
 from .commands.evaluation.app import app as evaluations
 from .commands.prompts import given_text, read_prompts
@@ -215,6 +215,10 @@ def generate(
     sampler: Annotated[
         str, typer.Option(help="Who draws tokens: auto, hf (transformers, draw for draw) or fast; likewise.")
     ] = "auto",
+    fuse_projections: Annotated[
+        str,
+        typer.Option(help="Compute projections of one input concurrently: auto, true or false; likewise."),
+    ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:
     """Draw completions of prompts with any decoder-only model.
@@ -240,14 +244,15 @@ def generate(
     )
     if explain and stock:
         raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
-    options = {"mode": mode, "backend": backend, "sampler": sampler}
-    if stock and (given := next((f"--{name} {value}" for name, value in options.items() if value != "auto"), None)):
+    given_options = {"mode": mode, "backend": backend, "sampler": sampler, "fuse-projections": fuse_projections}
+    if stock and (given := next((f"--{key} {text}" for key, text in given_options.items() if text != "auto"), None)):
         raise CommandError(f"{given} is for hf_fastdecode, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):
         raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
     stops = [given_text(string, "--stop") for string in stops]
+    fuse = truth(fuse_projections)
     if not stock:
-        check_options(**options)
+        check_options(mode=mode, backend=backend, sampler=sampler, fuse_projections=fuse)
     check_dtype(dtype)
     check_device(device)
     config_file(model)
@@ -270,6 +275,7 @@ def generate(
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place)
         with progress_bar("generate", max_new_tokens) as on_step, forced_options():
+            options = {"mode": mode, "backend": backend, "sampler": sampler, "fuse_projections": fuse}
             how = None if stock else options
             generated = run(loaded, tokenizer, texts, sampling, stop=stops, options=how, on_step=on_step)
     for completion in generated.completions:

@@ -19,13 +19,20 @@ SHAPE: Final = "shape:"
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
-def check_options(*, mode: str = "auto", backend: str = "auto", sampler: str = "auto") -> None:
+def check_options(
+    *, mode: str = "auto", backend: str = "auto", sampler: str = "auto", fuse_projections: str | bool = "auto"
+) -> None:
     """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
     try:
-        Options(mode=mode, backend=backend, sampler=sampler)
+        Options(mode=mode, backend=backend, sampler=sampler, fuse_projections=fuse_projections)
     except ValueError as error:
-        text = str(error)
+        text = str(error).replace("fuse_projections", "fuse-projections")
         raise CommandError(text if text.startswith("$") else f"--{text}") from error
+
+
+def truth(text: str) -> str | bool:
+    """The value of an option that takes ``true``, ``false`` or a word."""
+    return {"true": True, "false": False}.get(text, text)
 
 
 def check_dtype(name: str) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.backends import ALL_BACKENDS
-from hf_fastdecode.generation.options import MODES, SAMPLERS, Options
+from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
 from hf_fastdecode.generation.seams import seams_of
 
 from .module_calls import before_calls
@@ -242,7 +242,7 @@ def test_enable_explains_every_option():
     }
     explained = inspect.getdoc(fd.enable)
     assert all(f"\n    {name}: " in explained for name in parameters)
-    for known in (ALL_BACKENDS, MODES, SAMPLERS):
+    for known in (ALL_BACKENDS, MODES, SAMPLERS, FUSE_PROJECTIONS):
         assert all(f"``{value}``" in explained for value in known)
 
 

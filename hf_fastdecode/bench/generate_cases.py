@@ -57,7 +57,7 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
     for key, value in given.items():
         if key not in names:
             raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")
-        if value not in (known := CHOICES.get(key, (value,))):
+        if value not in (known := list(map(str, CHOICES.get(key, (value,))))):
             raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
     return base, given
 

@@ -92,6 +92,8 @@ def find_way(name: str) -> GenerateWay:
 
 
 def _value(text: str) -> int | str:
+    if text in ("True", "False"):
+        return text == "True"
     return int(text) if text.isdecimal() else text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -103,32 +102,8 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-_TensorState = tuple[int, int, int]
-"""Identity, version and address of a tensor."""
-
-_moved: dict[_TensorState, _TensorState | None] = {}
-"""What tensors that were moved with their contents were before; None where they lay, which others may take."""
-
-
-@contextmanager
-def same_contents(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within, tensors may be moved to other addresses without counting as changed."""
-    before = [(tensor, _tensor_state(tensor), _raw_state(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, state, raw in before:
-            if (now := _raw_state(tensor)) != raw:
-                _moved[raw] = None
-                _moved[now] = state
-
-
-def _tensor_state(tensor: Tensor) -> _TensorState | None:
-    raw = _raw_state(tensor)
-    return _moved.get(raw, raw)
-
-
-def _raw_state(tensor: Tensor) -> _TensorState:
+def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
+    """Identity, version and address of a tensor."""
     return id(tensor), -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 

@@ -37,7 +37,7 @@ def generate(
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str | bool] | None = None,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Generated:
     """Draw completions with shared context, or with stock transformers.

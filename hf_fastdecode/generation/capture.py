@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,29 @@ from ..cache.captured import CapturedCache
 from ..cache.fingerprint import adapter_state, addresses, module_state
 from ..cache.shared import SharedContextCache
 from ..kernels.failures import Kernel, failure
-from .compiled import CompiledLayers, decoder_layers
+from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
+from .compiled import CompiledLayers
 from .foreign import only_requires_grad
-from .joined import JoinedWeights, multiplying_once
 from .passes import forward_pass
+from .projections import FusedProjections
 from .wrapping import own_method
 
-_Key = tuple[int, bool, Hashable]
-"""Of captured steps: bucket of rows, whether compiled, arguments."""
+_MOST_STEPS = 32
+"""Captured steps that a model keeps: one of each size up to 1,024 rows is 18."""
+
+
+class How(NamedTuple):
+    """What a captured step is captured with, beside its number of rows.
+
+    Attributes:
+        compiled: Whether layers are compiled.
+        fused: Whether projections of one input are computed concurrently.
+        arguments: What else the model's forward takes, by name.
+    """
+
+    compiled: bool
+    fused: bool
+    arguments: tuple[tuple[str, Any], ...]
 
 
 def bucket(rows: int) -> int:
@@ -51,9 +66,9 @@ class CapturedStep:
         rows: Rows of the step.
         cache: The batch to capture with; others may follow.
         configs: The model's config objects, see `attention.interface.active`.
-        arguments: What else the model's forward takes.
-        compiled: When given, the layers are compiled.
-        pool: Memory pool that captures share; they never run at the same time.
+        how: What it is captured with.
+        compiled: The model's compiled layers.
+        pool: Memory pool that captures share, for their outputs too; they never run at the same time.
     """
 
     def __init__(
@@ -62,12 +77,12 @@ class CapturedStep:
         rows: int,
         cache: SharedContextCache,
         configs: list[PreTrainedConfig],
-        arguments: dict[str, Any],
-        compiled: CompiledLayers | None,
+        how: How,
+        compiled: CompiledLayers,
         pool: Any,
     ):
         device = model.device
-        self.rows = rows
+        self.rows, self.how = rows, how
         stored = _storage(cache)
         kv_heads = stored[0].suffix.keys.shape[1]
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
@@ -83,14 +98,23 @@ class CapturedStep:
 
         def step() -> Tensor:  # without a reference to this object, whose memory is then freed with it
             output = forward_pass(
-                model, input_ids=ids, position_ids=positions, past_key_values=view, return_dict=True, **arguments
+                model,
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=view,
+                return_dict=True,
+                **dict(how.arguments),
             )
-            return output.logits[:, -1]
+            return output.logits[:, -1].contiguous()
 
         @contextmanager
         def ours() -> Iterator[None]:
-            layers = compiled.installed(model) if compiled is not None else nullcontext()
-            with active(configs, lengths), multiplying_once(decoder_layers(model)), layers:
+            with ExitStack() as stack:
+                stack.enter_context(active(configs, lengths))
+                if how.compiled:
+                    stack.enter_context(compiled.installed(model, fused=how.fused))
+                elif how.fused:
+                    stack.enter_context(FusedProjections(model))
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -98,15 +122,17 @@ class CapturedStep:
             self._step, self._ours = step, ours
         else:
             # A pass writes the rows' new keys and values, at a place that the first real step writes again.
-            with ours(), torch.cuda.device(device):
-                stream = torch.cuda.Stream()
+            with CAPTURING, ours(), torch.cuda.device(device):
+                stream = capture_stream(device)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    step()  # compiles kernels and creates library handles, which a capture cannot
+                    size = step().nbytes  # compiles kernels and creates library handles, which a capture cannot
                 torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                    self.logits = step()
+                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    reserve(size, device)
+                    logits = step()
+            self.logits = unowned(logits)
 
     def fits(self, cache: SharedContextCache) -> bool:
         """Whether this batch can use the step as it was captured: with its windows, and what its tables hold."""
@@ -156,26 +182,28 @@ class Captures:
     """The captured steps of one model.
 
     One call at a time uses them: `lock` is held while it decodes. In ``mode="auto"`` calls of other threads run
-    eagerly meanwhile, in others they wait.
+    eagerly meanwhile, in others they wait. The 32 steps that were used last are kept. They share one memory pool, also
+    for their logits, so that all of them hold a few times as much as the largest one.
 
     Attributes:
         owner: The thread that holds the lock.
         count: Captures made.
         steps_asked: Most steps that the model's calls may have taken so far, this one included.
-        failure: Why a capture failed, when one did.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.compiled = CompiledLayers()
-        self.weights = JoinedWeights()
         self.count = 0
         self.steps_asked = 0
-        self.failure: str | None = None
-        self._steps: dict[_Key, list[CapturedStep]] = {}
+        self._failure: str | None = None
+        self._free = 0  # memory, at the beginning of the latest call
+        self._free_then: int | None = None  # and of the call whose capture failed, if it was for lack of memory
+        self._steps: list[CapturedStep] = []  # in the order of their last use
         self._state: Hashable = None
         self._pool: Any = None
+        self._has_workspaces = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
@@ -188,9 +216,7 @@ class Captures:
         model: PreTrainedModel,
         cache: SharedContextCache,
         configs: list[PreTrainedConfig],
-        arguments: dict[str, Any],
-        *,
-        compiled: bool,
+        how: How,
     ) -> CapturedStep:
         """A step that decodes this cache's rows, captured now when there is none; loaded with the cache.
 
@@ -198,40 +224,60 @@ class Captures:
             KernelRefusalError: The kernels cannot compute the model's attention.
         """
         rows = bucket(cache.rows)
-        key = _key(rows, arguments, compiled)
-        for step in self._steps.setdefault(key, []):
-            if step.fits(cache):
+        for index, step in enumerate(self._steps):
+            if (step.rows, step.how) == (rows, how) and step.fits(cache):
                 step.load(cache)
+                self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        layers = self.compiled if compiled else None
+            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Tensors made in a caller's inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, configs, arguments, layers, self._pool)
-        self._steps[key].append(step)
+            step = CapturedStep(model, rows, cache, configs, how, self.compiled, self._pool)
+        self._steps.append(step)
+        del self._steps[:-_MOST_STEPS]
         self.count += 1
         return step
 
-    def sizes(self, arguments: dict[str, Any], *, compiled: bool) -> set[int]:
-        """Buckets of rows whose steps were captured before."""
-        return {key[0] for key, steps in self._steps.items() if steps and key == _key(key[0], arguments, compiled)}
+    def sizes(self, how: How) -> set[int]:
+        """Buckets of rows whose steps were captured before, and kept."""
+        return {step.rows for step in self._steps if step.how == how}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
-        """Join weights, and drop what was captured when the weights, modules or configs are no longer those."""
-        self.weights.join(decoder_layers(model))
+        """Drop what was captured when the weights, modules or configs are no longer those."""
         state = model_state(model, configs)
         if state != self._state:
             self.clear()
             self._state = state
 
+    def fail(self, reason: str, *, of_memory: bool) -> None:
+        """Note why a capture failed, and whether for lack of memory."""
+        self._failure, self._free_then = reason, self._free if of_memory else None
+
+    def failure(self, device: torch.device) -> str | None:
+        """Why a capture failed, until `retry`, or until a call begins with more free memory where it lacked memory."""
+        self._free = free_memory(device)
+        if self._free_then is not None and self._free > self._free_then:
+            self.retry()
+        return self._failure
+
+    def retry(self) -> None:
+        """Forget that a capture failed."""
+        self._failure = self._free_then = None
+
     def clear(self) -> None:
         """Drop all captures and their memory."""
-        self._steps, self._pool, self._state, self.failure = {}, None, None, None
+        self._steps, self._pool, self._state = [], None, None
+        self.retry()
 
-
-def _key(rows: int, arguments: dict[str, Any], compiled: bool) -> _Key:
-    return rows, compiled, tuple(sorted(arguments.items()))
+    def release(self) -> None:
+        """Drop all captures, and give back what the device holds for them, as far as it can. Never raises."""
+        self.clear()
+        self.compiled = CompiledLayers()
+        if self._has_workspaces:
+            self._has_workspaces = False
+            with suppress(RuntimeError):  # of an earlier kernel that failed
+                free_workspaces()
 
 
 def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:

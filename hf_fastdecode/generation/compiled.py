@@ -7,10 +7,10 @@ layer's compilation is reused for the rest, once a layer's number is not taken f
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .joined import share_products
+from .projections import fusing
 from .wrapping import own_method
 
 
@@ -37,8 +37,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @cache  # what was compiled for one model serves others only by the same backend
-def _backend(name: str) -> Callable[..., Any]:
-    return share_products(lookup_backend(name))
+def _backend(name: str, *, fused: bool) -> Callable[..., Any]:
+    compile_graph: Callable[..., Any] = lookup_backend(name)
+    return fusing(compile_graph) if fused else compile_graph
+
+
+# Where `nn.Module.compile` keeps what calls of a module run. It is neither pickled nor copied, and no check of whether
+# a model has changed looks at it.
+_CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 class CompiledLayers:
@@ -50,11 +56,17 @@ class CompiledLayers:
 
     def __init__(self, backend: str = "inductor"):
         self.backend = backend
-        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 
     @contextmanager
-    def installed(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within, the model's layers run compiled; every attribute is restored on leaving, also by an error.
+    def installed(self, model: PreTrainedModel, *, fused: bool = True) -> Iterator[None]:
+        """Within, this thread runs the model's layers compiled; other threads run them as they are.
+
+        Every attribute is restored on leaving, also by an error.
+
+        Args:
+            model: The model.
+            fused: Compute projections of one input concurrently.
 
         Raises:
             ValueError: The model is not built of layers that can be compiled one by one.
@@ -67,19 +79,33 @@ class CompiledLayers:
             for layer in layers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
-                forward = types.MethodType(self._compile(type(layer)), layer)
-                changed.append((layer, vars(layer).get("forward")))  # accelerate leaves the class's own there
-                vars(layer)["forward"] = forward
+                before = vars(layer).get(_CALL_ATTRIBUTE)  # where a user has compiled the layer
+                call = _in_this_thread(self._compile(type(layer), fused), layer, before)
+                changed.append((layer, before))
+                vars(layer)[_CALL_ATTRIBUTE] = call
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
                 yield
         finally:
             for layer, before in changed:
                 if before is None:
-                    del vars(layer)["forward"]
+                    del vars(layer)[_CALL_ATTRIBUTE]
                 else:
-                    vars(layer)["forward"] = before
+                    vars(layer)[_CALL_ATTRIBUTE] = before
 
-    def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(kind.forward, backend=_backend(self.backend))
-        return self._compiled[kind]
+    def _compile(self, kind: type[nn.Module], fused: bool) -> Callable[..., Any]:
+        if (kind, fused) not in self._compiled:
+            backend = _backend(self.backend, fused=fused)
+            self._compiled[kind, fused] = torch.compile(kind.forward, backend=backend)
+        return self._compiled[kind, fused]
+
+
+def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any) -> Callable[..., Any]:
+    """What a layer calls: its compiled forward in this thread, in others what it called before."""
+    ours = get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() == ours:
+            return compiled(layer, *args, **kwargs)
+        return (before or layer._call_impl)(*args, **kwargs)
+
+    return call

@@ -15,6 +15,7 @@ from ..cache.shared import SharedContextCache
 from .capture import Captures, capture_reason
 from .compiled import decoder_layers
 from .options import Options
+from .projections import has_projections
 from .report import CallReport
 from .reuse import ReusedPrefixes
 from .steps import CapturedSteps, EagerSteps, Steps
@@ -61,14 +62,14 @@ def steps_maker(
     if call.mode == "eager":
         yield eager
         return
-    captures, configs, forced = state.captures, configs_of(model), state.options.mode != "auto"
+    captures, configs, forced = state.captures, configs_of(model), state.options.needs_capture
     if captures.owner == threading.get_ident():
         if forced:
-            raise ValueError(f"mode={call.mode!r} cannot run inside another generate call; use mode='auto'")
+            raise _cannot_run(forced, "it is inside another generate call of this model")
         call.mode, call.mode_reason = "eager", "it runs inside another generate call of this model"
         yield eager
         return
-    if not captures.lock.acquire(blocking=forced):
+    if not captures.lock.acquire(blocking=forced is not None):
         call.mode, call.mode_reason = "eager", "another thread decodes with this model's captured steps"
         yield eager
         return
@@ -77,24 +78,27 @@ def steps_maker(
 
     def captured(cache: SharedContextCache, of_more: CapturedSteps | None = None) -> Steps:
         nonlocal checked
-        compiled = call.mode == "compile"
+        compiled, fused = call.mode == "compile", state.options.fuse_projections is not False
         try:
             if not checked:
                 captures.refresh(model, configs)
                 checked = True
-            return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled)
+            return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled, fused=fused)
         except Exception as error:  # no memory, or whatever a model does that a capture forbids
             if of_more is not None and of_more.go_on():
                 state.tell_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
                 return of_more
-            if isinstance(error, torch.OutOfMemoryError):
+            if _ran_out_of_memory(error):
                 captures.clear()
-                raise
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise torch.OutOfMemoryError(str(error)) from error
             if forced:
-                raise ValueError(f"mode={call.mode!r} cannot run: {error}; use mode='auto'") from error
-            captures.failure = str(error).splitlines()[0] if str(error) else type(error).__name__
-        state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({captures.failure})")
-        call.mode, call.mode_reason = "eager", captures.failure
+                raise _cannot_run(forced, str(error)) from error
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        captures.fail(reason, of_memory=_tells_of_memory(reason))
+        state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
+        call.mode, call.mode_reason = "eager", reason
         return eager(cache)
 
     before, captures.owner = captures.count, threading.get_ident()
@@ -104,6 +108,22 @@ def steps_maker(
         call.captures = captures.count - before
         captures.owner = None
         captures.lock.release()
+
+
+def _cannot_run(forced: str, reason: str) -> ValueError:
+    return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is of PyTorch's allocator: ending a capture that ran out of memory raises another over it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _tells_of_memory(reason: str) -> bool:
+    """Whether CUDA or cuBLAS, which allocate for themselves, found too little memory."""
+    return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -131,15 +151,20 @@ def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any],
     reason = capture_reason(model, options.backend, arguments)
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
+    if reason is not None and (forced := options.needs_capture):
+        raise _cannot_run(forced, reason)
+    if options.fuse_projections is True and not has_projections(model):
+        raise _cannot_run(
+            "fuse_projections=True", f"{type(model).__name__} has no projections of one input side by side"
+        )
     if options.mode != "auto":
-        if reason is not None:
-            raise ValueError(f"mode={options.mode!r} cannot run: {reason}; use mode='auto'")
         return options.mode, f"mode={options.mode!r} was asked for"
-    if reason is None:
-        reason = captures.failure
+    forced = options.needs_capture
+    if reason is None and forced is None:
+        reason = captures.failure(model.device)
     if reason is not None:
         return "eager", reason
-    if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE:
+    if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
         return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
     if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
         return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"

@@ -12,8 +12,16 @@ MODES = ("auto", "eager", "graph", "compile")
 SAMPLERS = ("auto", "hf", "fast")
 """What ``sampler=`` takes."""
 
-CHOICES = {"backend": ALL_BACKENDS, "mode": MODES, "sampler": SAMPLERS}
-"""Options that take one of some words, by name."""
+FUSE_PROJECTIONS = ("auto", True, False)
+"""What ``fuse_projections=`` takes."""
+
+CHOICES: dict[str, tuple[str | bool, ...]] = {
+    "backend": ALL_BACKENDS,
+    "mode": MODES,
+    "sampler": SAMPLERS,
+    "fuse_projections": FUSE_PROJECTIONS,
+}
+"""Options that take one of some values, by name."""
 
 _REUSED_BYTES = 2 * 2**30
 
@@ -29,6 +37,7 @@ class Options:
     backend: str = "auto"
     mode: str = "auto"
     sampler: str = "auto"
+    fuse_projections: str | bool = "auto"
     min_shared_tokens: int = 32
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
@@ -44,6 +53,13 @@ class Options:
         """Those that were not left to ``auto``, as they were written."""
         return [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
 
+    @property
+    def needs_capture(self) -> str | None:
+        """The option that can run in captured steps only, as it was written, or None."""
+        if self.mode in ("graph", "compile"):
+            return f"mode={self.mode!r}"
+        return "fuse_projections=True" if self.fuse_projections is True else None
+
     def __post_init__(self) -> None:
         forced = backend_of_environment()
         if self.backend == "auto" and forced:
@@ -51,8 +67,14 @@ class Options:
                 raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(ALL_BACKENDS)}, got {forced!r}")
             object.__setattr__(self, "backend", forced)
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value not in known or type(value) not in map(type, known):  # 1 is equal to True
+                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+        if self.mode == "eager" and self.fuse_projections is True:
+            raise ValueError(
+                "fuse_projections=True cannot run with mode='eager', since only captured steps fuse; use mode='auto' "
+                "or fuse_projections='auto'"
+            )
         if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
             raise ValueError(
                 f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"

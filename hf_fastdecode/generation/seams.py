@@ -72,14 +72,16 @@ class Seams:
                     self.take_off(model)
 
     def take_off(self, model: PreTrainedModel) -> None:
-        """Put the model's methods and weights back to where they were."""
+        """Put the model's methods back, and free what calls have left on its devices."""
         self.methods.take_off(model)
-        self.captures.weights.separate()
+        self.reused.clear()
+        self.captures.release()
 
     def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
-        # transformers' own loop, draws and attention are what these two ask for at most.
-        if unused := [option for option in self.options.forced if option not in ("mode='eager'", "sampler='hf'")]:
+        # transformers' own loop, draws and attention are what these ask for at most.
+        of_stock = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
+        if unused := [option for option in self.options.forced if option not in of_stock]:
             reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
         call.path, call.reason = "stock", reason
         self.tell_once(f"this generate call runs stock transformers: {reason}", level)
@@ -111,6 +113,7 @@ def install(model: PreTrainedModel, options: Options) -> None:
             seams.methods.put_on(model, seams)
         else:
             seams.options, seams.leaving = options, False
+            seams.captures.retry()
             if not options.reuse_prefix:
                 seams.reused.clear()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.shared import SharedContextCache
-from .capture import Captures, bucket
+from .capture import Captures, How, bucket
 from .passes import forward_pass
 
 _STEPS_OF_A_CAPTURE = 8
@@ -92,6 +91,7 @@ class CapturedSteps:
         configs: Its config objects.
         remake: Makes the steps of a batch that has become smaller, or hands back those of more rows that it is given.
         compiled: Compile the layers.
+        fused: Compute projections of one input concurrently.
     """
 
     def __init__(
@@ -104,13 +104,14 @@ class CapturedSteps:
         remake: Callable[[SharedContextCache, CapturedSteps], Steps],
         *,
         compiled: bool,
+        fused: bool,
     ):
         self.cache = cache
-        self._sizes = partial(captures.sizes, arguments, compiled=compiled)
-        self._remake, self._compiled = remake, compiled
+        self._captures, self._remake = captures, remake
+        self._how = How(compiled, fused, tuple(sorted(arguments.items())))
         self._goes_on = False
         cache.reserve(cache.suffix_length + 1)
-        self._step = captures.find(model, cache, configs, arguments, compiled=compiled)
+        self._step = captures.find(model, cache, configs, self._how)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
             layer.ran["decode"] = did + layer.stored.said
@@ -135,7 +136,8 @@ class CapturedSteps:
         return True
 
     def worthwhile(self, rows: int, steps_left: int) -> bool:
-        pay = pays(self._step.rows, bucket(rows), steps_left, self._sizes(), compiled=self._compiled)
+        known = self._captures.sizes(self._how)
+        pay = pays(self._step.rows, bucket(rows), steps_left, known, compiled=self._how.compiled)
         return pay and not self._goes_on
 
 

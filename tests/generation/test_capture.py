@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
-from hf_fastdecode.generation import modes, steps
+from hf_fastdecode.generation import capture, modes, steps
 from hf_fastdecode.generation.capture import CapturedStep, bucket, model_state
 from hf_fastdecode.generation.compiled import CompiledLayers
 from hf_fastdecode.generation.seams import seams_of
@@ -85,7 +86,7 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
     with fd.enabled(model, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         report = fd.explain(model).last_call
-        used = {key[0] for key in seams_of(model).captures._steps}
+        used = {step.rows for step in seams_of(model).captures._steps}
     assert report.compactions >= 2
     assert {2, 8} <= used
     assert used <= {1, 2, 4, 8}
@@ -173,6 +174,118 @@ def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypa
 
 
 @on_the_cpu
+@pytest.mark.parametrize(
+    ("message", "again"),
+    [("CUDA error: out of memory", [2, 3]), ("operation not permitted when stream is capturing", [1, 2])],
+    ids=["memory", "other"],
+)
+def test_a_capture_that_failed_is_tried_again(uncaptured, monkeypatch, message, again):
+    """Once more memory is free, if that was missing, and when `enable` is called again."""
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    model, free, tried = tiny_model(**SMALL), [100], []
+    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 2}
+    monkeypatch.setattr(capture, "free_memory", lambda device: free[0])
+
+    def failing(*args, **kwargs):
+        tried.append(1)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(CapturedStep, "__init__", failing)
+    with fd.enabled(model, backend="triton"):
+        for _ in range(2):
+            model.generate(**call)
+            assert fd.explain(model).last_call.mode == "eager"
+            assert len(tried) == 1
+        free[0] += 1
+        model.generate(**call)
+        assert len(tried) == again[0]
+        fd.enable(model, backend="triton")
+        for _ in range(2):
+            model.generate(**call)
+            assert len(tried) == again[1]
+
+
+@on_the_cpu
+def test_memory_that_ends_within_a_capture_splits_the_batch(uncaptured, monkeypatch):
+    """Ending the capture then raises an error of its own, over the one that says so."""
+    make, sizes = CapturedStep.__init__, []
+
+    def make_or_fail(self, model, rows, *args):
+        sizes.append(rows)
+        if len(sizes) == 1:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        make(self, model, rows, *args)
+
+    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(41) | SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 2}
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert model.generate(**call).shape == (4, 43)
+        report = fd.explain(model).last_call
+    assert (report.mode, report.waves) == ("graph", 2)
+    assert sizes == [4, 2]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
+    """A call that begins while another one captures: also with the layers of the model compiled meanwhile."""
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING | {"max_new_tokens": 2}
+    stock = seeded(lambda: model.generate(**call))
+    checked, results = threading.Event(), []
+    monkeypatch.setattr(modes, "capture_reason", lambda *arguments: own_forward(arguments[0]))
+
+    def own_forward(model):
+        if threading.current_thread() is not threading.main_thread():
+            checked.set()
+        own = (module for module in model.modules() if module is not model and "forward" in vars(module))
+        return next((f"{type(module).__name__} carries a forward of its own" for module in own), None)
+
+    def second():
+        try:
+            results.append(model.generate(**call).shape)
+        except ValueError as error:
+            results.append(str(error))
+        finally:
+            checked.set()
+
+    def meanwhile(*args, stock=capture.forward_pass, **kwargs):
+        if not checked.is_set():
+            thread.start()
+            checked.wait(60)
+        return stock(*args, **kwargs)
+
+    thread = threading.Thread(target=second)
+    monkeypatch.setattr(capture, "forward_pass", meanwhile)
+    torch._dynamo.reset()
+    with fd.enabled(model, mode=mode, backend="triton"):
+        seams_of(model).captures.compiled = CompiledLayers(backend="eager")
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        thread.join(60)
+        assert results == [stock.shape]
+
+
+@on_the_cpu
+def test_the_steps_that_were_used_last_are_kept(uncaptured, monkeypatch):
+    monkeypatch.setattr(capture, "_MOST_STEPS", 2)
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(41) | SAMPLING | {"max_new_tokens": 2}
+    with fd.enabled(model, mode="graph", backend="triton"):
+        captures, tables = seams_of(model).captures, {}
+        for samples, captured, kept in ((1, 1, [1]), (2, 2, [1, 2]), (1, 2, [2, 1]), (3, 3, [1, 4]), (2, 4, [4, 2])):
+            model.generate(**call | {"num_return_sequences": samples})
+            assert captures.count == captured
+            assert [step.rows for step in captures._steps] == kept
+            tables |= {step.rows: weakref.ref(step.tables) for step in captures._steps}
+        gc.collect()
+        assert {rows for rows, table in tables.items() if table() is not None} == {2, 4}
+
+
+@on_the_cpu
 def test_a_call_inside_a_call(uncaptured):
     """A criterion that generates: in the outer call's forced mode it would wait for itself."""
     model = tiny_model(**SMALL)
@@ -193,7 +306,7 @@ def test_captures_are_freed_with_the_option(uncaptured):
     model = tiny_model(**SMALL)
     with fd.enabled(model, mode="graph", backend="triton"):
         model.generate(**ragged_prompts(70), **SAMPLING)
-        tables = [weakref.ref(step.tables) for kept in seams_of(model).captures._steps.values() for step in kept]
+        tables = [weakref.ref(step.tables) for step in seams_of(model).captures._steps]
     gc.collect()
     assert tables
     assert not any(table() for table in tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -134,6 +135,92 @@ def test_threads_take_turns_or_run_eagerly(on_a_gpu):
         with ThreadPoolExecutor(4) as pool:
             outs = list(pool.map(lambda _: model.generate(**call), range(8)))
     assert all(drawn_alike(out, expected, call) > 0.9 for out in outs)
+
+
+def held():
+    """Bytes that tensors hold on the device, and bytes that PyTorch holds there for them."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_after_disable_the_device_holds_what_it_held(mode, on_a_gpu):
+    calls = [gpu_call(300, num_return_sequences=samples) for samples in (1, 3, 20, 100, 200)]
+    for call in calls:
+        on_a_gpu.generate(**call)
+    before = held()
+    with fd.enabled(on_a_gpu, mode=mode):
+        for call in calls:
+            on_a_gpu.generate(**call)
+        assert seams_of(on_a_gpu).captures.count >= len(calls)
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
+
+
+def test_a_graph_of_the_users_keeps_its_workspaces(on_a_gpu):
+    """cuBLAS's: the graph would go on to write to them."""
+    weight, inputs = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in "wx")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = inputs @ weight
+    with fd.enabled(on_a_gpu, mode="graph"):
+        on_a_gpu.generate(**gpu_call(300))
+    before = held()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert held()[0] < before[0]  # they were left
+    del graph, output
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
+def test_captures_of_many_sizes_share_their_memory(order):
+    model = tiny_model("llama-gqa", hidden_size=256, vocab_size=128000).bfloat16().cuda()
+    sizes = [*range(64, 512, 64), *range(512, 1025, 128)][::order]
+    logits = max(sizes) * 128000 * 2
+    with fd.enabled(model, mode="graph", sampler="fast"):
+        captures = seams_of(model).captures
+        before = held()[1]
+        for samples in sizes:
+            model.generate(**gpu_call(100, num_return_sequences=samples, max_new_tokens=3))
+        assert {step.rows for step in captures._steps} >= set(sizes)
+        growth = held()[1] - before
+    assert growth < 3 * logits + 2**28  # with cuBLAS's workspaces; the sum of all sizes is 5.5 times the largest
+
+
+def test_captured_steps_survive_captures_of_other_sizes(on_a_gpu):
+    """Their outputs lie in memory that later captures have written to."""
+    calls = [gpu_call(300, num_return_sequences=samples, do_sample=True) for samples in (3, 130, 20)]
+    with fd.enabled(on_a_gpu, mode="graph"):
+        first = [seeded(lambda call=call: on_a_gpu.generate(**call)) for call in calls]
+        again = [seeded(lambda call=call: on_a_gpu.generate(**call)) for call in calls]
+        assert seams_of(on_a_gpu).captures.count == len(calls)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_models_of_several_threads_capture_in_turns(on_a_gpu):
+    """They share the streams that steps are captured on."""
+    models = [on_a_gpu, *(copy.deepcopy(on_a_gpu) for _ in range(3))]
+    call = gpu_call(300, do_sample=False, num_return_sequences=1)
+    for model in models:
+        fd.enable(model, mode="graph")
+    with ThreadPoolExecutor(len(models)) as pool:
+        outs = list(pool.map(lambda model: model.generate(**call), models))
+    for model in models:
+        fd.disable(model)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_projections_are_branches_of_the_graph(mode, on_a_gpu):
+    """The same tokens as one after another, and no weight has moved."""
+    call = gpu_call(300, 200)
+    before = {name: parameter.data_ptr() for name, parameter in on_a_gpu.named_parameters()}
+    outs = []
+    for fuse in (True, False):
+        with fd.enabled(on_a_gpu, mode=mode, fuse_projections=fuse):
+            outs.append(seeded(lambda: on_a_gpu.generate(**call)))
+            assert {name: parameter.data_ptr() for name, parameter in on_a_gpu.named_parameters()} == before
+    assert drawn_alike(*outs, call) > (0.9 if mode == "graph" else 0.2)
 
 
 def test_a_deep_copy_captures_for_itself(on_a_gpu):

@@ -1,0 +1,338 @@
+"""Projections of one input, computed concurrently: the same tokens, and nothing of the user's model moves."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation import capture, compiled, modes, projections
+from hf_fastdecode.generation.compiled import CompiledLayers
+from hf_fastdecode.generation.projections import FusedProjections, fusing
+from hf_fastdecode.generation.seams import seams_of
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 3}
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+# The kernels are interpreted, and take float32 then.
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+linears = torch.ops.hf_fastdecode.linears.default
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many products of one and of several weights every graph has that layers are compiled to."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    counts: list[tuple[int, int]] = []
+
+    def counted(module, inputs):
+        counts.append(_counts(module.graph))
+        return module.forward
+
+    monkeypatch.setattr(compiled, "_backend", lambda name, *, fused: fusing(counted) if fused else counted)
+    torch._dynamo.reset()
+    return counts
+
+
+def _counts(graph):
+    return tuple(sum(node.target is target for node in graph.nodes) for target in (F.linear, linears))
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """How many weights were multiplied at once, each time."""
+    counts: list[int] = []
+
+    def counted(inputs, weights, biases, stock=projections.linears):
+        counts.append(len(weights))
+        return stock(inputs, weights, biases)
+
+    monkeypatch.setattr(projections, "linears", counted)
+    return counts
+
+
+def places(model):
+    """Of each parameter: the object, its memory and how much of that there is."""
+    return {
+        name: (id(parameter), parameter.data_ptr(), parameter.untyped_storage().nbytes())
+        for name, parameter in model.named_parameters()
+    }
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])  # without biases, and with
+@pytest.mark.parametrize("fuse", ["auto", False])
+def test_compiled_layers_give_stock_tokens(products, name, fuse):
+    model = tiny_model(name)
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    stock, where = seeded(lambda: model.generate(**call)), places(model)
+    with fd.enabled(model, mode="compile", backend="triton", fuse_projections=fuse):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert seams_of(model).captures.count == 1
+        assert places(model) == where
+    # q, k and v; o; gate and up, then down
+    assert set(products) - {(0, 0)} == ({(0, 1), (1, 0), (1, 1)} if fuse else {(3, 0), (1, 0)})
+
+
+@on_the_cpu
+@pytest.mark.parametrize("fuse", ["auto", True, False])
+def test_captured_steps_give_stock_tokens(products, together, fuse):
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    stock, where = seeded(lambda: model.generate(**call)), places(model)
+    with fd.enabled(model, mode="graph", backend="triton", fuse_projections=fuse):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert places(model) == where
+    assert not products
+    assert together[:2] == ([3, 2] if fuse else [])
+
+
+@on_the_cpu
+def test_fusing_captures_at_once(products, together):
+    """Nothing pays for a capture yet, but it was asked for."""
+    model = tiny_model("llama-gqa", **SMALL)
+    with fd.enabled(model, backend="triton", fuse_projections=True):
+        model.generate(**ragged_prompts(41), **SAMPLING)
+        assert fd.explain(model).last_call.mode == "graph"
+    assert together
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama-gqa", {"mode": "eager"}, "fuse_projections=True cannot run with mode='eager'"),
+        ("llama-gqa", {}, "fuse_projections=True cannot run: .* got cpu; use fuse_projections='auto'"),
+        ("gpt2", {"uncaptured": True}, "fuse_projections=True cannot run: GPT2LMHeadModel has no projections"),
+    ],
+)
+def test_fusing_runs_or_raises(name, options, message, monkeypatch):
+    if torch.cuda.is_available() and not options:
+        pytest.skip("captures")
+    if options.pop("uncaptured", False):
+        monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    model = tiny_model(name)
+    with pytest.raises(ValueError, match=message), fd.enabled(model, fuse_projections=True, **options):
+        model.generate(**ragged_prompts(60), **SAMPLING)
+
+
+@pytest.mark.parametrize("given", [1, 0, "yes", None])
+def test_other_values_are_refused(model, given):
+    with pytest.raises(ValueError, match="fuse_projections must be one of auto, True, False, got"):
+        fd.enable(model, fuse_projections=given)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_weights_changed_in_place_are_multiplied(products, mode):
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING
+    with fd.enabled(model, mode=mode, backend="triton"):
+        model.generate(**call)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.weight.mul_(-3)
+                layer.mlp.up_proj.weight.mul_(2)
+        ours = seeded(lambda: model.generate(**call))
+    assert torch.equal(ours, seeded(lambda: model.generate(**call)))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_replaced_weights_are_freed_one_by_one(products, mode):
+    """As by quantization, FSDP2, and merged adapters, which replace some weights of one input, or their data."""
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING
+    attention = model.model.layers[0].self_attn
+    with fd.enabled(model, mode=mode, backend="triton"):
+        model.generate(**call)
+        old = weakref.ref(attention.q_proj.weight.untyped_storage()), weakref.ref(attention.v_proj)
+        assert attention.q_proj.weight.untyped_storage().nbytes() == attention.q_proj.weight.nbytes
+        attention.q_proj.weight.data = attention.q_proj.weight.data * 2
+        attention.v_proj = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features, bias=False)
+        assert not any(reference() for reference in old)
+        assert attention.k_proj.weight.untyped_storage().nbytes() == attention.k_proj.weight.nbytes
+        ours = seeded(lambda: model.generate(**call))
+    assert torch.equal(ours, seeded(lambda: model.generate(**call)))
+
+
+@on_the_cpu
+def test_saving_copies_no_weights(products, monkeypatch, tmp_path):
+    """transformers clones those that share a storage before it saves them."""
+    model = tiny_model("llama-gqa", **SMALL)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    with fd.enabled(model, mode="graph", backend="triton"):
+        model.generate(**ragged_prompts(41), **SAMPLING)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("a weight was copied"))
+            model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == expected.keys() - {"lm_head.weight"} or saved.keys() == expected.keys()
+    assert all(torch.equal(saved[key], expected[key]) for key in saved)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_disable_needs_no_memory_and_hides_no_error(products, monkeypatch, mode):
+    model = tiny_model("llama-gqa", **SMALL)
+    stock = places(model)
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(KeyError, match="the body's"), fd.enabled(model, mode=mode, backend="triton"):  # noqa: PT012
+        model.generate(**ragged_prompts(41), **SAMPLING)
+        seams_of(model).captures._has_workspaces = True  # as on a GPU
+        for name in ("clone", "contiguous"):
+            monkeypatch.setattr(torch.Tensor, name, full)
+        monkeypatch.setattr(capture, "free_workspaces", full)
+        raise KeyError("the body's")
+    assert seams_of(model) is None
+    assert places(model) == stock
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_other_threads_train_while_a_step_is_captured(products, monkeypatch, mode):
+    """A pass of another thread in the middle of a captured one: stock's modules, outputs and gradients."""
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING
+    ids = torch.tensor([[5, 6, 7]])
+    expected, where = model(ids).logits.detach(), places(model)  # a graph would hold the weights
+    state = capture.model_state(model, modes.configs_of(model))
+    seen = []
+
+    def train():
+        attention = model.model.layers[0].self_attn
+        kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
+        same = capture.model_state(model, modes.configs_of(model)) == state
+        graphs = len(products)
+        logits = model(ids).logits
+        logits.sum().backward()
+        seen.append((kinds, same, len(products) - graphs, logits, attention.q_proj.weight.grad is not None))
+
+    def meanwhile(*args, stock=capture.forward_pass, **kwargs):
+        if not seen:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "forward_pass", meanwhile)
+    with fd.enabled(model, mode=mode, backend="triton"):
+        state = capture.model_state(model, modes.configs_of(model))
+        model.generate(**call)
+    kinds, same, graphs, logits, trained = seen[0]
+    assert kinds == (nn.Linear, True, False)
+    assert same
+    assert graphs == 0
+    assert torch.equal(logits, expected)
+    assert trained
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_weights_can_be_trained_after_a_call_in_inference_mode(products, mode):
+    model = tiny_model("llama-gqa", **SMALL)
+    with fd.enabled(model, mode=mode, backend="triton"):
+        with torch.inference_mode():
+            model.generate(**ragged_prompts(41), **SAMPLING)
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+        model(torch.tensor([[5, 6]])).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@on_the_cpu
+def test_nothing_stays_when_a_layer_cannot_be_compiled(products, monkeypatch):
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING
+    stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
+    monkeypatch.setattr(compiled, "_backend", lambda name, *, fused: 1 / 0)
+    with fd.enabled(model, mode="compile", backend="triton"):
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**call)
+        assert model.config._attn_implementation != "hf_fastdecode"
+        assert set(model.state_dict()) == keys
+        assert "_compiled_call_impl" not in vars(model.model.layers[0])
+    assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+
+
+def test_a_layer_that_the_user_has_compiled_is_so_again():
+    model = tiny_model("llama-gqa", **SMALL)
+    layer = model.model.layers[0]
+    layer.compile(backend="eager")
+    before = layer._compiled_call_impl
+    with CompiledLayers(backend="eager").installed(model):
+        assert layer._compiled_call_impl is not before
+    assert layer._compiled_call_impl is before
+
+
+def test_which_projections_are_fused(together):
+    """Plain linear layers only, each by its own weight, also where several models share it."""
+    model = tiny_model("llama-gqa", num_hidden_layers=2)
+    twin = tiny_model("llama-gqa", num_hidden_layers=2)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    first, second = (layer.self_attn for layer in twin.model.layers)
+
+    class Adapted(nn.Linear):
+        pass
+
+    adapted = Adapted(first.q_proj.in_features, first.q_proj.out_features, bias=False)
+    adapted.weight = first.q_proj.weight
+    first.q_proj = adapted
+    second.k_proj.register_forward_hook(lambda *_: None)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with FusedProjections(twin):
+            assert torch.equal(twin(ids).logits, expected)
+            assert together == [2, 2]  # gate and up of each layer
+        with FusedProjections(model):
+            assert torch.equal(model(ids).logits, expected)
+    assert together == [2, 2, *[3, 2] * 2]
+
+
+def test_a_product_is_computed_anew_for_other_inputs(together):
+    mlp = tiny_model("llama-gqa", **SMALL).model.layers[0].mlp
+    inputs = torch.randn(3, mlp.gate_proj.in_features)
+    with torch.no_grad(), FusedProjections(mlp) as mode:
+        (group, _), _ = mode._parts.values()
+        gate, up = mlp.gate_proj(inputs), mlp.up_proj(inputs)
+        assert together == [2]
+        assert group._inputs is None  # nothing is kept
+        assert not group._outputs
+        mlp.gate_proj(inputs)
+        assert torch.equal(mlp.gate_proj(inputs), gate)  # asked for twice
+        inputs.mul_(2)
+        assert torch.equal(mlp.up_proj(inputs), 2 * up)
+    assert together == [2, 2, 2, 2]
+
+
+def test_products_are_not_moved_across_a_change_in_place():
+    inputs, weights = torch.randn(3, 4), [torch.randn(6, 4) for _ in range(5)]
+    found = []
+
+    def counted(module, arguments):
+        found.append(_counts(module.graph))
+        return module.forward
+
+    def changing(x, a, b, c, d, e):
+        first = F.linear(x, a), F.linear(x, b)
+        x.add_(1)
+        return *first, F.linear(x, c), F.linear(x, d), F.linear(x + 1, e), F.linear(x, e * 2)
+
+    torch._dynamo.reset()
+    expected = changing(inputs.clone(), *weights)
+    outs = torch.compile(changing, backend=fusing(counted))(inputs.clone(), *weights)
+    assert all(torch.equal(out, other) for out, other in zip(outs, expected, strict=True))
+    assert found == [(2, 2)]
+
+
+def test_the_operator_has_the_shapes_of_its_products():
+    weights, biases = [torch.randn(6, 4), torch.randn(2, 4)], [None, torch.randn(2)]
+    torch.library.opcheck(linears, (torch.randn(3, 1, 4), weights, biases), test_utils="test_faketensor")
