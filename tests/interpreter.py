@@ -16,7 +16,13 @@ def make_faster() -> None:
     try:
         from triton.runtime import interpreter
 
-        for change in (patch_language_once, leave_out_unread_checks, remember_types, call_builtins_directly):
+        for change in (
+            patch_language_once,
+            leave_out_unread_checks,
+            remember_types,
+            call_builtins_directly,
+            see_equal_shapes,
+        ):
             change(interpreter)
     except (ImportError, AttributeError):
         return
@@ -117,3 +123,16 @@ def call_builtins_directly(interpreter: Any) -> None:
         scope.set_attr(holder, name, call)
 
     interpreter._patch_attr = patch
+
+
+def see_equal_shapes(interpreter: Any) -> None:
+    """Hand operands of one shape on at once, which else is found out size by size."""
+    semantic = interpreter.interpreter_semantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unless_equal(lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        blocks = one.is_block() and other.is_block()
+        return (lhs, rhs) if blocks and one.shape.values == other.shape.values else broadcast(lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unless_equal

@@ -17,6 +17,7 @@ from hf_fastdecode.generation.seams import seams_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # interpreting takes time by the KV head
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
@@ -44,7 +45,7 @@ def memory(model) -> dict[str, int]:
 @on_the_cpu
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])  # without biases, and with
 def test_tokens_products_and_memory(products, name):
-    model = tiny_model(name)
+    model = tiny_model(name, **FEW_HEADS)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     stock, where = seeded(lambda: model.generate(**call)), memory(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -60,7 +61,7 @@ def test_tokens_products_and_memory(products, name):
 
 @on_the_cpu
 def test_captured_steps_multiply_once_without_compiling(products, monkeypatch):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**FEW_HEADS)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     stock = seeded(lambda: model.generate(**call))
     seen: list[int] = []
@@ -86,7 +87,7 @@ def _counting(method, seen):
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 def test_weights_changed_in_place_are_multiplied(products, mode):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**FEW_HEADS)
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(model, mode=mode, backend="triton"):
         model.generate(**call)
@@ -158,7 +159,7 @@ def test_weights_that_lie_end_to_end_in_a_larger_tensor_stay_there():
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 def test_weights_can_be_trained_after_a_call_in_inference_mode(products, mode):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**FEW_HEADS)
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(model, mode=mode, backend="triton"):
         with torch.inference_mode():
@@ -173,7 +174,7 @@ def test_weights_can_be_trained_after_a_call_in_inference_mode(products, mode):
 
 @on_the_cpu
 def test_nothing_stays_when_a_layer_cannot_be_compiled(products, monkeypatch):
-    model = tiny_model("llama-gqa")
+    model = tiny_model(**FEW_HEADS)
     call = ragged_prompts(41) | SAMPLING
     stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
     monkeypatch.setattr(compiled, "_backend", lambda name: 1 / 0)
@@ -208,7 +209,7 @@ def test_without_memory_weights_stay_and_are_multiplied_apart(monkeypatch, caplo
 @on_the_cpu
 def test_weights_that_others_refer_to_stay_and_are_multiplied_as_they_are(products):
     """Two models with one memory, as of a policy and its rollouts."""
-    policy, rollout = tiny_model("llama-gqa"), tiny_model("llama-gqa")
+    policy, rollout = tiny_model(**FEW_HEADS), tiny_model(**FEW_HEADS)
     rollout.load_state_dict(policy.state_dict(), assign=True)
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(rollout, mode="graph", backend="triton"):
