@@ -5,10 +5,15 @@ What it computes stays as it is. Versions of Triton that lack what is named here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 
 def make_faster() -> None:
@@ -33,7 +38,7 @@ def patch_language_once(interpreter: Any) -> None:
 
     Triton does both, and restores them at a launch's end; the second changes nothing.
     """
-    patch, scope_type, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
+    replace_functions, scope_type, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
     patched: set[str] = set()  # modules, in the launch under way
     names_of: dict[Any, set[str]] = {}
 
@@ -49,7 +54,7 @@ def patch_language_once(interpreter: Any) -> None:
         if names_of[function] <= patched:
             return scope_type()
         patched.update(names_of[function])
-        changes = patch(function)
+        changes = replace_functions(function)
         launch = Launch()
         launch._changes = changes._changes
         return launch
@@ -113,7 +118,7 @@ def call_builtins_directly(interpreter: Any) -> None:
     """Call what is behind a builtin of the language, which else asks again for what it is always given here."""
     semantic = interpreter.interpreter_semantic  # which 3.6 lacks
 
-    def patch(holder: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+    def patch_attribute(holder: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -122,7 +127,7 @@ def call_builtins_directly(interpreter: Any) -> None:
 
         scope.set_attr(holder, name, call)
 
-    interpreter._patch_attr = patch
+    interpreter._patch_attr = patch_attribute
 
 
 def see_equal_shapes(interpreter: Any) -> None:
@@ -136,3 +141,23 @@ def see_equal_shapes(interpreter: Any) -> None:
         return (lhs, rhs) if blocks and one.shape.values == other.shape.values else broadcast(lhs, rhs)
 
     semantic.broadcast_impl_value = broadcast_unless_equal
+
+
+@contextmanager
+def merging_two_at_once() -> Iterator[None]:
+    """Within, where kernels are interpreted, suffixes' programs go through partials in pairs.
+
+    As many as suit a GPU, up to 32, would take as long where there is one. The kernels' own tests merge so many.
+    """
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    from hf_fastdecode.kernels.forest_decode import api
+
+    choose = api.choose_suffix_config
+
+    def merging_two(*args: Any, **options: Any) -> Any:
+        return replace(choose(*args, **options), merge=2)
+
+    with patch.object(api, "choose_suffix_config", merging_two):
+        yield
