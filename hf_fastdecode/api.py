@@ -58,8 +58,8 @@ def enable(
             which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
             half-precision models on a GPU, unless the call asks for what only transformers' code does.
         fuse_projections: Whether captured steps compute query, key and value projections concurrently, and gate and up
-            projections, as parallel branches of the graph: ``auto`` does where steps are captured, ``True`` captures
-            steps for it or raises, ``False`` computes them one by one. No weight is moved or copied, whichever.
+            projections, as parallel branches of the graph: ``auto`` does where that gains, ``True`` captures steps for
+            it or raises, ``False`` computes them one by one. No weight is moved or copied, whichever.
         min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
         min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
             unless its steps are captured.

@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from .interpreter import patch_language_once
+from .interpreter import make_faster
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels' tests run their code on the CPU
-    patch_language_once()
+    make_faster()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that each take every core spend their time waiting for each other

@@ -1,24 +1,46 @@
-"""Makes Triton's interpreter faster: less time for kernels that call device functions."""
+"""Makes Triton's interpreter faster: less time for kernels that call device functions.
+
+What it computes stays as it is. Versions of Triton that lack what is named here are left as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 
-def patch_language_once() -> None:
-    """Let a launch replace the functions of `triton.language` once, and not again at every call of a device function.
-
-    Triton 3.7 does both, and restores them at a launch's end; the second changes nothing. Versions that lack the
-    functions named here are left as they are.
-    """
+def make_faster() -> None:
+    """Where Triton 3.7 does again at every operation what it could do once, let it do that once."""
     try:
         from triton.runtime import interpreter
 
-        patch, scope_type, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
+        for change in (
+            patch_language_once,
+            leave_out_unread_checks,
+            remember_types,
+            call_builtins_directly,
+            see_equal_shapes,
+        ):
+            change(interpreter)
     except (ImportError, AttributeError):
         return
+
+
+def patch_language_once(interpreter: Any) -> None:
+    """Let a launch replace the functions of `triton.language` once, and not again at every call of a device function.
+
+    Triton does both, and restores them at a launch's end; the second changes nothing.
+    """
+    replace_functions, scope_type, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
     patched: set[str] = set()  # modules, in the launch under way
+    names_of: dict[Any, set[str]] = {}
 
     class Launch(scope_type):  # type: ignore[misc, valid-type]
         def restore(self) -> None:
@@ -26,14 +48,116 @@ def patch_language_once() -> None:
             patched.clear()
 
     def patch_unless_patched(function: Any) -> Any:
-        modules = [value for value in function.__globals__.values() if ismodule(value)]
-        names = {module.__name__ for module in modules if module in (language, language.core)}
-        if names <= patched:
+        if function not in names_of:
+            modules = [value for value in function.__globals__.values() if ismodule(value)]
+            names_of[function] = {module.__name__ for module in modules if module in (language, language.core)}
+        if names_of[function] <= patched:
             return scope_type()
-        patched.update(names)
-        changes = patch(function)
+        patched.update(names_of[function])
+        changes = replace_functions(function)
         launch = Launch()
         launch._changes = changes._changes
         return launch
 
     interpreter._patch_lang = patch_unless_patched
+
+
+def leave_out_unread_checks(interpreter: Any) -> None:
+    """Integers are added in 64 bits as well, to assert that 32 were enough: only in debug mode is this asserted."""
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def remember_types(interpreter: Any) -> None:
+    """Make a type of a block, and what a tensor of a type says about its shape, once each; both are never changed."""
+    language = interpreter.tl
+    core = language.core
+    numpy_dtype, make_tensor, make_block = interpreter._get_np_dtype, core.tensor.__init__, core.block_type.__init__
+    unwrap, equals = core._unwrap_if_constexpr, core.dtype.__eq__
+    dtypes: dict[str, Any] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+
+    def numpy_dtype_of(dtype: Any) -> Any:
+        found = dtypes.get(dtype.name)
+        if found is None:
+            found = dtypes[dtype.name] = numpy_dtype(dtype)
+        return found
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (unwrap_constexpr(size) for size in shape)
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *sizes)
+        found = blocks.get(key)
+        if found is None:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(found)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.name if type.is_block() else None
+        found = shapes.get(key)
+        if found is None:
+            make_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.numel, self.shape = found
+
+    def unwrap_constexpr(value: Any) -> Any:
+        return value if isinstance(value, (int, core.dtype)) else unwrap(value)
+
+    interpreter._get_np_dtype = numpy_dtype_of
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+    core._unwrap_if_constexpr = unwrap_constexpr
+    core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
+
+
+def call_builtins_directly(interpreter: Any) -> None:
+    """Call what is behind a builtin of the language, which else asks again for what it is always given here."""
+    semantic = interpreter.interpreter_semantic  # which 3.6 lacks
+
+    def patch_attribute(holder: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(holder, name, call)
+
+    interpreter._patch_attr = patch_attribute
+
+
+def see_equal_shapes(interpreter: Any) -> None:
+    """Hand operands of one shape on at once, which else is found out size by size."""
+    semantic = interpreter.interpreter_semantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unless_equal(lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        blocks = one.is_block() and other.is_block()
+        return (lhs, rhs) if blocks and one.shape.values == other.shape.values else broadcast(lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unless_equal
+
+
+@contextmanager
+def merging_two_at_once() -> Iterator[None]:
+    """Within, where kernels are interpreted, suffixes' programs go through partials in pairs.
+
+    As many as suit a GPU, up to 32, would take as long where there is one. The kernels' own tests merge so many.
+    """
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    from hf_fastdecode.kernels.forest_decode import api
+
+    choose = api.choose_suffix_config
+
+    def merging_two(*args: Any, **options: Any) -> Any:
+        return replace(choose(*args, **options), merge=2)
+
+    with patch.object(api, "choose_suffix_config", merging_two):
+        yield

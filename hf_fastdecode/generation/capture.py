@@ -40,12 +40,12 @@ class How(NamedTuple):
 
     Attributes:
         compiled: Whether layers are compiled.
-        fused: Whether projections of one input are computed concurrently.
+        fused_rows: Most rows of a step that computes projections of one input concurrently.
         arguments: What else the model's forward takes, by name.
     """
 
     compiled: bool
-    fused: bool
+    fused_rows: int
     arguments: tuple[tuple[str, Any], ...]
 
 
@@ -83,6 +83,7 @@ class CapturedStep:
     ):
         device = model.device
         self.rows, self.how = rows, how
+        fused = rows <= how.fused_rows
         stored = _storage(cache)
         kv_heads = stored[0].suffix.keys.shape[1]
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
@@ -112,8 +113,8 @@ class CapturedStep:
             with ExitStack() as stack:
                 stack.enter_context(active(configs, lengths))
                 if how.compiled:
-                    stack.enter_context(compiled.installed(model, fused=how.fused))
-                elif how.fused:
+                    stack.enter_context(compiled.installed(model, fused=fused))
+                elif fused:
                     stack.enter_context(FusedProjections(model))
                 yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,17 @@ class State(Protocol):
     reused: ReusedPrefixes
 
     def tell_once(self, message: str, level: int = logging.WARNING) -> None: ...
+
+
+def _fused_rows(option: str | bool, *, compiled: bool) -> int:
+    """Most rows of a captured step that computes projections of one input concurrently.
+
+    With ``auto`` where it gains. H200, 7B, one by one and concurrently: 7.65 and 7.37 ms a step of 16 rows, 9.07 and
+    9.12 of 128; compiled, 4.94 and 4.95 of 16.
+    """
+    if option == "auto":
+        return 0 if compiled else 64
+    return sys.maxsize if option else 0
 
 
 @contextmanager
@@ -78,12 +90,15 @@ def steps_maker(
 
     def captured(cache: SharedContextCache, of_more: CapturedSteps | None = None) -> Steps:
         nonlocal checked
-        compiled, fused = call.mode == "compile", state.options.fuse_projections is not False
+        compiled = call.mode == "compile"
+        fused_rows = _fused_rows(state.options.fuse_projections, compiled=compiled)
         try:
             if not checked:
                 captures.refresh(model, configs)
                 checked = True
-            return CapturedSteps(model, cache, arguments, captures, configs, captured, compiled=compiled, fused=fused)
+            return CapturedSteps(
+                model, cache, arguments, captures, configs, captured, compiled=compiled, fused_rows=fused_rows
+            )
         except Exception as error:  # no memory, or whatever a model does that a capture forbids
             if of_more is not None and of_more.go_on():
                 state.tell_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)

@@ -5,7 +5,7 @@ busy. Query, key and value projections multiply the same input, and so do gate a
 of the captured graph, one product begins while another ends.
 
 Nothing of the user's moves: parameters keep their memory and modules stay in place, in every value of
-``fuse_projections``. Only passes of the capturing thread compute this way, so ``auto`` fuses in every captured step.
+``fuse_projections``. Only passes of the capturing thread compute this way.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class CapturedSteps:
         configs: Its config objects.
         remake: Makes the steps of a batch that has become smaller, or hands back those of more rows that it is given.
         compiled: Compile the layers.
-        fused: Compute projections of one input concurrently.
+        fused_rows: Most rows of a step that computes projections of one input concurrently.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class CapturedSteps:
         remake: Callable[[SharedContextCache, CapturedSteps], Steps],
         *,
         compiled: bool,
-        fused: bool,
+        fused_rows: int,
     ):
         self.cache = cache
         self._captures, self._remake = captures, remake
-        self._how = How(compiled, fused, tuple(sorted(arguments.items())))
+        self._how = How(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._goes_on = False
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, self._how)

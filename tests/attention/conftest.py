@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ..interpreter import merging_two_at_once
 from .forests import DEVICES
 
 
@@ -22,3 +23,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="package", autouse=True)
+def merging_in_pairs() -> Iterator[None]:
+    """Interpreted kernels take less time so."""
+    with merging_two_at_once():
+        yield

@@ -169,7 +169,7 @@ def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
     made = []
     schedule = Plan.schedule
     monkeypatch.setattr(Plan, "schedule", lambda self, *args: made.append(args[0]) or schedule(self, *args))
-    model = tiny_model("llama-gqa")
+    model = tiny_model("llama-gqa", num_hidden_layers=1)
     call = ragged_prompts(70, 66, shared=60) | {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 12}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode="graph", backend="triton"):

@@ -225,6 +225,7 @@ def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny").touch()
     words = ("--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "shared", "--device", "cpu")
+    words += ("--dtype", "float32", "--repeats", 1)
     assert run("generate", *words, "--no-check", "--out", "rows.csv").exit_code == 0
 
 

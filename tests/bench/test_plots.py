@@ -42,7 +42,8 @@ def generate_rows(finish=""):
 
 
 def test_pictures_of_operators(tmp_path):
-    pictures = plot(list(op_rows()), tmp_path / "new" / "ops")
+    of_some_heads = [row for row in op_rows() if row["kv_heads"] == "8"]
+    pictures = plot(of_some_heads, tmp_path / "new" / "ops")
     assert [path.name for path in pictures] == ["ops-latency-context.png", "ops-latency-n.png", "ops-floor.png"]
     for path in pictures:
         assert path.read_bytes()[:4] == b"\x89PNG"

@@ -17,13 +17,13 @@ BACKENDS = ["auto", pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.i
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama-gqa")
+    return tiny_model("llama-gqa", num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("select", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cache_outlives_inference_mode(model, select, backend):
-    call = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "return_dict_in_generate": True}
+    call = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 2, "return_dict_in_generate": True}
     with fd.enabled(model, backend=backend):
         with torch.inference_mode():
             out = model.generate(PROMPTS, **call)

@@ -71,7 +71,10 @@ def test_drafts_over_a_kept_prompt(name, draft):
     model = tiny_model(name)
     arguments = {"max_new_tokens": 16}
     arguments |= {"assistant_model": tiny_model(name, seed=3)} if draft == "model" else {"prompt_lookup_num_tokens": 3}
-    stock = model.generate(**PROMPT, **arguments)
+    try:
+        stock = model.generate(**PROMPT, **arguments)
+    except RuntimeError as error:  # windows of a draft in transformers 5.17
+        pytest.skip(f"stock transformers fails itself: {error}")
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT["input_ids"])
         with tokens_embedded(model) as embedded:

@@ -35,7 +35,7 @@ class Custom(LogitsProcessor):
     ids=lambda arguments: "-".join(arguments),
 )
 def test_fast_tokens_are_ones_that_transformers_could_draw(model, arguments):
-    arguments = SAMPLING | arguments
+    arguments = SAMPLING | {"max_new_tokens": 5} | arguments
     output = {"return_dict_in_generate": True}
     prompt = {key: value.repeat(2, 1) for key, value in PROMPT.items()} if not arguments["do_sample"] else PROMPT
     with fd.enabled(model, sampler="fast"):

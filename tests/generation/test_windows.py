@@ -26,6 +26,7 @@ CALL = SAMPLING | {"num_return_sequences": 3, "max_new_tokens": 24}
 # one token alone, stock's own cache keeps all tokens where its mask expects none.
 WINDOWS = [2, 9, 30, 50, 64, 100]
 MODELS = ["mistral-window", "gemma2", "gpt_oss"]
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # interpreting takes time by the KV head
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
@@ -49,7 +50,7 @@ def test_a_window_may_end_anywhere(name, window):
 def test_the_kernels_see_as_far(name, window):
     """To the new tokens, the nodes below, the node above."""
     pytest.importorskip("triton")
-    model = tiny_model(name, sliding_window=window)
+    model = tiny_model(name, sliding_window=window, **FEW_HEADS)
     prompts = ragged_prompts(41, 36, shared=33)
     call = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 4}
     stock = seeded(lambda: model.generate(**prompts, **call))
@@ -67,7 +68,7 @@ def test_captured_steps(name, mode, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     torch._dynamo.reset()
-    model = tiny_model(name, sliding_window=50)
+    model = tiny_model(name, sliding_window=50, **FEW_HEADS)
     short, long = ragged_prompts(44, 38, shared=35), ragged_prompts(55, 51, shared=40)
     call = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 3}
     stock = [seeded(lambda prompt=prompt: model.generate(**prompt, **call)) for prompt in (short, long)]

@@ -20,8 +20,14 @@ def drawn_samples(small, drawing=DRAWING, count=6, seed=3):
     return drawn, samples_of(drawn, small.model, small.tokenizer, small.form, small.tasks)
 
 
-def test_both_ways_draw_the_same_samples(small):
-    drawn, shared = drawn_samples(small)
+@pytest.fixture(scope="module")
+def drawn_once(small):
+    """What most tests look at; none changes it."""
+    return drawn_samples(small)
+
+
+def test_both_ways_draw_the_same_samples(small, drawn_once):
+    drawn, shared = drawn_once
     _, stock = drawn_samples(small, replace(DRAWING, way="stock"))
     assert [(one.task_id, one.index, one.completion, one.tokens) for one in shared] == [
         (one.task_id, one.index, one.completion, one.tokens) for one in stock
@@ -31,8 +37,8 @@ def test_both_ways_draw_the_same_samples(small):
     assert drawn.started < drawn.step_times[0] < min(drawn.finished_at) < max(drawn.finished_at)
 
 
-def test_mean_log_probabilities_are_those_of_teacher_forcing(small):
-    drawn, samples = drawn_samples(small)
+def test_mean_log_probabilities_are_those_of_teacher_forcing(small, drawn_once):
+    drawn, samples = drawn_once
     compared = 0
     for row, sample in enumerate(samples):
         task = next(task for task in small.tasks if task.task_id == sample.task_id)
@@ -45,8 +51,8 @@ def test_mean_log_probabilities_are_those_of_teacher_forcing(small):
     assert compared >= len(samples) // 2
 
 
-def test_samples_are_rescored_together(small):
-    _, samples = drawn_samples(small)
+def test_samples_are_rescored_together(small, drawn_once):
+    _, samples = drawn_once
     task = small.tasks[0]
     own = [sample for sample in samples if sample.task_id == task.task_id]
     together = rescored(small.model, small.tokenizer, small.form, task, own, rows=4)
@@ -55,8 +61,8 @@ def test_samples_are_rescored_together(small):
     assert max(abs(one.sum_logp - other.sum_logp) for one, other in zip(together, alone)) < 1e-3
 
 
-def test_rescoring_goes_on_after_an_interruption(small, tmp_path, monkeypatch):
-    _, samples = drawn_samples(small)
+def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, monkeypatch):
+    _, samples = drawn_once
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     arguments = (small.model, small.tokenizer, small.form, small.tasks, samples)
     rescore.rescore_samples(*arguments, whole, progress=False)
@@ -78,8 +84,8 @@ def test_rescoring_goes_on_after_an_interruption(small, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "whole.jsonl"]
 
 
-def test_kept_tokens_hold_the_completion_and_no_more(small):
-    drawn, samples = drawn_samples(small)
+def test_kept_tokens_hold_the_completion_and_no_more(small, drawn_once):
+    drawn, samples = drawn_once
     for row, sample in zip(drawn.tokens.tolist(), samples):
         assert sample.completion in small.tokenizer.decode(row[: sample.tokens])
         if sample.tokens:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,11 +32,23 @@ def generate(small, folder, settings=None, **options):
 
 
 @pytest.fixture(scope="module")
-def unbroken(small, tmp_path_factory):
-    """The bytes that a run writes when nothing interrupts it."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def finished(small, tmp_path_factory):
+    """The folder of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("finished")
     assert generate(small, folder) == 12
-    return (folder / "samples.jsonl").read_bytes()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(finished):
+    """The bytes of its samples."""
+    return (finished / "samples.jsonl").read_bytes()
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of its folder."""
+    return shutil.copytree(finished, tmp_path / "copied")
 
 
 def test_every_sample_is_there(small, unbroken):
@@ -47,11 +60,10 @@ def test_every_sample_is_there(small, unbroken):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 0.7, 0.999])
-def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(small, unbroken, tmp_path, share):
-    assert generate(small, tmp_path) == 12
-    path = tmp_path / "samples.jsonl"
+def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(small, unbroken, copied, share):
+    path = copied / "samples.jsonl"
     path.write_bytes(unbroken[: int(share * len(unbroken))])
-    drawn = generate(small, tmp_path)
+    drawn = generate(small, copied)
     assert path.read_bytes() == unbroken
     assert drawn == (12 if share < 0.6 else 4)  # the calls hold 8 and 4 samples
 
@@ -117,12 +129,10 @@ def test_samples_of_no_run(tmp_path):
         ({"prompts": "0"}, r"another digest of the tasks and prompts \(--limit, --task-ids"),
     ],
 )
-def test_runs_are_not_mixed(small, tmp_path, change, words):
-    generate(small, tmp_path)
-    before = (tmp_path / "samples.jsonl").read_bytes()
+def test_runs_are_not_mixed(small, unbroken, copied, change, words):
     with pytest.raises(CommandError, match=f"holds a run with {words}.*name another --out"):
-        generate(small, tmp_path, replace(small.settings, **change))
-    assert (tmp_path / "samples.jsonl").read_bytes() == before
+        generate(small, copied, replace(small.settings, **change))
+    assert (copied / "samples.jsonl").read_bytes() == unbroken
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
@@ -148,16 +158,15 @@ def test_weights_that_are_not_finite_are_named(small, tmp_path):
         generate(replace(small, model=model), tmp_path)
 
 
-def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, tmp_path):
+def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, copied):
     """Two processes wrote to one file, and one of them was killed."""
-    assert generate(small, tmp_path) == 12
     lines = unbroken.splitlines(keepends=True)
-    (tmp_path / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:8], *lines[:3], *lines[4:7]]))
-    assert generate(small, tmp_path) == 0
-    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
-    (tmp_path / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:7], *lines[:3]]))
-    assert generate(small, tmp_path) == 8
-    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
+    (copied / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:8], *lines[:3], *lines[4:7]]))
+    assert generate(small, copied) == 0
+    assert (copied / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
+    (copied / "samples.jsonl").write_bytes(b"".join([*lines[8:], *lines[:7], *lines[:3]]))
+    assert generate(small, copied) == 8
+    assert (copied / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples-1-of-2.jsonl", "verdicts.jsonl"])
@@ -169,15 +178,14 @@ def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, 
     assert (tmp_path / name).stat().st_size
 
 
-def test_two_processes_do_not_write_to_one_file(small, tmp_path):
+def test_two_processes_do_not_write_to_one_file(small, copied):
     units = units_of(3, 4, 8)
-    assert generate(small, tmp_path) == 12
     with (
-        open_samples(tmp_path, WHOLE, units, IDS),
+        open_samples(copied, WHOLE, units, IDS),
         pytest.raises(CommandError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
     ):
-        generate(small, tmp_path)
-    assert generate(small, tmp_path) == 0
+        generate(small, copied)
+    assert generate(small, copied) == 0
 
 
 def test_another_seed_draws_other_samples(small, unbroken, tmp_path):
