@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
+    from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
-    from .generation.token_log_probs import TokenLogProbs
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "SharedContextCache": "cache.shared",
-    "TokenLogProbs": "generation.token_log_probs",
+    "TokenLogProbs": "generation.decoding.token_log_probs",
     "load_embedded": "assets",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

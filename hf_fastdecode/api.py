@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from .attention.interface import UnsupportedAttentionError
 from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
-from .generation.eligibility import input_reason, method_reason, model_reason, rope_limit, switch_reason
+from .generation.enabled import install, report_on, uninstall
+from .generation.model_state import state_of
 from .generation.options import Options
-from .generation.prefill import prefill_nodes
-from .generation.prompts import PromptGroup, PromptPlan, group_prompts, plan_prompts
+from .generation.prompts.prefill import prefill_nodes
+from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
+from .generation.prompts.stored_prompts import StoredPrompts
 from .generation.report import Report
-from .generation.seams import install, report_on, seams_of, uninstall
-from .generation.stored_prompts import StoredPrompts
+from .generation.support import input_reason, method_reason, model_reason, rope_limit, switch_reason
 from .prompt_ids import padded_ids
 from .wrappers import unwrapped
 
@@ -116,7 +117,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         options: As for `enable`.
     """
     inner = unwrapped(model)
-    before = seams_of(inner)
+    before = state_of(inner)
     previous = before.options if before is not None else None
     enable(model, **options)
     try:
@@ -168,8 +169,8 @@ def prefill(
             too long for a position embedding that changes with the length of the text.
     """
     inner = unwrapped(model)
-    seams = seams_of(inner)
-    if seams is None:
+    model_state = state_of(inner)
+    if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     if reason := model_reason(inner) or method_reason(inner) or switch_reason(inner):
         raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
@@ -186,11 +187,13 @@ def prefill(
         )
     groups = group_prompts(input_ids, mask)
     _check_vocabulary(inner, groups)
-    cache = SharedContextCache(backend=seams.options.backend)
-    plan, rows = _plan(groups, cache, seams.options.min_shared_tokens)
+    cache = SharedContextCache(backend=model_state.options.backend)
+    plan, rows = _plan(groups, cache, model_state.options.min_shared_tokens)
     try:
         with torch.no_grad():
-            prefill_nodes(inner, cache, plan, max_tokens=seams.options.max_prefill_tokens, length=input_ids.shape[1])
+            prefill_nodes(
+                inner, cache, plan, max_tokens=model_state.options.max_prefill_tokens, length=input_ids.shape[1]
+            )
     except UnsupportedAttentionError as error:
         raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
     if rows is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_fastdecode.generation.token_log_probs import NotFiniteError
+from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from .command_errors import CommandError
 from .devices import out_of_memory

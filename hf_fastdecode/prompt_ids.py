@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .generation.eligibility import is_nothing
+from .generation.support import is_nothing
 
 _TOKENIZE = "call the tokenizer: tokenizer(prompts)"
 

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.backends import ALL_BACKENDS
+from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
-from hf_fastdecode.generation.seams import seams_of
 
 from .module_calls import before_calls
 from .short_calls import PROMPT, SAMPLING
@@ -107,7 +107,7 @@ def test_a_block_restores_a_model_that_was_disabled_in_it(model):
     try:
         with fd.enabled(model, backend="plain"):
             fd.disable(model)
-        assert seams_of(model).options.min_shared_tokens == 40
+        assert state_of(model).options.min_shared_tokens == 40
     finally:
         fd.disable(model)
 

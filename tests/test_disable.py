@@ -10,7 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
 
 from .short_calls import PROMPT, SAMPLING
 from .snapshots import snapshot
@@ -128,9 +128,9 @@ def test_disable_within_a_call_waits_for_its_end(model, where, thread):
             fd.disable(model)
         inside.append(fd.explain(model).enabled)
 
-    seams = seams_of(fd.enable(model))
+    model_state = state_of(fd.enable(model))
     assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **within(where, disable))), expected)
-    assert seams.last_call.path == "shared"
+    assert model_state.last_call.path == "shared"
     assert set(inside) == {False}
     assert snapshot(model) == before
 

@@ -137,3 +137,27 @@ def test_kernels_know_nothing_of_transformers():
                 else []
             )
         }, path
+
+
+def imports() -> dict[str, set[str]]:
+    """For each module of the package, the package's modules that it imports, at any place and for types only too."""
+    modules = {path.relative_to(ROOT).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        targets: set[tuple[str, ...]] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = (*name[: len(name) - node.level], *(node.module or "").split("."))
+                targets |= {base, *((*base, alias.name) for alias in node.names)}
+        found[".".join(name)] = {".".join(filter(None, target)) for target in targets}
+    return {name: targets & found.keys() for name, targets in found.items()}
+
+
+def test_no_modules_import_each_other():
+    """Not even through others, nor for types only: what needs each other is one file, or three."""
+    left = imports()
+    assert "hf_fastdecode.attention.forest" in left["hf_fastdecode.cache.shared"]
+    while leaves := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left

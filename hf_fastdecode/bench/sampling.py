@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..generation.chain import read_chain
-from ..generation.sampler import TransformersSampler
+from ..generation.decoding.processor_chain import read_chain
+from ..generation.decoding.sampling import TransformersSampler
 from ..kernels.sampling import limits
 from ..measurement.timing import Times, percentiles, time_operator, wall_samples
 from .ceilings import Ceilings, measure_ceilings

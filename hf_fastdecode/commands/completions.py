@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_fastdecode.generation.token_log_probs import TokenLogProbs
+from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 from ..command_errors import CommandError
 from ..configs import max_positions

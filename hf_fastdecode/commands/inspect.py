@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.attention.interface import UnsupportedAttentionError
 from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
-from hf_fastdecode.generation.eligibility import model_reason, rope_limit
 from hf_fastdecode.generation.options import Options
+from hf_fastdecode.generation.support import model_reason, rope_limit
 
 from ..command_errors import CommandError, one_line
 from ..command_options import check_dtype

@@ -15,7 +15,7 @@ from hf_fastdecode.attention.plan import Layout, Plan
 from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.attention.static_tables import LayerStorage, StaticTables
 from hf_fastdecode.attention.triton_ops import node_addresses
-from hf_fastdecode.generation import modes
+from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -9,7 +9,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
-from hf_fastdecode.generation import modes
+from hf_fastdecode.generation.steps import modes
 
 from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -105,10 +105,10 @@ def test_the_model_is_in_lm_evals_registry():
     ],
 )
 def test_options_of_enable_are_model_args(arguments, reuse, mode):
-    from hf_fastdecode.generation.seams import seams_of
+    from hf_fastdecode.generation.model_state import state_of
 
     harness = FastDecodeLM.create_from_arg_string(arguments, {"device": "cpu"})
-    options = seams_of(harness.model).options
+    options = state_of(harness.model).options
     assert (options.reuse_prefix, options.mode) == (reuse, mode)
     assert options.reuse_prefix is reuse or reuse == 1000000
 

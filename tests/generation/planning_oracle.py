@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.state import PrefillItem
-from hf_fastdecode.generation.prompts import PromptPlan
+from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan
 
 Tokens = tuple[int, ...]
 Address = tuple[int, int]

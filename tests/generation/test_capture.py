@@ -11,10 +11,12 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
-from hf_fastdecode.generation import capture, modes, steps
-from hf_fastdecode.generation.capture import CapturedStep, bucket, model_state
-from hf_fastdecode.generation.compiled import CompiledLayers
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import cuda_graph as capture
+from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps import runners as steps
+from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
+from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket, captured_state
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -73,7 +75,7 @@ def test_tables_give_stock_tokens_in_every_call(name, sizes, uncaptured):
         for call, expected in zip(calls, stock, strict=True):
             assert torch.equal(seeded(lambda call=call: model.generate(**call)), expected)
             assert fd.explain(model).last_call.mode == "graph"
-        assert seams_of(model).captures.count == 1
+        assert state_of(model).captures.count == 1
 
 
 @on_the_cpu
@@ -86,7 +88,7 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
     with fd.enabled(model, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         report = fd.explain(model).last_call
-        used = {step.rows for step in seams_of(model).captures._steps}
+        used = {step.rows for step in state_of(model).captures._steps}
     assert report.compactions >= 2
     assert {2, 8} <= used
     assert used <= {1, 2, 4, 8}
@@ -132,7 +134,7 @@ def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
         stock = seeded(lambda model=model: model.generate(**call))
         before = counters["unique_graphs"]
         with fd.enabled(model, mode="compile", backend="triton"):
-            seams_of(model).captures.compiled = CompiledLayers(backend="eager")
+            state_of(model).captures.compiled = CompiledLayers(backend="eager")
             assert torch.equal(seeded(lambda model=model: model.generate(**call)), stock)
             assert fd.explain(model).last_call.mode == "compile"
         graphs.append(counters["unique_graphs"] - before)
@@ -263,7 +265,7 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
     monkeypatch.setattr(capture, "forward_pass", meanwhile)
     torch._dynamo.reset()
     with fd.enabled(model, mode=mode, backend="triton"):
-        seams_of(model).captures.compiled = CompiledLayers(backend="eager")
+        state_of(model).captures.compiled = CompiledLayers(backend="eager")
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         thread.join(60)
         assert results == [stock.shape]
@@ -275,7 +277,7 @@ def test_the_steps_that_were_used_last_are_kept(uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
     call = ragged_prompts(41) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):
-        captures, tables = seams_of(model).captures, {}
+        captures, tables = state_of(model).captures, {}
         for samples, captured, kept in ((1, 1, [1]), (2, 2, [1, 2]), (1, 2, [2, 1]), (3, 3, [1, 4]), (2, 4, [4, 2])):
             model.generate(**call | {"num_return_sequences": samples})
             assert captures.count == captured
@@ -306,7 +308,7 @@ def test_captures_are_freed_with_the_option(uncaptured):
     model = tiny_model(**SMALL)
     with fd.enabled(model, mode="graph", backend="triton"):
         model.generate(**ragged_prompts(70), **SAMPLING)
-        tables = [weakref.ref(step.tables) for step in seams_of(model).captures._steps]
+        tables = [weakref.ref(step.tables) for step in state_of(model).captures._steps]
     gc.collect()
     assert tables
     assert not any(table() for table in tables)
@@ -341,7 +343,7 @@ def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
     model = tiny_model(**SMALL)
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):
-        captures = seams_of(model).captures
+        captures = state_of(model).captures
         for expected in (1, 1, 2, 2):
             if expected == 2 and captures.count == 1:
                 change(model)
@@ -352,10 +354,10 @@ def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
 def test_a_pass_of_another_thread_changes_no_state():
     model = tiny_model(**SMALL)
     configs = modes.configs_of(model)
-    before = model_state(model, configs)
+    before = captured_state(model, configs)
     with active(configs, RowLengths(0)):
-        assert model_state(model, configs) == before
-    assert hash(before) == hash(model_state(model, configs))
+        assert captured_state(model, configs) == before
+    assert hash(before) == hash(captured_state(model, configs))
 
 
 @on_the_cpu

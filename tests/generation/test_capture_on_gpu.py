@@ -11,7 +11,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -53,7 +53,7 @@ def test_captured_steps_serve_other_calls(mode, on_a_gpu):
         eager = [seeded(lambda call=call: model.generate(**call)) for call in calls]
     with fd.enabled(model, mode=mode):
         captured = [seeded(lambda call=call: model.generate(**call)) for call in calls]
-        assert seams_of(model).captures.count == 1
+        assert state_of(model).captures.count == 1
     assert [out.shape for out in eager] == [out.shape for out in captured]
     for call, a, b in zip(calls, eager, captured, strict=True):
         assert drawn_alike(a, b, call) > (0.9 if mode == "graph" else 0.2), call
@@ -67,12 +67,12 @@ def test_changed_weights_are_not_replayed_stale(on_a_gpu):
         with torch.no_grad():
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))  # in place: the capture reads it
         flipped = model.generate(**call)
-        assert seams_of(model).captures.count == 1
+        assert state_of(model).captures.count == 1
         model.lm_head.weight = torch.nn.Parameter(
             model.lm_head.weight.flip(0).contiguous()
         )  # elsewhere: captured again
         again = model.generate(**call)
-        assert seams_of(model).captures.count == 2
+        assert state_of(model).captures.count == 2
     assert torch.equal(before, again)
     assert not torch.equal(before, flipped)
 
@@ -83,7 +83,7 @@ def test_captured_in_inference_mode_and_used_outside(on_a_gpu):
         with torch.inference_mode():
             inside = on_a_gpu.generate(**call)
         assert torch.equal(on_a_gpu.generate(**call), inside)
-        assert seams_of(on_a_gpu).captures.count == 1
+        assert state_of(on_a_gpu).captures.count == 1
 
 
 def test_prompts_may_stay_on_the_cpu(on_a_gpu):
@@ -154,7 +154,7 @@ def test_after_disable_the_device_holds_what_it_held(mode, on_a_gpu):
     with fd.enabled(on_a_gpu, mode=mode):
         for call in calls:
             on_a_gpu.generate(**call)
-        assert seams_of(on_a_gpu).captures.count >= len(calls)
+        assert state_of(on_a_gpu).captures.count >= len(calls)
     assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
@@ -178,7 +178,7 @@ def test_captures_of_many_sizes_share_their_memory(order):
     sizes = [*range(64, 512, 64), *range(512, 1025, 128)][::order]
     logits = max(sizes) * 128000 * 2
     with fd.enabled(model, mode="graph", sampler="fast"):
-        captures = seams_of(model).captures
+        captures = state_of(model).captures
         before = held()[1]
         for samples in sizes:
             model.generate(**gpu_call(100, num_return_sequences=samples, max_new_tokens=3))
@@ -193,7 +193,7 @@ def test_captured_steps_survive_captures_of_other_sizes(on_a_gpu):
     with fd.enabled(on_a_gpu, mode="graph"):
         first = [seeded(lambda call=call: on_a_gpu.generate(**call)) for call in calls]
         again = [seeded(lambda call=call: on_a_gpu.generate(**call)) for call in calls]
-        assert seams_of(on_a_gpu).captures.count == len(calls)
+        assert state_of(on_a_gpu).captures.count == len(calls)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 

@@ -14,7 +14,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_fastdecode.generation.chain import Chain, read_chain
+from hf_fastdecode.generation.decoding.processor_chain import Chain, read_chain
 
 from ..tiny_models import tiny_model
 

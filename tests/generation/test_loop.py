@@ -8,9 +8,9 @@ import torch
 from transformers import StoppingCriteria
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.criteria import Stopping
-from hf_fastdecode.generation.steps import EagerSteps
-from hf_fastdecode.generation.watch import Watch
+from hf_fastdecode.generation.decoding.stopping import Stopping
+from hf_fastdecode.generation.decoding.watch import Watch
+from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import tokens_embedded

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Path, Span
 from hf_fastdecode.cache.shared import SharedContextCache
-from hf_fastdecode.generation.prefill import _passes
-from hf_fastdecode.generation.prompts import PromptPlan, group_prompts, plan_prompts
-from hf_fastdecode.generation.stored_prompts import StoredPrompts
+from hf_fastdecode.generation.prompts.prefill import _passes
+from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan, group_prompts, plan_prompts
+from hf_fastdecode.generation.prompts.stored_prompts import StoredPrompts
 
 from . import planning_oracle as oracle
 

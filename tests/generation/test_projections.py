@@ -10,10 +10,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation import capture, compiled, modes, projections
-from hf_fastdecode.generation.compiled import CompiledLayers
-from hf_fastdecode.generation.projections import FusedProjections, fusing
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import compiled_layers as compiled
+from hf_fastdecode.generation.steps import cuda_graph as capture
+from hf_fastdecode.generation.steps import modes, projections
+from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
+from hf_fastdecode.generation.steps.projections import FusedProjections, fusing
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -74,7 +76,7 @@ def test_compiled_layers_give_stock_tokens(products, name, fuse):
     stock, where = seeded(lambda: model.generate(**call)), places(model)
     with fd.enabled(model, mode="compile", backend="triton", fuse_projections=fuse):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert seams_of(model).captures.count == 1
+        assert state_of(model).captures.count == 1
         assert places(model) == where
     # q, k and v; o; gate and up, then down
     assert set(products) - {(0, 0)} == ({(0, 1), (1, 0), (1, 1)} if fuse is True else {(3, 0), (1, 0)})
@@ -187,12 +189,12 @@ def test_disable_needs_no_memory_and_hides_no_error(products, monkeypatch, mode)
 
     with pytest.raises(KeyError, match="the body's"), fd.enabled(model, mode=mode, backend="triton"):  # noqa: PT012
         model.generate(**ragged_prompts(41), **SAMPLING)
-        seams_of(model).captures._has_workspaces = True  # as on a GPU
+        state_of(model).captures._has_workspaces = True  # as on a GPU
         for name in ("clone", "contiguous"):
             monkeypatch.setattr(torch.Tensor, name, full)
         monkeypatch.setattr(capture, "free_workspaces", full)
         raise KeyError("the body's")
-    assert seams_of(model) is None
+    assert state_of(model) is None
     assert places(model) == stock
 
 
@@ -204,13 +206,13 @@ def test_other_threads_train_while_a_step_is_captured(products, monkeypatch, mod
     call = ragged_prompts(41) | SAMPLING
     ids = torch.tensor([[5, 6, 7]])
     expected, where = model(ids).logits.detach(), places(model)  # a graph would hold the weights
-    state = capture.model_state(model, modes.configs_of(model))
+    state = capture.captured_state(model, modes.configs_of(model))
     seen = []
 
     def train():
         attention = model.model.layers[0].self_attn
         kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
-        same = capture.model_state(model, modes.configs_of(model)) == state
+        same = capture.captured_state(model, modes.configs_of(model)) == state
         graphs = len(products)
         logits = model(ids).logits
         logits.sum().backward()
@@ -225,7 +227,7 @@ def test_other_threads_train_while_a_step_is_captured(products, monkeypatch, mod
 
     monkeypatch.setattr(capture, "forward_pass", meanwhile)
     with fd.enabled(model, mode=mode, backend="triton"):
-        state = capture.model_state(model, modes.configs_of(model))
+        state = capture.captured_state(model, modes.configs_of(model))
         model.generate(**call)
     kinds, same, graphs, logits, trained = seen[0]
     assert kinds == (nn.Linear, True, False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -132,10 +132,10 @@ def test_prompts_that_repeat_are_kept_once(model):
         for _ in range(3):
             for prompt in prompts(2):
                 run(model, prompt)
-        assert len(seams_of(model).reused._kept) == 2
+        assert len(state_of(model).reused._kept) == 2
         for index in range(70):
             run(model, prompts(1, length=65 + index % 3, shared=0, seed=index)[0])
-        assert len(seams_of(model).reused._kept) == 64
+        assert len(state_of(model).reused._kept) == 64
 
 
 def test_without_memory_for_merging_the_call_goes_on(model, monkeypatch):
@@ -144,7 +144,7 @@ def test_without_memory_for_merging_the_call_goes_on(model, monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("hf_fastdecode.cache.layer.SharedContextLayer.copied", fail)
+    monkeypatch.setattr("hf_fastdecode.cache.storage.TokenStorage.copied", fail)
     with fd.enabled(model, reuse_prefix=True):
         for length in range(70, 300, 11):
             prompt = {"input_ids": ids[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}

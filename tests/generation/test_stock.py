@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_fastdecode as fd
 from hf_fastdecode.attention.dispatch import Choice
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.generation import start
+from hf_fastdecode.generation.prompts import sharing
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
@@ -79,19 +79,19 @@ def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
     """Where the cost model has plain decoding faster, sharing must save more of the prefill than it loses."""
     forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
     times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
-    monkeypatch.setattr(start, "choose", lambda *_: Choice("plain", times))
-    monkeypatch.setattr(start, "prefill_rate", lambda _: 1e14)
+    monkeypatch.setattr(sharing, "choose", lambda *_: Choice("plain", times))
+    monkeypatch.setattr(sharing, "prefill_rate", lambda _: 1e14)
 
     class Gpu:
         device, dtype, config = torch.device("cuda"), torch.bfloat16, model.config
         parameters = model.parameters
 
-    choice = start.plain_is_faster(Gpu(), forest, 64)
+    choice = sharing.plain_is_faster(Gpu(), forest, 64)
     assert (choice is not None) == stock
     faster = times | {"kernels": 9e-6}
-    monkeypatch.setattr(start, "choose", lambda *_: Choice("kernels", faster))
-    assert start.plain_is_faster(Gpu(), forest, 64) is None
-    assert start.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
+    monkeypatch.setattr(sharing, "choose", lambda *_: Choice("kernels", faster))
+    assert sharing.plain_is_faster(Gpu(), forest, 64) is None
+    assert sharing.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
 
 
 def test_a_message_comes_once(model, caplog):

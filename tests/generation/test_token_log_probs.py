@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.token_log_probs import NotFiniteError, TokenLogProbs
+from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -48,7 +48,7 @@ def test_they_are_the_models_own(model, arguments):
 
 
 def test_they_survive_smaller_waves(model, monkeypatch):
-    from hf_fastdecode.generation.steps import EagerSteps
+    from hf_fastdecode.generation.steps.runners import EagerSteps
 
     call = EagerSteps.__call__
 

@@ -13,8 +13,8 @@ from hf_fastdecode.attention.interface import (
     UnsupportedAttentionError,
     shared_context_attention,
 )
-from hf_fastdecode.generation import modes
-from hf_fastdecode.generation.seams import seams_of
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import modes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both
@@ -74,11 +74,11 @@ def test_captured_steps(name, mode, monkeypatch):
     stock = [seeded(lambda prompt=prompt: model.generate(**prompt, **call)) for prompt in (short, long)]
     captures = []
     with fd.enabled(model, mode=mode, backend="triton"):
-        seams_of(model).captures.compiled.backend = "eager"
+        state_of(model).captures.compiled.backend = "eager"
         for which in (0, 1, 0):
             prompt = (short, long)[which]
             assert torch.equal(seeded(lambda prompt=prompt: model.generate(**prompt, **call)), stock[which])
-            captures.append(seams_of(model).captures.count)
+            captures.append(state_of(model).captures.count)
             report = fd.explain(model).last_call
             assert report.mode == mode
             assert ("within a window of 50 tokens" in report.layers[0]) == bool(which)
@@ -98,7 +98,7 @@ def test_captured_steps_on_a_gpu(name):
         eager = [seeded(lambda call=call: model.generate(**call)) for call in calls]
     with fd.enabled(model, mode="graph"):
         captured = [seeded(lambda call=call: model.generate(**call)) for call in calls]
-        assert seams_of(model).captures.count == 2
+        assert state_of(model).captures.count == 2
     assert min((a == b).float().mean() for a, b in zip(eager, captured, strict=True)) > 0.5
 
 

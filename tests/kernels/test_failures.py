@@ -11,9 +11,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 import hf_fastdecode as fd
 from hf_fastdecode.attention.dispatch import KERNELS, Choice
 from hf_fastdecode.cache.handles import DecodeKV
-from hf_fastdecode.generation import modes
-from hf_fastdecode.generation.capture import CapturedStep
-from hf_fastdecode.generation.sampler import choose_sampler
+from hf_fastdecode.generation.decoding.sampling import choose_sampler
+from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure, launching
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_fastdecode.api import enabled
 from hf_fastdecode.continuations import continuation, end_tokens_of
-from hf_fastdecode.generation.token_log_probs import TokenLogProbs
+from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 from ..prompts import PromptFormat
 from ..records import Sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from hf_fastdecode.generation.token_log_probs import TokenLogProbs
+from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 
 class ProcessedLogProbs(TokenLogProbs):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_fastdecode.generation.token_log_probs import NotFiniteError
+from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...command_errors import CommandError
 from ...drawing_errors import told

@@ -19,18 +19,18 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..attention.forest import path_slice
-from ..attention.interface import UnsupportedAttentionError
-from ..cache.shared import SharedContextCache
-from .eligibility import input_reason, is_nothing
-from .modes import State
+from ...attention.forest import path_slice
+from ...attention.interface import UnsupportedAttentionError
+from ...cache.shared import SharedContextCache
+from ..report import CallReport
+from ..steps.modes import State
+from ..support import input_reason, is_nothing
 from .prefill import prefill_passes
-from .prompts import PromptGroup, PromptPlan, group_prompts
-from .report import CallReport
-from .start import NotSharedError, find_shared, keep_nodes, require_gain
+from .prompt_tree import PromptGroup, PromptPlan, group_prompts
+from .sharing import NotSharedError, find_shared, keep_nodes, require_gain
 
 if TYPE_CHECKING:
-    from .seams import Seams
+    from ..model_state import ModelState
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -52,7 +52,7 @@ class AwaitedPrompts:
     """What a cache needs to know for a loop's first pass.
 
     Attributes:
-        seams: The model's state.
+        model_state: The model's state.
         state: Options of the call, and what earlier calls prefilled.
         call: The call's report.
         max_tokens: Most tokens in one prefill pass.
@@ -64,7 +64,7 @@ class AwaitedPrompts:
         checks_masks: Whether later passes may hide tokens, as a user's own loop might.
     """
 
-    seams: Seams
+    model_state: ModelState
     state: State
     call: CallReport
     max_tokens: int
@@ -111,7 +111,7 @@ class AwaitedPrompts:
         """
         if self.given is not None:
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-        self.seams.tell(self.call, reason, level)
+        self.model_state.tell(self.call, reason, level)
         return self.stock
 
     def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
@@ -147,7 +147,7 @@ class AwaitedPrompts:
         require_gain(model, self.state, call, found, self.longest - width, asked=self.given is not None)
         unused = [option for option in self.state.options.forced if option in _OF_OUR_LOOP]
         if unused:
-            self.seams.tell_once(f"{', '.join(unused)} not used: {call.mode_reason}")
+            self.model_state.tell_once(f"{', '.join(unused)} not used: {call.mode_reason}")
         call.padded_length = call.context_width = width
         cache.take_over(found.cache)
         cache.checks_masks = self.checks_masks

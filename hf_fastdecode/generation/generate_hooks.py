@@ -1,6 +1,6 @@
 """The methods of a model instance while it is enabled.
 
-Each is called with the state (`seams.Seams`), the model and the method's arguments:
+Each is called with the state (`ModelState`), the model and the method's arguments:
 
 - ``generate`` hands transformers our decoding loop as its ``custom_generate``, the official place for one: it is
   called with everything prepared, as transformers' own loops are. It hands calls that are not its own back to those.
@@ -36,19 +36,20 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
-from .capture import Captures
-from .eligibility import call_reason, other_loop
-from .first_pass import AwaitedPrompts
-from .modes import choose_mode, configs_of
+from .decoding.decode import decode_shared, step_arguments
+from .instance_patch import STATE_ATTRIBUTE
 from .options import Options
+from .prompts.first_pass import AwaitedPrompts
+from .prompts.kept_prefixes import ReusedPrefixes
+from .prompts.sharing import NotSharedError, most_at_once
+from .prompts.start import start_shared
 from .report import CallReport
-from .reuse import ReusedPrefixes
-from .shared import decode_shared, step_arguments
-from .start import NotSharedError, most_at_once, start_shared
-from .wrapping import STATE_ATTRIBUTE
+from .steps.cuda_graph import Captures
+from .steps.modes import choose_mode, configs_of
+from .support import call_reason, other_loop
 
 if TYPE_CHECKING:
-    from .seams import Seams
+    from .model_state import ModelState
 
 _SYNCED = "synced_gpus=True: all processes must run the same number of forward passes"
 # transformers itself hangs a call's private facts on the call's own copy of the generation config.
@@ -84,28 +85,30 @@ class _AsItBegan:
     tell_once: Callable[..., None]
 
 
-def _as_it_began(seams: Seams) -> _AsItBegan:
-    return _AsItBegan(seams.options, seams.captures, seams.reused, seams.tell_once)
+def _as_it_began(model_state: ModelState) -> _AsItBegan:
+    return _AsItBegan(model_state.options, model_state.captures, model_state.reused, model_state.tell_once)
 
 
 # The innermost one of this thread.
 _under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
 
 
-def _forward(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
-        return seams.methods.original(model, "forward")(*args, **kwargs)
-    return _forward_shared(seams, model, cache, *args, **kwargs)
+        return model_state.methods.original(model, "forward")(*args, **kwargs)
+    return _forward_shared(model_state, model, cache, *args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
-def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
+def _forward_shared(
+    model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any
+) -> Any:
     given = _arguments(model, args, kwargs)
     if cache.awaited is not None:
-        return cache.awaited.run(model, cache, given, seams.methods.original(model, "forward"))
+        return cache.awaited.run(model, cache, given, model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     fed = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = fed.shape[1] if isinstance(fed, Tensor) else 0
@@ -116,10 +119,10 @@ def _forward_shared(seams: Seams, model: PreTrainedModel, cache: SharedContextCa
             # The model would count from the longest row, padding included.
             args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(fed.device)}
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
-        output = seams.methods.original(model, "forward")(*args, **kwargs)
+        output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
-    call = seams.last_call
+    call = model_state.last_call
     if call is not None and call.cache is not None and call.cache() is cache:
         call.observe(cache)
     return output
@@ -144,7 +147,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _prepare_cache_for_generation(
-    seams: Seams,
+    model_state: ModelState,
     model: PreTrainedModel,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -155,7 +158,7 @@ def _prepare_cache_for_generation(
     **kwargs: Any,
 ) -> Any:
     prepare = partial(
-        seams.methods.original(model, "_prepare_cache_for_generation"),
+        model_state.methods.original(model, "_prepare_cache_for_generation"),
         generation_config,
         model_kwargs,
         generation_mode,
@@ -167,9 +170,9 @@ def _prepare_cache_for_generation(
     under_way = _under_way.get()
     loop_is_ours = under_way is not None and under_way.loop_is_ours
     users_loop = under_way.loop if under_way is not None else None
-    if seams.leaving and not loop_is_ours:
+    if model_state.leaving and not loop_is_ours:
         return prepare()
-    seams.last_call = call = CallReport()
+    model_state.last_call = call = CallReport()
     if under_way is not None and under_way.model is model:
         under_way.report = call
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
@@ -178,7 +181,7 @@ def _prepare_cache_for_generation(
     if reason is not None:
         if isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
-        seams.tell(call, reason)
+        model_state.tell(call, reason)
         return prepare()
     loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
     if loop is None:
@@ -186,12 +189,12 @@ def _prepare_cache_for_generation(
         return prepare()
     given = model_kwargs.pop("past_key_values", None)
     prepared = prepare()  # with the cache to go on with where the prompts cannot share
-    cache = SharedContextCache(backend=seams.options.backend)
+    cache = SharedContextCache(backend=model_state.options.backend)
     cache.awaited = AwaitedPrompts(
-        seams,
-        _as_it_began(seams),
+        model_state,
+        _as_it_began(model_state),
         call,
-        max_tokens=most_at_once(seams.options, generation_config),
+        max_tokens=most_at_once(model_state.options, generation_config),
         returns_cache=bool(generation_config.return_dict_in_generate),
         given=given if isinstance(given, SharedContextCache) and not given.is_empty else None,
         stock=model_kwargs["past_key_values"],
@@ -205,14 +208,14 @@ def _prepare_cache_for_generation(
     return prepared
 
 
-def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    original = seams.methods.original(model, "generate")
+def _generate(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    original = model_state.methods.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
         "custom_generate"
     )
-    with seams.call(model) as may_share:
+    with model_state.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
         loop = given.get("custom_generate")
         call = _UnderWay(model, ours, loop if may_share and callable(loop) else None)
@@ -221,7 +224,7 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
         except BaseException as error:
             if call.report is None:  # it failed before anything was decided
-                seams.last_call = call.report = CallReport()
+                model_state.last_call = call.report = CallReport()
             call.report.fail(error)
             raise
         finally:
@@ -229,16 +232,20 @@ def _generate(seams: Seams, model: PreTrainedModel, *args: Any, **kwargs: Any) -
 
 
 def _extract_generation_mode_kwargs(
-    seams: Seams, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
+    model_state: ModelState, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    original = seams.methods.original(model, "_extract_generation_mode_kwargs")
+    original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
 def _get_deprecated_gen_repo(
-    seams: Seams, model: PreTrainedModel, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+    model_state: ModelState,
+    model: PreTrainedModel,
+    mode: GenerationMode,
+    trust_remote_code: Any,
+    custom_generate: Any = None,
 ) -> Any:
-    original = seams.methods.original(model, "_get_deprecated_gen_repo")
+    original = model_state.methods.original(model, "_get_deprecated_gen_repo")
     return original(mode, trust_remote_code, None if custom_generate is _decode else custom_generate)
 
 
@@ -256,8 +263,8 @@ def _decode(
     """The decoding loop that `generate` calls: ours where the call shares context, else transformers' own."""
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
-        seams: Seams = vars(model)[STATE_ATTRIBUTE]
-        state = _as_it_began(seams)
+        model_state: ModelState = vars(model)[STATE_ATTRIBUTE]
+        state = _as_it_began(model_state)
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
@@ -265,10 +272,10 @@ def _decode(
                 raise NotSharedError(_SYNCED)
             start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
-            seams.tell(call, str(refusal), refusal.level)
+            model_state.tell(call, str(refusal), refusal.level)
         else:
             if model._compiled_call_impl is not None:
-                seams.tell_once(
+                model_state.tell_once(
                     "model.compile() does not reach passes with shared context, which run uncompiled; "
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                 )

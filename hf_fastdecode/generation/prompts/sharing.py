@@ -1,31 +1,25 @@
-"""Where decoding starts: the prompts' nodes prefilled once, and every row's first logits."""
+"""What prompts share with each other and with caches, and whether a call gains from it."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..attention.costs import prefill_rate
-from ..attention.dispatch import PLAIN, Choice, Heads, choose
-from ..attention.forest import Forest
-from ..attention.interface import UnsupportedAttentionError
-from ..cache.accounting import KVShape
-from ..cache.consolidate import consolidate
-from ..cache.shared import SharedContextCache
-from .eligibility import input_reason
-from .modes import State
-from .options import Options
-from .passes import forward_pass, input_device
-from .prefill import prefill_nodes
-from .prompts import PromptGroup, PromptPlan, group_prompts, plan_prompts
-from .report import CallReport
+from ...attention.costs import prefill_rate
+from ...attention.dispatch import PLAIN, Choice, Heads, choose
+from ...attention.forest import Forest
+from ...cache.accounting import KVShape
+from ...cache.consolidate import consolidate
+from ...cache.shared import SharedContextCache
+from ..options import Options
+from ..report import CallReport
+from ..steps.modes import State
+from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
 from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
@@ -37,106 +31,6 @@ class NotSharedError(Exception):
     def __init__(self, reason: str, level: int = logging.WARNING):
         super().__init__(reason)
         self.level = level
-
-
-@dataclass
-class Start:
-    """What decoding starts from.
-
-    Attributes:
-        cache: The nodes, planted, with suffixes that hold `fed`.
-        logits: ``[rows, vocabulary]`` behind each prompt.
-        positions: ``[rows]`` int64: position of each row's next token.
-        fed: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
-    """
-
-    cache: SharedContextCache
-    logits: Tensor
-    positions: Tensor
-    fed: Tensor
-
-
-def start_shared(
-    model: PreTrainedModel,
-    state: State,
-    call: CallReport,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Start:
-    """Find what the prompts share, and prefill it once.
-
-    Args:
-        model: The enabled model.
-        state: Options of `enable`, and what earlier calls prefilled.
-        call: The report to fill in, with the mode chosen.
-        input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
-        generation_config: The call's own, with its lengths prepared.
-        model_kwargs: What `generate` prepared for the model.
-
-    Raises:
-        NotSharedError: The call runs stock.
-        ValueError: A given `SharedContextCache` does not fit the prompts or the model.
-    """
-    given = model_kwargs.get("past_key_values")
-    given = given if isinstance(given, SharedContextCache) and not given.is_empty else None
-    try:
-        return _start(model, state, call, input_ids, generation_config, model_kwargs, given)
-    except UnsupportedAttentionError as error:
-        reason, level = str(error), logging.WARNING
-    except NotSharedError as error:
-        reason, level = str(error), error.level
-    # Raised anew: an error in a variable would keep this frame alive, and with it what stock stores for the call.
-    if given is not None:
-        raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-    raise NotSharedError(reason, level)
-
-
-def _start(
-    model: PreTrainedModel,
-    state: State,
-    call: CallReport,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    given: SharedContextCache | None,
-) -> Start:
-    options, width = state.options, input_ids.shape[1]
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
-        raise NotSharedError(reason)
-    max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
-    found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
-    groups, plan, cache = found.groups, found.plan, found.cache
-    # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
-    feed_last = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
-    if feed_last:
-        groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
-        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
-        cache.state.max_suffix = max_suffix + 1
-        found = Shared(cache, groups, plan, found.known)
-    asked = isinstance(model_kwargs.get("past_key_values"), SharedContextCache)
-    require_gain(model, state, call, found, max_suffix, asked=asked)
-    call.padded_length, call.context_width = width, width - feed_last
-    logits = prefill_nodes(
-        model, cache, plan, max_tokens=most_at_once(options, generation_config), length=width - feed_last
-    )
-    keep_nodes(model, state, call, cache, given, returned=bool(generation_config.return_dict_in_generate))
-    fed = input_ids[:, width - feed_last :]
-    positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
-    if feed_last or logits is None:
-        device = input_device(model)
-        output = forward_pass(
-            model,
-            input_ids=fed.to(device),
-            position_ids=positions[:, None].to(device),
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-        return Start(cache, output.logits[:, -1], positions + 1, fed)
-    counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed)
 
 
 @dataclass

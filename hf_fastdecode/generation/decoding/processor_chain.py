@@ -22,7 +22,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.sampling.api import Settings
+    from ...kernels.sampling.api import Settings
 
 # The order in which generate builds them; what suppresses end tokens may stand on either side of the other that does.
 _ORDER = {
@@ -72,7 +72,7 @@ class Chain:
             greedy: Take the largest processed logit instead of drawing.
             seed: Of the draws.
         """
-        from ..kernels.sampling.api import Settings  # needs Triton, which reading a chain does not
+        from ...kernels.sampling.api import Settings  # needs Triton, which reading a chain does not
 
         settings = Settings(
             device,

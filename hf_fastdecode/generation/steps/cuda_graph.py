@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.interface import RowLengths, active
-from ..attention.own_nodes import may_have_own_nodes
-from ..attention.static_tables import LayerStorage, StaticTables
-from ..cache.captured import CapturedCache
-from ..cache.fingerprint import adapter_state, addresses, module_state
-from ..cache.shared import SharedContextCache
-from ..kernels.failures import Kernel, failure
+from ...attention.interface import RowLengths, active
+from ...attention.own_nodes import may_have_own_nodes
+from ...attention.static_tables import LayerStorage, StaticTables
+from ...cache.captured import CapturedCache
+from ...cache.fingerprint import adapter_state, addresses, module_state
+from ...cache.shared import SharedContextCache
+from ...kernels.failures import Kernel, failure
+from ..foreign_code import only_requires_grad
+from ..forward_pass import forward_pass
+from ..instance_patch import own_method
 from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
-from .compiled import CompiledLayers
-from .foreign import only_requires_grad
-from .passes import forward_pass
+from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
-from .wrapping import own_method
 
 _MOST_STEPS = 32
 """Captured steps that a model keeps: one of each size up to 1,024 rows is 18."""
@@ -246,7 +246,7 @@ class Captures:
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
         """Drop what was captured when the weights, modules or configs are no longer those."""
-        state = model_state(model, configs)
+        state = captured_state(model, configs)
         if state != self._state:
             self.clear()
             self._state = state
@@ -281,7 +281,7 @@ class Captures:
                 free_workspaces()
 
 
-def model_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
+def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
     """What a capture bakes in of a model: where its tensors lie, and what its modules and configs say on the host.
 
     Args:

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from ..attention.forest import Forest
-from ..cache.shared import SharedContextCache
-from .criteria import Stopping
-from .report import CallReport
-from .sampler import Drawn, Sampler
-from .start import Start
-from .steps import EagerSteps, Steps
+from ...attention.forest import Forest
+from ...cache.shared import SharedContextCache
+from ..prompts.start import Start
+from ..report import CallReport
+from ..steps.runners import EagerSteps, Steps
+from .sampling import Drawn, Sampler
+from .stopping import Stopping
 from .token_log_probs import TokenLogProbs
 from .watch import Watch
 from .wave import Wave, joined

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .wrapping import STATE_ATTRIBUTE
+from .instance_patch import STATE_ATTRIBUTE
 
 # Packages whose hooks move or convert tensors, gather parameters or record outputs, whatever the shape.
 _KNOWN_HOOKS = (

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention.autocast import no_autocast
-from ..attention.forest import Path, Span
-from ..cache.shared import SharedContextCache
-from ..cache.state import PrefillItem
-from .passes import forward_pass, input_device
-from .prompts import PromptPlan
+from ...attention.autocast import no_autocast
+from ...attention.forest import Path, Span
+from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
+from ..forward_pass import forward_pass, input_device
+from .prompt_tree import PromptPlan
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..attention.forest import Forest, Path, Span, path_slice
-from ..attention.prefix_tree import Run, prefix_tree
-from ..cache.state import PrefillItem
+from ...attention.forest import Forest, Path, Span, path_slice
+from ...attention.prefix_tree import Run, prefix_tree
+from ...cache.state import PrefillItem
 from .stored_prompts import StoredPrompts, common_prefix
 
 

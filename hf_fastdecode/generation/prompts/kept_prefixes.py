@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention.autocast import autocast_dtype
-from ..attention.forest import Forest
-from ..cache.consolidate import consolidate
-from ..cache.fingerprint import Fingerprint
-from ..cache.shared import SharedContextCache
-from .passes import input_device
-from .prompts import PromptGroup
+from ...attention.autocast import autocast_dtype
+from ...attention.forest import Forest
+from ...cache.consolidate import consolidate
+from ...cache.fingerprint import Fingerprint
+from ...cache.shared import SharedContextCache
+from ..forward_pass import input_device
+from .prompt_tree import PromptGroup
 from .stored_prompts import StoredPrompts
 
 _MOST_CALLS = 64

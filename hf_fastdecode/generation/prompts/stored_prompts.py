@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ..attention.forest import Path
-from ..cache.shared import SharedContextCache
+from ...attention.forest import Path
+from ...cache.shared import SharedContextCache
 
 _ITEM = 8  # bytes of an int64 id
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from ..kernels.failures import KernelFailedError
-from ..kernels.sampling import limits
-from .chain import Chain, read_chain
+from ...kernels.failures import KernelFailedError
+from ...kernels.sampling import limits
+from .processor_chain import Chain, read_chain
 
 
 class Drawn(NamedTuple):
@@ -121,7 +121,7 @@ class FastSampler:
     generator_draws = False
 
     def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
-        from ..kernels.sampling.api import sample, seen_tokens  # needs Triton
+        from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
 
         self._sample = sample
         self._settings = chain.settings(logits.device, greedy=not do_sample)

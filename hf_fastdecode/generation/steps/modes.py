@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.shared import SharedContextCache
-from .capture import Captures, capture_reason
-from .compiled import decoder_layers
-from .options import Options
+from ...cache.shared import SharedContextCache
+from ..options import Options
+from ..prompts.kept_prefixes import ReusedPrefixes
+from ..report import CallReport
+from .compiled_layers import decoder_layers
+from .cuda_graph import Captures, capture_reason
 from .projections import has_projections
-from .report import CallReport
-from .reuse import ReusedPrefixes
-from .steps import CapturedSteps, EagerSteps, Steps
+from .runners import CapturedSteps, EagerSteps, Steps
 
 StepsMaker = Callable[[SharedContextCache], Steps]
 

@@ -19,8 +19,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..instance_patch import own_method
 from .projections import fusing
-from .wrapping import own_method
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.interface import ATTENTION_NAME
 from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
-from .foreign import foreign_code
+from .foreign_code import foreign_code
 
 # What transformers' loop calls at every step, and ours does not.
 _OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")

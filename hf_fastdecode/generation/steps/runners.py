@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.shared import SharedContextCache
-from .capture import Captures, How, bucket
-from .passes import forward_pass
+from ...cache.shared import SharedContextCache
+from ..forward_pass import forward_pass
+from .cuda_graph import Captures, How, bucket
 
 _STEPS_OF_A_CAPTURE = 8
 """About what a capture in the middle of a call costs, in steps of 128 rows (H200, 8B: 80 ms)."""

@@ -11,16 +11,16 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.fingerprint import Fingerprint
-from ..cache.shared import SharedContextCache
-from .criteria import Stopping
-from .eligibility import is_nothing
+from ...cache.fingerprint import Fingerprint
+from ...cache.shared import SharedContextCache
+from ..prompts.start import Start
+from ..report import CallReport
+from ..steps.modes import State, steps_maker
+from ..steps.runners import EagerSteps
+from ..support import is_nothing
 from .loop import Loop
-from .modes import State, steps_maker
-from .report import CallReport
-from .sampler import choose_sampler
-from .start import Start
-from .steps import EagerSteps
+from .sampling import choose_sampler
+from .stopping import Stopping
 from .token_log_probs import TokenLogProbs
 
 # What the loop itself passes to the model at every step.

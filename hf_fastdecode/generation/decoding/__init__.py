@@ -1,0 +1,1 @@
+"""The decoding loop: drawing tokens, ending rows, compacting the batch."""

@@ -1,0 +1,52 @@
+"""`enable` and `disable`: what they put on a model instance, and take off again.
+
+Methods of the instance are wrapped (`generate_hooks`); the class, the modules and transformers stay as they are.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from .generate_hooks import METHODS
+from .instance_patch import STATE_ATTRIBUTE
+from .model_state import SWITCHING, ModelState, state_of
+from .options import Options
+from .report import Report
+from .support import model_reason
+
+
+def install(model: PreTrainedModel, options: Options) -> None:
+    """Wrap the model's methods, or replace the options of a model whose methods are wrapped."""
+    with SWITCHING:
+        model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
+        if model_state is None:
+            model_state = ModelState(model, options, METHODS)
+            model_state.methods.put_on(model, model_state)
+        else:
+            model_state.options, model_state.leaving = options, False
+            model_state.captures.retry()
+            if not options.reuse_prefix:
+                model_state.reused.clear()
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install`: now, or where `generate` calls are under way, when the last of them ends."""
+    with SWITCHING:
+        if (model_state := state_of(model)) is None:
+            return
+        if model_state.is_generating():
+            model_state.leaving = True
+        else:
+            model_state.take_off(model)
+
+
+def report_on(model: PreTrainedModel) -> Report:
+    """What `hf_fastdecode.explain` returns."""
+    model_state = state_of(model)
+    return Report(
+        model=type(model).__name__,
+        enabled=model_state is not None,
+        layer_count=getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None),
+        model_reason=model_reason(model),
+        last_call=model_state.last_call if model_state else None,
+    )

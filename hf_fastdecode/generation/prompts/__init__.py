@@ -1,0 +1,1 @@
+"""Prompts: what they share, and its keys and values computed once."""
