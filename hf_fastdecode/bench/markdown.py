@@ -10,7 +10,8 @@ from ..measurement.rows import Row
 CEILING = "-no-attention"
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _OP_WAYS = (
-    *("ours", "recipe", "hydragen", "bifurcated", "bifurcated-compiled", "plain", "sketch"),
+    *("ours", "flashinfer-cascade", "recipe", "hydragen", "bifurcated", "bifurcated-compiled"),
+    *("flashinfer-decode", "plain", "sketch"),
     *("without-own-nodes", "ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
 )
 

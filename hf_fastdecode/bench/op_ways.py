@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,8 +14,8 @@ from ..attention import torch_ops, triton_ops
 from ..attention.dispatch import KERNELS, Heads
 from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
-from ..kernels.installed import triton_is_installed
 from .baselines import TwoCalls, attend_to_copies, bifurcated
+from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .op_cases import OpCase
 from .op_inputs import OpInputs
 
@@ -34,6 +35,8 @@ Call = Callable[[], Tensor | Unmerged]
 """Attends to one set of inputs: ``[rows, heads, 1, head_dim]``, or what a part of that leaves to be merged."""
 
 
+_INSTALL = {"Triton": "pip install triton", "FlashInfer": "pip install 'hf-fastdecode[flashinfer]'"}
+
 # Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512
 
@@ -44,26 +47,26 @@ class OpWay:
 
     Attributes:
         variants: Makes calls, one for each set of inputs, by the name of the variant; the fastest variant counts.
-        needs_triton: Whether it is a Triton kernel, which runs on CUDA only.
         refusal: Why the way is not for a case, or None.
         part: The part of the case that the way does.
         yardstick: Whose error bounds its own: ``fused``, or ``eager`` for ways that store scores in the case's dtype.
         copies: Whether it needs a copy of the context for each row.
+        library: ``Triton`` or ``FlashInfer``, where the way is its kernels, which run on CUDA only.
     """
 
-    variants: Callable[[Sequence[OpInputs]], dict[str, list[Call]]]
+    variants: Callable[[Sequence[OpInputs]], Mapping[str, Sequence[Call]]]
     refusal: Callable[[OpCase], str | None] = lambda case: None
     part: Callable[[OpCase], OpCase] = lambda case: case
     yardstick: str = "fused"
     copies: bool = False
-    needs_triton: bool = False
+    library: str | None = None
 
     def not_run(self, case: OpCase, device: torch.device) -> str | None:
         """Why the way cannot do a case on a device, or None."""
-        if self.needs_triton and device.type != "cuda":
-            return f"it is a Triton kernel for CUDA devices, got {device.type!r}; choose other ways here"
-        if self.needs_triton and not triton_is_installed():
-            return "it is a Triton kernel; pip install triton"
+        if self.library and device.type != "cuda":
+            return f"it is a {self.library} kernel for CUDA devices, got {device.type!r}; choose other ways here"
+        if self.library and importlib.util.find_spec(self.library.lower()) is None:
+            return f"it is a {self.library} kernel; {_INSTALL[self.library]}"
         return self.refusal(case)
 
 
@@ -198,6 +201,10 @@ def _has_nodes(case: OpCase) -> str | None:
     return None if case.nodes else "the case has no nodes"
 
 
+def _cascaded(case: OpCase) -> str | None:
+    return flashinfer_refusal(case) or _has_nodes(case)
+
+
 # The parts come last: their inputs take the place of the case's.
 OP_WAYS: dict[str, OpWay] = {
     "ours": OpWay(_ours),
@@ -206,14 +213,16 @@ OP_WAYS: dict[str, OpWay] = {
     "hydragen": OpWay(lambda sets: {"flash": _two_calls(sets, TwoCalls("flash", pack=False))}),
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
-    "sketch": OpWay(_sketch, _sketched, needs_triton=True),
-    "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, needs_triton=True),
+    "flashinfer-decode": OpWay(decode_calls, flashinfer_refusal, library="FlashInfer"),
+    "flashinfer-cascade": OpWay(cascade_calls, _cascaded, library="FlashInfer"),
+    "sketch": OpWay(_sketch, _sketched, library="Triton"),
+    "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, library="Triton"),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
     "sketch-prefix": OpWay(
-        _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, needs_triton=True
+        _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, library="Triton"
     ),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
     "sketch-suffix": OpWay(
-        _sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only, needs_triton=True
+        _sketch, lambda case: _sketched(case.suffix_only), part=lambda case: case.suffix_only, library="Triton"
     ),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measurement.status import NotAvailableError
 from ..measurement.timing import Times, time_operator
 from .accuracy import BOUND, Oracle, make_oracle
 from .ceilings import Ceilings, measure_ceilings
@@ -57,6 +58,8 @@ class OpBench:
                 return result | self._timed(part, way)
             except torch.OutOfMemoryError:
                 self._collect()
+            except NotAvailableError as error:
+                return result | {"status": f"not run: {error}"}
         return result | {"status": "does not fit"}
 
     def _accounting(self, case: OpCase) -> dict[str, Any]:

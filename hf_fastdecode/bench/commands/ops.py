@@ -30,6 +30,8 @@ OP_WAY_NAMES = (
     "hydragen",
     "bifurcated",
     "bifurcated-compiled",
+    "flashinfer-decode",
+    "flashinfer-cascade",
     "sketch",
     "without-own-nodes",
     "ours-prefix",
@@ -37,7 +39,8 @@ OP_WAY_NAMES = (
     "ours-suffix",
     "sketch-suffix",
 )
-_COMPILES = "bifurcated-compiled"  # ten seconds a case, so only when it is asked for
+# Compile for ten seconds a case, or minutes the first time, so only when they are asked for.
+_COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade")
 
 
 def ops(
@@ -49,7 +52,7 @@ def ops(
     ] = None,
     way: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeatable: {', '.join(OP_WAY_NAMES)}.", show_default=f"all but {_COMPILES}"),
+        typer.Option(help=f"Repeatable: {', '.join(OP_WAY_NAMES)}.", show_default=f"all but {', '.join(_COMPILE)}"),
     ] = None,
     only: Annotated[list[str] | None, ONLY] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="the set's")] = None,
@@ -69,9 +72,12 @@ def ops(
     what it runs where nothing is shared. `plain` is flash decoding with a copy of the context for each row. `recipe`
     is the faster of PyTorch's flash and cuDNN operators over the shared context, flash over what each row added, and a
     merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
-    by torch.compile. `sketch` is a first Triton kernel of two launches with a fixed split, the better of two, which
-    does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix` what it does where nothing is
-    shared. `without-own-nodes` is ours with one program for each row and KV head over what a row added, however long.
+    by torch.compile. `flashinfer-decode` and `flashinfer-cascade` are FlashInfer's wrappers over pages of 16 tokens,
+    with the extra `flashinfer`: the first reads the shared context once a row, as servers do that share pages alone,
+    the second once; the fastest of their kernels and layouts counts. `sketch` is a first Triton kernel of two launches
+    with a fixed split, the better of two, which does not store the new tokens; `sketch-prefix` is its first launch,
+    `sketch-suffix` what it does where nothing is shared. `without-own-nodes` is ours with one program for each row and
+    KV head over what a row added, however long.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
     they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `completions` has rows that
@@ -85,7 +91,7 @@ def ops(
         hf-fastdecode bench ops --set two-level --set ragged --list
     """
     known("set", sets or [], OP_SETS)
-    ways = known("way", way or [name for name in OP_WAY_NAMES if name != _COMPILES], OP_WAY_NAMES)
+    ways = known("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
     check_dtype(dtype)
     check_device(device)
     names = sets or ["tiny" if find_device(device).type == "cpu" else "small"]
