@@ -198,7 +198,7 @@ def prefill(
         raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
     if rows is not None:
         cache.select_rows(rows)
-    cache.fingerprint, cache.lent_segments = Fingerprint(inner), len(cache.segment_tokens)
+    cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
     return cache
 
 

@@ -41,7 +41,7 @@ from .instance_patch import STATE_ATTRIBUTE
 from .options import Options
 from .prompts.first_pass import AwaitedPrompts
 from .prompts.kept_prefixes import ReusedPrefixes
-from .prompts.sharing import NotSharedError, most_at_once
+from .prompts.sharing import NotSharedError, prefill_limit
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.cuda_graph import Captures
@@ -57,7 +57,7 @@ _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
 
 @dataclass
-class _UnderWay:
+class _ActiveCall:
     """A `generate` call that has not ended.
 
     Attributes:
@@ -76,21 +76,21 @@ class _UnderWay:
 
 
 @dataclass
-class _AsItBegan:
+class _CallState:
     """The state that a call decodes with: another thread's `enable` gives later calls other options."""
 
     options: Options
     captures: Captures
     reused: ReusedPrefixes
-    tell_once: Callable[..., None]
+    log_once: Callable[..., None]
 
 
-def _as_it_began(model_state: ModelState) -> _AsItBegan:
-    return _AsItBegan(model_state.options, model_state.captures, model_state.reused, model_state.tell_once)
+def _call_state(model_state: ModelState) -> _CallState:
+    return _CallState(model_state.options, model_state.captures, model_state.reused, model_state.log_once)
 
 
 # The innermost one of this thread.
-_under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
+_active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
 def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -110,14 +110,14 @@ def _forward_shared(
     if cache.awaited is not None:
         return cache.awaited.run(model, cache, given, model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
-    fed = input_ids if input_ids is not None else given.get("inputs_embeds")
-    queries = fed.shape[1] if isinstance(fed, Tensor) else 0
+    inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
+    queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
     if not cache.state.packed:
         if cache.checks_masks:
             check_mask(cache, given.get("attention_mask"), queries)
-        if isinstance(fed, Tensor) and len(fed) == cache.rows and given.get("position_ids") is None:
+        if isinstance(inputs, Tensor) and len(inputs) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
-            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(fed.device)}
+            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
@@ -138,7 +138,7 @@ def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """`configs_of` the model, found once a call: a walk over all modules takes as long as some layers' steps."""
-    call = _under_way.get()
+    call = _active_call.get()
     if call is None or call.model is not model:
         return configs_of(model)
     if call.configs is None:
@@ -167,21 +167,21 @@ def _prepare_cache_for_generation(
         *args,
         **kwargs,
     )
-    under_way = _under_way.get()
-    loop_is_ours = under_way is not None and under_way.loop_is_ours
-    users_loop = under_way.loop if under_way is not None else None
-    if model_state.leaving and not loop_is_ours:
+    active_call = _active_call.get()
+    loop_is_ours = active_call is not None and active_call.loop_is_ours
+    users_loop = active_call.loop if active_call is not None else None
+    if model_state.disable_pending and not loop_is_ours:
         return prepare()
     model_state.last_call = call = CallReport()
-    if under_way is not None and under_way.model is model:
-        under_way.report = call
+    if active_call is not None and active_call.model is model:
+        active_call.report = call
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
     if reason is None and not loop_is_ours and users_loop is None:
         reason = "the model's class has a generate of its own"
     if reason is not None:
         if isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
-        model_state.tell(call, reason)
+        model_state.report_stock(call, reason)
         return prepare()
     loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
     if loop is None:
@@ -192,9 +192,9 @@ def _prepare_cache_for_generation(
     cache = SharedContextCache(backend=model_state.options.backend)
     cache.awaited = AwaitedPrompts(
         model_state,
-        _as_it_began(model_state),
+        _call_state(model_state),
         call,
-        max_tokens=most_at_once(model_state.options, generation_config),
+        max_tokens=prefill_limit(model_state.options, generation_config),
         returns_cache=bool(generation_config.return_dict_in_generate),
         given=given if isinstance(given, SharedContextCache) and not given.is_empty else None,
         stock=model_kwargs["past_key_values"],
@@ -218,8 +218,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwa
     with model_state.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
         loop = given.get("custom_generate")
-        call = _UnderWay(model, ours, loop if may_share and callable(loop) else None)
-        token = _under_way.set(call)
+        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
+        token = _active_call.set(call)
         try:
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
         except BaseException as error:
@@ -228,7 +228,7 @@ def _generate(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwa
             call.report.fail(error)
             raise
         finally:
-            _under_way.reset(token)
+            _active_call.reset(token)
 
 
 def _extract_generation_mode_kwargs(
@@ -264,7 +264,7 @@ def _decode(
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         model_state: ModelState = vars(model)[STATE_ATTRIBUTE]
-        state = _as_it_began(model_state)
+        state = _call_state(model_state)
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
@@ -272,10 +272,10 @@ def _decode(
                 raise NotSharedError(_SYNCED)
             start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
-            model_state.tell(call, str(refusal), refusal.level)
+            model_state.report_stock(call, str(refusal), refusal.level)
         else:
             if model._compiled_call_impl is not None:
-                model_state.tell_once(
+                model_state.log_once(
                     "model.compile() does not reach passes with shared context, which run uncompiled; "
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                 )

@@ -38,7 +38,7 @@ class WrappedMethods:
         # An instance may carry its own versions already (accelerate puts a forward there).
         self._saved = {name: own for name in wrappers if (own := own_method(instance, name)) is not None}
 
-    def put_on(self, instance: object, state: object) -> None:
+    def install(self, instance: object, state: object) -> None:
         """Wrap the methods; `state` has these as its ``methods``."""
         vars(instance)[STATE_ATTRIBUTE] = state
         for name, wrapper in self._wrappers.items():
@@ -53,7 +53,7 @@ class WrappedMethods:
                 method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
             vars(instance)[name] = types.MethodType(method, instance)
 
-    def take_off(self, instance: object) -> None:
+    def uninstall(self, instance: object) -> None:
         """Put back what was there. A method that someone put there since is theirs, and stays."""
         state = vars(instance).get(STATE_ATTRIBUTE)
         if state is None or state.methods is not self:

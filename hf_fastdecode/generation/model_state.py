@@ -43,11 +43,11 @@ class ModelState:
             )
         self.options = options
         self.last_call: CallReport | None = None
-        self.leaving = False  # disabled, and a call is still under way
+        self.disable_pending = False  # disabled, and a call is still under way
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
         self.reused = ReusedPrefixes()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # methods of an instance are not pickled: the model is loaded as it was before `enable`
@@ -60,41 +60,41 @@ class ModelState:
     @contextmanager
     def call(self, model: PreTrainedModel) -> Iterator[bool]:
         """A `generate` call: what is undone within is undone at its end. Gives whether the call may share context."""
-        with SWITCHING:
+        with STATE_LOCK:
             _calls[self] = _calls.get(self, 0) + 1
             may_share = state_of(model) is self
         try:
             yield may_share
         finally:
-            with SWITCHING:
+            with STATE_LOCK:
                 _calls[self] -= 1
-                if self.leaving and not _calls[self]:
-                    self.take_off(model)
+                if self.disable_pending and not _calls[self]:
+                    self.uninstall(model)
 
     def is_generating(self) -> bool:
-        """Whether a call is under way; asked while `SWITCHING` is held."""
+        """Whether a call is under way; asked while `STATE_LOCK` is held."""
         return _calls.get(self, 0) > 0
 
-    def take_off(self, model: PreTrainedModel) -> None:
+    def uninstall(self, model: PreTrainedModel) -> None:
         """Put the model's methods back, and free what calls have left on its devices."""
-        self.methods.take_off(model)
+        self.methods.uninstall(model)
         self.reused.clear()
         self.captures.release()
 
-    def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
+    def report_stock(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
         """Note that a call runs stock; log it the first time for each reason."""
         # transformers' own loop, draws and attention are what these ask for at most.
         of_stock = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
         if unused := [option for option in self.options.forced if option not in of_stock]:
             reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
         call.path, call.reason = "stock", reason
-        self.tell_once(f"this generate call runs stock transformers: {reason}", level)
+        self.log_once(f"this generate call runs stock transformers: {reason}", level)
 
-    def tell_once(self, message: str, level: int = logging.WARNING) -> None:
+    def log_once(self, message: str, level: int = logging.WARNING) -> None:
         """Log a message the first time; messages that differ in numbers only are one."""
         kind = re.sub(r"\d+", "#", message)
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.log(level, message)
 
 
@@ -102,7 +102,7 @@ def _nothing() -> None:
     """What an enabled model's state is loaded as."""
 
 
-SWITCHING = Lock()
+STATE_LOCK = Lock()
 """Guards the beginning and the end of calls against `enable` and `disable`, in any thread."""
 
 # How many are under way; not in `ModelState`, which a copy of the model copies.
@@ -112,4 +112,4 @@ _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
 def state_of(model: PreTrainedModel) -> ModelState | None:
     """The state of an enabled model, or None."""
     model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
-    return None if model_state is None or model_state.leaving else model_state
+    return None if model_state is None or model_state.disable_pending else model_state

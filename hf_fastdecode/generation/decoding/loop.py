@@ -22,11 +22,11 @@ from ...cache.shared import SharedContextCache
 from ..prompts.start import Start
 from ..report import CallReport
 from ..steps.runners import EagerSteps, Steps
+from .finished_row_poller import FinishedRowPoller
 from .sampling import Drawn, Sampler
 from .stopping import Stopping
 from .token_log_probs import TokenLogProbs
-from .watch import Watch
-from .wave import Wave, joined
+from .wave import Wave, concatenate
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -80,18 +80,18 @@ class Loop:
                 self._decode(wave, cache or self._resume(wave, forest))
                 done.append(wave)
             except torch.OutOfMemoryError as error:
-                if len(wave.rows) == 1 or self._keeps_together:
-                    error.add_note(f"{len(wave.rows)} rows at once; {self._keeps_together or 'use shorter prompts'}")
+                if len(wave.rows) == 1 or self._why_unsplittable:
+                    error.add_note(f"{len(wave.rows)} rows at once; {self._why_unsplittable or 'use shorter prompts'}")
                     raise
                 fits = False
             cache = None
             if not fits:  # not within `except`, where the traceback still holds the memory
-                self.start.cache.plant(forest)  # drops the suffixes; the nodes stay
+                self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
         self.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
-        wave = done[0] if len(done) == 1 else joined(done, self._pad)
+        wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
         if self.log_probs is not None:
             self.log_probs.take(torch.stack(wave.logprobs, dim=1))
         return wave
@@ -109,9 +109,9 @@ class Loop:
         base = self.start.cache
         cache = base.nodes_only(forest.select_rows(wave.rows.tolist()), max_suffix=base.state.max_suffix)
         width = self.prompts.shape[1]
-        fed = self.start.fed[wave.rows]
-        tokens = torch.cat([fed, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
-        positions = self.start.positions[wave.rows][:, None] - fed.shape[1]
+        suffix_tokens = self.start.suffix_tokens[wave.rows]
+        tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
+        positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = self.make_eager(cache).feed
         for first in range(0, tokens.shape[1], _REPLAY):
             part = tokens[:, first : first + _REPLAY]
@@ -126,7 +126,9 @@ class Loop:
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         alive: Tensor | None = None  # where in the wave the batch's rows are; None for all of them
         numbers = wave.rows  # of the batch's rows in the call
-        watch = Watch(self.prompts.device, at_once=self._looks_at_once, draws=self.sampler.generator_draws)
+        poller = FinishedRowPoller(
+            self.prompts.device, synchronous=self._polls_synchronously, draws=self.sampler.generator_draws
+        )
         limit = stopping.max_length or self.config.max_length
         while True:
             if logits is None:
@@ -150,13 +152,13 @@ class Loop:
                 self.streamer.put(tokens.cpu())
             if stopping.all_end(width + wave.drawn, view):
                 break
-            mask = watch.look(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
+            mask = poller.poll(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
             if mask is None:
                 continue
             count = int(mask.sum())
             if count == 0:
                 break
-            if self._rows_may_leave and steps.worthwhile(count, limit - width - wave.drawn):
+            if self._can_compact and steps.should_compact(count, limit - width - wave.drawn):
                 batch = torch.arange(len(mask), device=mask.device) if alive is None else alive.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
@@ -165,16 +167,16 @@ class Loop:
                 numbers = wave.rows[alive]
                 self.report.compactions += 1
         wave.end()
-        self._undo(wave, steps.cache, watch)
+        self._undo(wave, steps.cache, poller)
 
-    def _undo(self, wave: Wave, cache: SharedContextCache, watch: Watch) -> None:
+    def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
         """Forget the steps after the last row's end, which the host saw late."""
         last = int(wave.ends.max())
         overrun = wave.drawn - last
         if overrun:
             for steps in (wave.scores, wave.logits, wave.logprobs):
                 del steps[last:]
-            watch.rewind(last)
+            poller.restore_generator(last)
             cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
@@ -182,7 +184,7 @@ class Loop:
 
     def _draw(self, wave: Wave, logits: Tensor, numbers: Tensor, alive: Tensor | None) -> Drawn:
         """Draw for the wave's rows from the logits of its batch."""
-        if not self.sampler.whole:
+        if not self.sampler.needs_finished_rows:
             drawn = self.sampler.draw(logits, numbers, None, wave.drawn)
             return drawn if alive is None else drawn.spread(alive, len(wave.rows))
         if alive is not None:
@@ -211,13 +213,13 @@ class Loop:
         return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None
 
     @property
-    def _rows_may_leave(self) -> bool:
+    def _can_compact(self) -> bool:
         """Not without a pad token to stand for them, not from a cache that the caller gets, and not where the user's
         own code may look at all rows' logits together."""
         return self.stopping.pads and not self.config.return_dict_in_generate and not self.sampler.custom
 
     @property
-    def _keeps_together(self) -> str | None:
+    def _why_unsplittable(self) -> str | None:
         """Why the rows cannot go on in smaller waves, with the remedy."""
         if self.config.return_dict_in_generate:
             return "with return_dict_in_generate they stay together: use fewer samples in a call"
@@ -226,7 +228,7 @@ class Loop:
         return None
 
     @property
-    def _looks_at_once(self) -> bool:
+    def _polls_synchronously(self) -> bool:
         """The user's own code must not run for steps that are undone, and a time limit means what the device did."""
         return self.streamer is not None or self.stopping.custom or self.stopping.timed or self.sampler.custom
 

@@ -48,7 +48,7 @@ class Sampler(Protocol):
     """
 
     name: str
-    whole: bool
+    needs_finished_rows: bool
     custom: bool
     generator_draws: bool
 
@@ -79,7 +79,7 @@ class TransformersSampler:
     """
 
     name = "hf"
-    whole = True
+    needs_finished_rows = True
 
     def __init__(self, processors: LogitsProcessorList, *, do_sample: bool):
         self.processors, self.do_sample = processors, do_sample
@@ -116,7 +116,7 @@ class FastSampler:
     """
 
     name = "fast"
-    whole = False
+    needs_finished_rows = False
     custom = False
     generator_draws = False
 

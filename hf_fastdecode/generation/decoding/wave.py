@@ -78,7 +78,7 @@ class Wave:
         self.unfinished = torch.zeros_like(self.unfinished)
 
 
-def joined(waves: list[Wave], pad: Tensor) -> Wave:
+def concatenate(waves: list[Wave], pad: Tensor) -> Wave:
     """The waves' rows in the call's order, padded to one length."""
     drawn = max(wave.drawn for wave in waves)
     rows = sum(len(wave.rows) for wave in waves)

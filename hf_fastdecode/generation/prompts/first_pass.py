@@ -44,7 +44,7 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
 }
 # Options that another loop does not have.
-_OF_OUR_LOOP = ("mode='graph'", "mode='compile'", "sampler='fast'")
+_UNSUPPORTED_OPTIONS = ("mode='graph'", "mode='compile'", "sampler='fast'")
 
 
 @dataclass
@@ -111,7 +111,7 @@ class AwaitedPrompts:
         """
         if self.given is not None:
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-        self.model_state.tell(self.call, reason, level)
+        self.model_state.report_stock(self.call, reason, level)
         return self.stock
 
     def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
@@ -145,11 +145,11 @@ class AwaitedPrompts:
             reuse=embeddings is None,
         )
         require_gain(model, self.state, call, found, self.longest - width, asked=self.given is not None)
-        unused = [option for option in self.state.options.forced if option in _OF_OUR_LOOP]
+        unused = [option for option in self.state.options.forced if option in _UNSUPPORTED_OPTIONS]
         if unused:
-            self.model_state.tell_once(f"{', '.join(unused)} not used: {call.mode_reason}")
+            self.model_state.log_once(f"{', '.join(unused)} not used: {call.mode_reason}")
         call.padded_length = call.context_width = width
-        cache.take_over(found.cache)
+        cache.adopt_state(found.cache)
         cache.checks_masks = self.checks_masks
         call.cache = ref(cache)
         places = _places(groups, found.plan, width, wanted)

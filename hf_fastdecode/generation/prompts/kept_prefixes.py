@@ -53,7 +53,7 @@ class ReusedPrefixes:
     def find(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> SharedContextCache | None:
         """The kept cache that holds most of the prompts' tokens, or None where the longest match is under `least`."""
         with self._lock:
-            self._drop_what_is_outdated(model)
+            self._drop_if_outdated(model)
             best, most = None, 0
             prompts = [group.tokens for group in groups]
             for kept in self._kept:
@@ -82,7 +82,7 @@ class ReusedPrefixes:
         """
         twin = cache.nodes_only(Forest.from_paths(list(dict.fromkeys(cache.forest.paths))))
         # Calls share what they have in common; merging would store it once for each of them.
-        twin.lent_segments = len(twin.segment_tokens) if len(twin.forest.levels) < _MOST_LEVELS else 0
+        twin.protected_segments = len(twin.segment_tokens) if len(twin.forest.levels) < _MOST_LEVELS else 0
         try:
             consolidate(twin)
         except torch.OutOfMemoryError:
@@ -90,7 +90,7 @@ class ReusedPrefixes:
             raise
         prompts = StoredPrompts(twin)
         with self._lock:
-            self._drop_what_is_outdated(model)
+            self._drop_if_outdated(model)
             if self._fingerprint is None:
                 self._fingerprint, self._way = Fingerprint(model), _way(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
@@ -106,7 +106,7 @@ class ReusedPrefixes:
             self._kept.clear()
             self._fingerprint = None
 
-    def _drop_what_is_outdated(self, model: PreTrainedModel) -> None:
+    def _drop_if_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
         if self._way != _way(model) or self._fingerprint.difference(model) is not None:

@@ -30,7 +30,7 @@ def prefill_nodes(
         cache: Where the plan's spans point; its next segment takes the new tokens.
         plan: From `plan_prompts` with this cache.
         max_tokens: Most tokens in one forward pass.
-        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+        length: Padded length of the rows so far, as `SharedContextCache.set_forest` takes it.
 
     Returns:
         ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
@@ -84,7 +84,7 @@ def prefill_passes(
         plan: From `plan_prompts` with this cache.
         wanted: Numbers of new tokens whose logits are wanted, ascending.
         max_tokens: Most tokens in one forward pass.
-        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+        length: Padded length of the rows so far, as `SharedContextCache.set_forest` takes it.
         embeddings: From ids ``[tokens]`` to ``[tokens, hidden]``, where ids are not the model's own.
         arguments: What else the model's forward takes.
     """
@@ -112,7 +112,7 @@ def prefill_passes(
             )
         kept = output.logits[0] if keeps else output.logits[0, keep]
         yield PrefillPass(here, kept[: len(here)], output)
-    cache.plant(plan.forest, length)
+    cache.set_forest(plan.forest, length)
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:

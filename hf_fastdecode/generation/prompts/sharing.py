@@ -92,7 +92,7 @@ def find_shared(
     if base is not None:
         call.known_tokens = plan.known_lengths
     if given is not None:
-        _warn_of_little(given, groups, plan.known_lengths)
+        _warn_if_short_match(given, groups, plan.known_lengths)
     return Shared(cache, groups, plan, base is not None)
 
 
@@ -131,7 +131,7 @@ def require_gain(
     call.cache = ref(found.cache)
 
 
-def most_at_once(options: Options, generation_config: GenerationConfig) -> int:
+def prefill_limit(options: Options, generation_config: GenerationConfig) -> int:
     """Most tokens in one prefill pass."""
     return min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
 
@@ -214,7 +214,7 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
         )
 
 
-def _warn_of_little(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
+def _warn_if_short_match(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
     """Warn when a prompt diverges early from the given cache, e.g. because it was tokenized separately."""
     shortest = min(given.forest.context_lengths, default=0)
     for index, (group, length) in enumerate(zip(groups, known, strict=True)):

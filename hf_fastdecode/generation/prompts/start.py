@@ -18,7 +18,7 @@ from ..steps.modes import State
 from ..support import input_reason
 from .prefill import prefill_nodes
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
-from .sharing import NotSharedError, Shared, find_shared, keep_nodes, most_at_once, require_gain
+from .sharing import NotSharedError, Shared, find_shared, keep_nodes, prefill_limit, require_gain
 from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
@@ -29,16 +29,16 @@ class Start:
     """What decoding starts from.
 
     Attributes:
-        cache: The nodes, planted, with suffixes that hold `fed`.
+        cache: The nodes, planted, with suffixes that hold `suffix_tokens`.
         logits: ``[rows, vocabulary]`` behind each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
-        fed: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
+        suffix_tokens: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
     """
 
     cache: SharedContextCache
     logits: Tensor
     positions: Tensor
-    fed: Tensor
+    suffix_tokens: Tensor
 
 
 def start_shared(
@@ -94,31 +94,31 @@ def _start(
     found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache
     # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
-    feed_last = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
-    if feed_last:
+    rerun_last_token = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
+    if rerun_last_token:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
         plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
         cache.state.max_suffix = max_suffix + 1
         found = Shared(cache, groups, plan, found.known)
     asked = isinstance(model_kwargs.get("past_key_values"), SharedContextCache)
     require_gain(model, state, call, found, max_suffix, asked=asked)
-    call.padded_length, call.context_width = width, width - feed_last
+    call.padded_length, call.context_width = width, width - rerun_last_token
     logits = prefill_nodes(
-        model, cache, plan, max_tokens=most_at_once(options, generation_config), length=width - feed_last
+        model, cache, plan, max_tokens=prefill_limit(options, generation_config), length=width - rerun_last_token
     )
     keep_nodes(model, state, call, cache, given, returned=bool(generation_config.return_dict_in_generate))
-    fed = input_ids[:, width - feed_last :]
+    suffix_tokens = input_ids[:, width - rerun_last_token :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
-    if feed_last or logits is None:
+    if rerun_last_token or logits is None:
         device = input_device(model)
         output = forward_pass(
             model,
-            input_ids=fed.to(device),
+            input_ids=suffix_tokens.to(device),
             position_ids=positions[:, None].to(device),
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
-        return Start(cache, output.logits[:, -1], positions + 1, fed)
+        return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed)
+    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)

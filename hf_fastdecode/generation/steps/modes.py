@@ -38,7 +38,7 @@ class State(Protocol):
     captures: Captures
     reused: ReusedPrefixes
 
-    def tell_once(self, message: str, level: int = logging.WARNING) -> None: ...
+    def log_once(self, message: str, level: int = logging.WARNING) -> None: ...
 
 
 def _fused_rows(option: str | bool, *, compiled: bool) -> int:
@@ -88,7 +88,7 @@ def steps_maker(
 
     checked = False  # whether what was captured before is still of this model
 
-    def captured(cache: SharedContextCache, of_more: CapturedSteps | None = None) -> Steps:
+    def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         nonlocal checked
         compiled = call.mode == "compile"
         fused_rows = _fused_rows(state.options.fuse_projections, compiled=compiled)
@@ -100,9 +100,9 @@ def steps_maker(
                 model, cache, arguments, captures, configs, captured, compiled=compiled, fused_rows=fused_rows
             )
         except Exception as error:  # no memory, or whatever a model does that a capture forbids
-            if of_more is not None and of_more.go_on():
-                state.tell_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
-                return of_more
+            if larger is not None and larger.run_with_fewer_rows():
+                state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
+                return larger
             if _ran_out_of_memory(error):
                 captures.clear()
                 if isinstance(error, torch.OutOfMemoryError):
@@ -111,8 +111,8 @@ def steps_maker(
             if forced:
                 raise _cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        captures.fail(reason, of_memory=_tells_of_memory(reason))
-        state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
+        captures.fail(reason, of_memory=_is_memory_failure(reason))
+        state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
         call.mode, call.mode_reason = "eager", reason
         return eager(cache)
 
@@ -136,7 +136,7 @@ def _ran_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _tells_of_memory(reason: str) -> bool:
+def _is_memory_failure(reason: str) -> bool:
     """Whether CUDA or cuBLAS, which allocate for themselves, found too little memory."""
     return "out of memory" in reason or "ALLOC_FAILED" in reason
 

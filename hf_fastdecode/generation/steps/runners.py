@@ -43,7 +43,7 @@ class Steps(Protocol):
         """What goes on with these rows only."""
         ...
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
+    def should_compact(self, rows: int, steps_left: int) -> bool:
         """Whether a batch that has shrunk to this many rows should be selected, for at most so many steps."""
         ...
 
@@ -76,7 +76,7 @@ class EagerSteps:
         self.cache.select_rows(rows)
         return self
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
+    def should_compact(self, rows: int, steps_left: int) -> bool:
         return rows <= 3 * self.cache.rows // 4
 
 
@@ -109,12 +109,12 @@ class CapturedSteps:
         self.cache = cache
         self._captures, self._remake = captures, remake
         self._how = How(compiled, fused_rows, tuple(sorted(arguments.items())))
-        self._goes_on = False
+        self._oversized = False
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, self._how)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
-            layer.ran["decode"] = did + layer.stored.said
+            layer.ran["decode"] = did + layer.stored.report_suffix
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self.cache.reserve(self.cache.suffix_length + 1):
@@ -127,21 +127,21 @@ class CapturedSteps:
         self.cache.select_rows(rows)
         return self._remake(self.cache, self)
 
-    def go_on(self) -> bool:
+    def run_with_fewer_rows(self) -> bool:
         """Run fewer rows by the steps of more to the end, since theirs cannot be captured; whether these can."""
         if not self._step.fits(self.cache):
             return False
         self._step.load(self.cache)
-        self._goes_on = True
+        self._oversized = True
         return True
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
+    def should_compact(self, rows: int, steps_left: int) -> bool:
         known = self._captures.sizes(self._how)
-        pay = pays(self._step.rows, bucket(rows), steps_left, known, compiled=self._how.compiled)
-        return pay and not self._goes_on
+        pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._how.compiled)
+        return pay and not self._oversized
 
 
-def pays(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
+def switch_saves_time(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
     """Whether steps of another size save more time than it takes to have them.
 
     Args:
