@@ -1,6 +1,6 @@
-"""`enable` and `disable`: what they put on a model instance, and take off again.
+"""Installs and removes the method overrides of `enable` and `disable`.
 
-Methods of the instance are wrapped (`generate_hooks`); the class, the modules and transformers stay as they are.
+Only methods of the instance are overridden (`generate_hooks`); classes, modules and transformers are unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .support import model_reason
 
 
 def install(model: PreTrainedModel, options: Options) -> None:
-    """Wrap the model's methods, or replace the options of a model whose methods are wrapped."""
+    """Override the model's methods, or replace the options of an enabled model."""
     with STATE_LOCK:
         model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
         if model_state is None:
@@ -30,7 +30,7 @@ def install(model: PreTrainedModel, options: Options) -> None:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Undo `install`: now, or where `generate` calls are under way, when the last of them ends."""
+    """Undo `install`, at once or when the last `generate` call in progress ends."""
     with STATE_LOCK:
         if (model_state := state_of(model)) is None:
             return
@@ -41,7 +41,7 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def report_on(model: PreTrainedModel) -> Report:
-    """What `hf_fastdecode.explain` returns."""
+    """Build the report that `hf_fastdecode.explain` returns."""
     model_state = state_of(model)
     return Report(
         model=type(model).__name__,

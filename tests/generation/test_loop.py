@@ -105,7 +105,7 @@ def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, e
     assert torch.equal(shared, stock)
     assert report.waves >= 3
     assert [record.message for record in caplog.records] == [
-        "10 rows do not fit into memory at once; going on in smaller waves"
+        "10 rows do not fit in memory at once; continuing in smaller waves"
     ]
 
 

@@ -1,4 +1,4 @@
-"""When the host learns which rows are alive, without waiting for the device at every step."""
+"""Asynchronous polling of finished rows, so that the host does not wait for the device at every step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 _STEPS_BETWEEN_POLLS = 8
-"""Steps between two looks on a GPU; the host is ahead of what it knows by up to twice as many."""
+"""Steps between polls on a GPU; a result is up to twice as many steps old."""
 
 
 class FinishedRowPoller:
-    """Copies a mask to the host in the background, and remembers random states to go back to.
+    """Copies the mask of unfinished rows to the host asynchronously, and keeps generator states to restore.
 
     Args:
-        device: Where the mask is.
-        synchronous: Look at every step, and wait for it.
-        draws: Whether steps draw from torch's generator of the device.
+        device: Device of the mask.
+        synchronous: Poll at every step and wait for the result.
+        draws: Whether steps advance torch's generator of the device.
     """
 
     def __init__(self, device: torch.device, *, synchronous: bool, draws: bool):
@@ -29,11 +29,11 @@ class FinishedRowPoller:
             self._states = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
 
     def poll(self, mask: Tensor, step: int) -> Tensor | None:
-        """The mask on the host, as it is or as it was some steps ago; None between two looks.
+        """Return the mask on the host, possibly some steps old; None between polls.
 
         Args:
             mask: ``[rows]`` bool.
-            step: Steps done.
+            step: Steps completed.
         """
         if not self.is_async:
             return mask.cpu()
@@ -48,12 +48,12 @@ class FinishedRowPoller:
         copy = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True, device="cpu")
         copy.copy_(mask, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))  # the current device may be another one
+        event.record(torch.cuda.current_stream(self.device))  # may not be the current device
         self._pending = copy, event
         return known
 
     def restore_generator(self, step: int) -> None:
-        """Put the random generator back to where it was after `step` steps."""
+        """Restore the generator's state after `step` steps."""
         for known, state in self._states or ():
             if known == step:
                 torch.cuda.set_rng_state(state, self.device)
