@@ -124,7 +124,7 @@ class Loop:
         positions = self.start.positions[wave.rows] + wave.drawn - 1
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
-        row_numbers = wave.rows  # the batch's row row_numbers in the call
+        row_numbers = wave.rows  # the batch's row numbers in the call
         poller = FinishedRowPoller(
             self.prompts.device, synchronous=self._polls_synchronously, draws=self.sampler.generator_draws
         )
@@ -213,8 +213,7 @@ class Loop:
 
     @property
     def _can_compact(self) -> bool:
-        """Whether finished rows can be compacted: there is a pad token, the cache is not returned, and no custom code sees
-        all rows' logits."""
+        """Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom processors."""
         return self.stopping.pads and not self.config.return_dict_in_generate and not self.sampler.custom
 
     @property

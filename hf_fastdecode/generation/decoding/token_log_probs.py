@@ -24,8 +24,8 @@ class TokenLogProbs(LogitsProcessor):
         sequences = model.generate(**inputs, logits_processor=[log_probs])
         log_probs.of(sequences[:, inputs["input_ids"].shape[1]:])
 
-    In stock calls it is an ordinary processor and sees the output of earlier ones: `generate` places its processors for
-    repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after.
+    In stock calls it is an ordinary processor and sees the output of earlier ones: `generate` places its processors
+    for repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after.
 
     Args:
         on_step: Called at each step with the number of tokens sampled before.

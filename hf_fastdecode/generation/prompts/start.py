@@ -1,4 +1,4 @@
-"""Where decoding starts: the prompts' nodes prefilled once, and every row's first logits."""
+"""Start of decoding: shared prefill and the first logits of every row."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger("hf_fastdecode")
 
 @dataclass
 class Start:
-    """What decoding starts from.
+    """State at the start of decoding.
 
     Attributes:
-        cache: The nodes, planted, with suffixes that hold `suffix_tokens`.
-        logits: ``[rows, vocabulary]`` behind each prompt.
+        cache: The prefilled cache; suffixes hold `suffix_tokens`.
+        logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
-        suffix_tokens: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
+        suffix_tokens: ``[rows, tokens]`` int64: prompt tokens stored in suffixes rather than nodes; at most one.
     """
 
     cache: SharedContextCache
@@ -49,18 +49,18 @@ def start_shared(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Start:
-    """Find what the prompts share, and prefill it once.
+    """Find the prefixes that prompts share, and prefill each once.
 
     Args:
         model: The enabled model.
-        state: Options of `enable`, and what earlier calls prefilled.
-        call: The report to fill in, with the mode chosen.
-        input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
-        generation_config: The call's own, with its lengths prepared.
-        model_kwargs: What `generate` prepared for the model.
+        state: Options and kept prefixes of the model.
+        call: The report to fill in, with the mode set.
+        input_ids: ``[rows, width]``, expanded to all samples, as passed to decoding loops.
+        generation_config: The call's generation config, with lengths prepared.
+        model_kwargs: Model arguments prepared by `generate`.
 
     Raises:
-        NotSharedError: The call runs stock.
+        NotSharedError: The call must run stock.
         ValueError: A given `SharedContextCache` does not fit the prompts or the model.
     """
     given = model_kwargs.get("past_key_values")
@@ -71,7 +71,7 @@ def start_shared(
         reason, level = str(error), logging.WARNING
     except NotSharedError as error:
         reason, level = str(error), error.level
-    # Raised anew: an error in a variable would keep this frame alive, and with it what stock stores for the call.
+    # Raise a new error: storing the caught one would keep this frame's tensors alive during the stock call.
     if given is not None:
         raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
     raise NotSharedError(reason, level)
@@ -90,10 +90,10 @@ def _start(
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
         raise NotSharedError(reason)
-    max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
+    max_suffix = int(generation_config.max_length) - width  # max_length may be another library's integer
     found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache
-    # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
+    # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     rerun_last_token = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
     if rerun_last_token:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
