@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
-from .cuda_graph import Captures, CaptureOptions, bucket
+from .cuda_graph import CaptureOptions, Captures, bucket
 
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
