@@ -84,7 +84,7 @@ def call_reason(
     if config.output_attentions:
         return "output_attentions=True needs weights that fused attention does not compute"
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
-        return f"cache_implementation={config.cache_implementation!r} was asked for"
+        return f"cache_implementation={config.cache_implementation!r} was requested"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
         return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"

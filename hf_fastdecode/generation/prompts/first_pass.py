@@ -118,7 +118,7 @@ class AwaitedPrompts:
             if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
                 raise NotSharedError(f"the argument {name!r} is not accelerated yet")
         if arguments.get("return_dict") is False:
-            raise NotSharedError("return_dict=False was asked for")
+            raise NotSharedError("return_dict=False was requested")
         ids, embeddings = arguments.get("input_ids"), None
         if ids is None:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
