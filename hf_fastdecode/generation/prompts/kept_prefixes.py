@@ -45,7 +45,7 @@ class ReusedPrefixes:
         self._lock = Lock()
         self._kept: deque[_Kept] = deque()
         self._fingerprint: Fingerprint | None = None
-        self._way: tuple[Any, ...] = ()
+        self._pass_settings: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReusedPrefixes:
         return ReusedPrefixes()  # a copy of the model has other weights
@@ -92,7 +92,7 @@ class ReusedPrefixes:
         with self._lock:
             self._drop_if_outdated(model)
             if self._fingerprint is None:
-                self._fingerprint, self._way = Fingerprint(model), _way(model)
+                self._fingerprint, self._pass_settings = Fingerprint(model), _pass_settings(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -109,7 +109,7 @@ class ReusedPrefixes:
     def _drop_if_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
-        if self._way != _way(model) or self._fingerprint.difference(model) is not None:
+        if self._pass_settings != _pass_settings(model) or self._fingerprint.difference(model) is not None:
             self._kept.clear()
             self._fingerprint = None
 
@@ -121,6 +121,6 @@ class ReusedPrefixes:
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def _way(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
+def _pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
     """Autocast dtype and instance-level `forward`, which also affect keys and values."""
     return autocast_dtype(input_device(model)), vars(model).get("forward")

@@ -54,8 +54,8 @@ def bucket(rows: int) -> int:
     power = 1 << max(0, rows - 1).bit_length()
     if power <= 128:
         return power
-    apart = max(64, power // 8)  # a matrix product of up to 63 fewer rows takes as long
-    return -(-rows // apart) * apart
+    spacing = max(64, power // 8)  # a matrix product of up to 63 fewer rows takes as long
+    return -(-rows // spacing) * spacing
 
 
 class CapturedStep:
@@ -310,7 +310,7 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
     """Why this model's steps cannot be captured, or None if no reason is known."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return f"the model must lie on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
+        return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
     if model.dtype not in (torch.float16, torch.bfloat16):
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
