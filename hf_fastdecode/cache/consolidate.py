@@ -29,10 +29,10 @@ def consolidate(cache: SharedContextCache) -> None:
     Raises:
         torch.OutOfMemoryError: Not enough memory for the copies; the cache is unchanged.
     """
-    shown = _Shown(cache.forest)
-    moved = [span for merge in _merges(cache, shown) for span in merge]
-    moved += _sparse(cache, shown, set(moved))
-    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(shown.runs) - set(moved)}))}
+    used = _UsedTokens(cache.forest)
+    moved = [span for merge in _merges(cache, used) for span in merge]
+    moved += _sparse(cache, used, set(moved))
+    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(used.runs) - set(moved)}))}
     if not moved and len(numbers) == len(cache.segment_tokens):
         return
     places: dict[Span, Span] = {}
@@ -42,7 +42,7 @@ def consolidate(cache: SharedContextCache) -> None:
         length += run.length
 
     def place(span: Span) -> Span:
-        run = shown.run_of(span)
+        run = used.run_of(span)
         if run not in places:
             return Span(numbers[span.segment], span.start, span.length)
         return places[run][span.start - run.start : span.stop - run.start]
@@ -57,7 +57,7 @@ def consolidate(cache: SharedContextCache) -> None:
     cache.replace_storage(forest, tokens, storage, protected=sum(old < cache.protected_segments for old in numbers))
 
 
-class _Shown:
+class _UsedTokens:
     """The stored tokens that nodes use.
 
     Attributes:
@@ -85,12 +85,12 @@ def _start(span: Span) -> tuple[int, int]:
     return span.segment, span.start
 
 
-def _merges(cache: SharedContextCache, shown: _Shown) -> Iterator[list[Span]]:
+def _merges(cache: SharedContextCache, used: _UsedTokens) -> Iterator[list[Span]]:
     """Groups of consecutive spans on a path to merge into one node."""
     for chain in _chains(cache.forest):
         groups: list[list[Span]] = []
         for node in chain:
-            if node.span.segment < cache.protected_segments or shown.nodes[shown.run_of(node.span)] > 1:
+            if node.span.segment < cache.protected_segments or used.nodes[used.run_of(node.span)] > 1:
                 yield from (group for group in groups if len(group) > 1)
                 groups = []
                 continue
@@ -119,9 +119,9 @@ def _chains(forest: Forest) -> list[list[Node]]:
     return chains
 
 
-def _sparse(cache: SharedContextCache, shown: _Shown, merged: set[Span]) -> list[Span]:
+def _sparse(cache: SharedContextCache, used: _UsedTokens, merged: set[Span]) -> list[Span]:
     """Used spans of segments that are less than half used."""
-    left = [run for run in shown.runs if run not in merged and run.segment >= cache.protected_segments]
+    left = [run for run in used.runs if run not in merged and run.segment >= cache.protected_segments]
     tokens = Counter[int]()
     for run in left:
         tokens[run.segment] += run.length

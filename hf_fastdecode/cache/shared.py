@@ -161,7 +161,7 @@ class SharedContextCache(Cache):
         moved = [layer.reserve(tokens) for layer in self.layers]
         return any(moved)
 
-    def wrote(self, input_ids: Tensor) -> None:
+    def record_captured_step(self, input_ids: Tensor) -> None:
         """Record that a captured step appended tokens ``[rows, queries]`` to the suffixes of every layer."""
         self.state.suffix_length += input_ids.shape[1]
         self.record_tokens(input_ids)

@@ -89,7 +89,7 @@ class TokenStorage:
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            self.segments[number] = _map(like, lambda part: _room(part, (part.shape[0], length)))
+            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
@@ -103,7 +103,7 @@ class TokenStorage:
     def copied(self, spans: Iterable[Span]) -> Segment:
         """Copy spans into one contiguous segment: each part ``[heads, tokens, width]``."""
         views = [self.segments[span.segment].view(span) for span in spans]
-        with torch.inference_mode(False), torch.no_grad():  # as `_room`
+        with torch.inference_mode(False), torch.no_grad():  # as `_allocate`
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
 
     # --- suffixes ----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class TokenStorage:
         capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
         if most is not None:
             capacity = max(tokens, min(capacity, most))
-        grown = _map(like, lambda part: _room(part, (rows, part.shape[0], capacity)))
+        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[0], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
         self._replace(grown)
@@ -139,7 +139,7 @@ class TokenStorage:
             stored[:, :, before : before + part.shape[2]] = part
 
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
-        """Suffixes in row order: a view of the storage, or a copy if rows were reordered.
+        """Suffixes in row order: the storage itself, or a copy if rows were reordered.
 
         Raises:
             ValueError: The layer holds no suffix yet.
@@ -151,7 +151,7 @@ class TokenStorage:
     def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None) -> Segment:
         """Copy all suffixes into one segment: row ``i`` is tokens ``i * length`` to ``(i + 1) * length``."""
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
-        with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_room`
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
 
             def side_by_side(part: Tensor) -> Tensor:
                 rows_inside = part[:, :, :length].transpose(0, 1)
@@ -165,7 +165,7 @@ class TokenStorage:
             return
         capacity, before = self.capacity, self.ordered_suffix(origins)
         rows = rows.to(before[0].device)
-        selected = _map(before, lambda part: _room(part, (len(rows), part.shape[1], capacity)))
+        selected = _map(before, lambda part: _allocate(part, (len(rows), part.shape[1], capacity)))
         for new, part in zip(selected, before, strict=True):
             new[:, :, : part.shape[2]].copy_(part.index_select(0, rows))
         self._replace(selected)
@@ -189,7 +189,7 @@ def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
     return Segment._make(map(change, parts))
 
 
-def _room(part: Tensor, shape: Sequence[int]) -> Tensor:
+def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
     """Allocate a tensor with the part's width and dtype.
 
     Never an inference tensor, which could be written only in inference mode.

@@ -84,7 +84,7 @@ class Loop:
                     raise
                 fits = False
             cache = None
-            if not fits:  # outside of `except`, where the traceback keeps the memory active
+            if not fits:  # outside of `except`, where the traceback keeps the memory alive
                 self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
         self.report.waves = len(done) if len(done) > 1 else 0

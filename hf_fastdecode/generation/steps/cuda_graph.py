@@ -315,7 +315,7 @@ def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, An
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was requested"
-    if torch.is_autocast_enabled(model.device.type):  # the graph would capture its cached weight casts
+    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
     for module in model.modules():
         if module is not model and own_method(module, "forward") is not None:

@@ -120,7 +120,7 @@ class CapturedSteps:
         if self.cache.reserve(self.cache.suffix_length + 1):
             self._step.load_suffixes(self.cache)
         logits = self._step(ids, positions)
-        self.cache.wrote(ids[:, None])
+        self.cache.record_captured_step(ids[:, None])
         return logits
 
     def select(self, rows: list[int]) -> Steps:
