@@ -1,4 +1,4 @@
-"""What a user calls: `enable`, `disable`, `enabled`, `explain`, `prefill`."""
+"""Public functions: `enable`, `disable`, `enabled`, `explain`, `prefill`."""
 
 from __future__ import annotations
 
@@ -40,42 +40,43 @@ def enable(
     max_prefill_tokens: int = 16384,
     reuse_prefix: bool | int = False,
 ) -> Model:
-    """Make `model.generate` share the context of its samples: prefilled once, stored once, read once per step.
+    """Make `model.generate` prefill, store and read the context that its samples share once.
 
-    The model goes on being called as before, and returns what it returned before. Calls that cannot share, e.g. those
-    with ``use_cache=False``, run stock and say so once in the log; `explain` tells what the last call did. Only this
-    instance changes; `disable` restores it. Calling `enable` again replaces the options.
+    Calls and return values stay the same. Calls that cannot share context, e.g. with ``use_cache=False``, run stock
+    transformers and log the reason once; `explain` reports what the last call did. Only this instance changes;
+    `disable` restores it. Calling `enable` again replaces the options.
 
     Args:
         model: A decoder-only transformers model, on any device. One wrapped by PEFT, `torch.compile`,
-            DistributedDataParallel or DataParallel is enabled by what it wraps; so for the other functions here.
-        backend: What attends in a decode step: ``auto`` chooses by device, dtype and size; ``triton`` forces this
-            package's kernels, ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` one of PyTorch's operators. A
-            forced one runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` stands in for ``auto``.
+            DistributedDataParallel or DataParallel is unwrapped first, here and in the other functions.
+        backend: Attention operators of decode steps: ``auto`` chooses by device, dtype and size; ``triton`` forces
+            this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
+            operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces
+            ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
-            (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU, and on a GPU captures
-            once a model's calls have asked for enough steps to pay for it. A forced one runs or raises.
-        sampler: Who draws tokens: ``hf`` is transformers' own code, draw for draw. ``fast`` is this package's kernel,
-            which draws from the same distribution with other random numbers, and needs a GPU. ``auto`` takes it for
-            half-precision models on a GPU, unless the call asks for what only transformers' code does.
-        fuse_projections: Whether captured steps compute query, key and value projections concurrently, and gate and up
-            projections, as parallel branches of the graph: ``auto`` does where that gains, ``True`` captures steps for
-            it or raises, ``False`` computes them one by one. No weight is moved or copied, whichever.
-        min_shared_tokens: Shortest run of tokens that neighbouring prompts share, at any depth, to be stored once.
-        min_saved_tokens: A call in which sharing saves fewer stored tokens than this runs stock, which is faster then,
-            unless its steps are captured.
-        max_prefill_tokens: Most tokens in one prefill forward pass; longer contexts are prefilled in parts.
-        reuse_prefix: Keep the prompts' keys and values of the last calls, so that a later call prefills only what is
-            new in its prompts: for prompts that come one at a time and begin alike. ``True`` keeps up to 2 GiB, a
-            number so many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts
-            of at least `min_saved_tokens` then run shared although nothing is saved yet.
+            (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU; on a GPU it captures
+            once the model's calls have requested enough steps to amortize the capture. A forced mode runs or raises.
+        sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
+            samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
+            half-precision models on a GPU, unless the call needs features that only transformers' code has.
+        fuse_projections: Whether captured steps compute query, key and value projections, and gate and up projections,
+            concurrently as parallel branches of the graph. ``auto`` does where it is faster; ``True`` captures steps
+            or raises; ``False`` computes them one by one. Weights are never moved or copied.
+        min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.
+        min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
+            their steps are captured.
+        max_prefill_tokens: Maximum tokens per prefill forward pass; longer contexts are prefilled in chunks.
+        reuse_prefix: Keep the prompts' keys and values of recent calls, so that later calls prefill only new tokens:
+            for prompts with a common prefix that arrive one at a time. ``True`` keeps up to 2 GiB, an integer that
+            many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts of at
+            least `min_saved_tokens` then run shared although nothing is saved yet.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: An option is out of its bounds.
-        TypeError: `model` is not a transformers model that generates, and wraps none.
+        ValueError: An option has an invalid value.
+        TypeError: `model` neither is nor wraps a transformers model that generates.
     """
     options = Options(
         backend,
@@ -94,9 +95,9 @@ def enable(
 def disable(model: Model) -> Model:
     """Undo `enable`: every attribute it touched is the original object again. Does nothing on a stock model.
 
-    `generate` calls under way, in this thread or another, go on as they began: for them it takes effect when the last
-    of them ends, and calls that begin meanwhile run stock. A method of the instance that others have put in the place
-    of ours since stays; where it calls ours, that passes the call on.
+    `generate` calls in progress in any thread finish unchanged; the attributes are restored when the last one ends,
+    and calls that start meanwhile run stock. A method that other code has since overridden on the instance stays; if
+    it calls this package's override, that forwards to the original.
 
     Returns:
         The same model.
@@ -110,7 +111,7 @@ def disable(model: Model) -> Model:
 
 @contextmanager
 def enabled(model: Model, **options: Any) -> Iterator[Model]:
-    """`enable` for a block: on leaving it, by an error too, the model is as it was, enabled or not.
+    """Context manager for `enable`; on exit, also by an error, restores the model's previous state.
 
     Args:
         model: As for `enable`.
@@ -130,7 +131,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
 
 
 def explain(model: nn.Module) -> Report:
-    """Tell, for each layer and for the last `generate` call, which path ran and why; `print` it to read it.
+    """Report for each layer and for the last `generate` call which path ran and why; `print` it.
 
     Raises:
         TypeError: `model` is not a transformers model.
@@ -141,17 +142,15 @@ def explain(model: nn.Module) -> Report:
 def prefill(
     model: nn.Module, inputs: Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 ) -> SharedContextCache:
-    """Compute the keys and values of prompts once, to be used by many `generate` calls.
+    """Compute the keys and values of prompts once, for use in many `generate` calls.
 
-    Pass the result as ``past_key_values`` together with prompts that begin with these tokens (or are these tokens):
-    only what lies behind them is prefilled. Each prompt of a call is matched with the row that it has the longest
-    common prefix with, so a prompt that was not prefilled still finds what it has in common with those that were. The
-    log warns when that is little.
+    Pass the result as ``past_key_values`` together with full prompts that begin with these tokens; only the remaining
+    tokens are prefilled. Each prompt of a call is matched to the row with the longest common prefix, so prompts that
+    were not prefilled reuse their common prefix too. A short match logs a warning.
 
-    The cache is not consumed; each call works on a fork of it. It holds what this model's weights and active adapters
-    made of the tokens: after they have changed, as in training, prefill again. `generate` raises where PyTorch's
-    version counters or addresses tell (writing to ``parameter.data`` in place goes around them); a forward pass of
-    your own does not look.
+    The cache is not consumed; each call works on a fork. It is valid for the weights and active adapters that computed
+    it: after they change, as in training, prefill again. `generate` raises when PyTorch's version counters or
+    addresses show a change (in-place writes to ``parameter.data`` bypass them); direct forward passes do not check.
 
     Args:
         model: An enabled model.
@@ -160,13 +159,13 @@ def prefill(
             and, for padded prompts, ``attention_mask``.
 
     Returns:
-        A cache with one row for each prompt, in the order given. A common prefix of at least `min_shared_tokens` (see
-        `enable`) is computed and stored once, whichever prompts have it.
+        A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
+        `enable`) is computed and stored once.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context (in training mode with dropout, for one, or with
-            forward hooks of your own), or the inputs are not prompts, or hold ids that the model does not know, or are
-            too long for a position embedding that changes with the length of the text.
+        ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
+            forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too long for a
+            position embedding that depends on the text length.
     """
     inner = unwrapped(model)
     model_state = state_of(inner)
@@ -175,14 +174,16 @@ def prefill(
     if reason := model_reason(inner) or method_reason(inner) or switch_reason(inner):
         raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
     input_ids, mask = padded_ids(inputs)
-    if reason := input_reason(inner, input_ids, mask, longest=input_ids.shape[1]):  # a later call looks again
+    if reason := input_reason(
+        inner, input_ids, mask, longest=input_ids.shape[1]
+    ):  # generate checks with its own length
         raise ValueError(f"these prompts cannot be prefilled: {reason}")
     limit = rope_limit(inner.config.get_text_config(decoder=True))
     longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
     if limit is not None and longest >= limit:
         raise ValueError(
             f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(inner).__name__} changes "
-            f"beyond {limit} tokens, so that no call could go on from it; prefill at most {limit - 1} tokens, or call "
+            f"beyond {limit} tokens, so no call could continue from it; prefill at most {limit - 1} tokens, or call "
             "generate without a kept cache"
         )
     groups = group_prompts(input_ids, mask)
@@ -198,20 +199,20 @@ def prefill(
         raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
     if rows is not None:
         cache.select_rows(rows)
-    cache.fingerprint, cache.lent_segments = Fingerprint(inner), len(cache.segment_tokens)
+    cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
     return cache
 
 
 def _plan(
     groups: list[PromptGroup], cache: SharedContextCache, min_shared_tokens: int
 ) -> tuple[PromptPlan, list[int] | None]:
-    """Plan the prompts in the given order, or sorted where that stores fewer tokens.
+    """Plan the prompts in the given order, or sorted if that stores fewer tokens.
 
-    Only neighbours share, and sorting makes prompts with a common prefix neighbours. The given order is preferred
-    because evenly spaced spans of consecutive rows are read in one call.
+    Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
+    preferred because evenly spaced spans of consecutive rows are read in one operator call.
 
     Returns:
-        The plan, and for each prompt its row in the plan; None where the plan keeps the given order.
+        The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
     stored = StoredPrompts(cache)
     plan = plan_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
@@ -228,7 +229,7 @@ def _plan(
 
 
 def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:
-    """Refuse ids that have no embedding: on a GPU the lookup fails in a device assert, which CUDA does not survive."""
+    """Reject out-of-vocabulary ids: on a GPU the lookup would trigger a device assert, fatal to the CUDA context."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is None:
         return

@@ -1,4 +1,4 @@
-"""Every form of prompts that `prefill` takes, converted to padded ids and a mask."""
+"""Conversion of the inputs of `prefill` to padded ids and a mask."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TOKENIZE = "call the tokenizer: tokenizer(prompts)"
 
 
 def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
-    """Convert prompts to the tensors that `generate` takes.
+    """Convert prompts to ``input_ids`` and ``attention_mask`` tensors.
 
     Args:
         inputs: ``input_ids`` ``[prompts, length]``, a list of prompts, or a mapping with one of these as
             ``input_ids`` and an optional ``attention_mask`` of the same form.
 
     Returns:
-        ``input_ids`` and ``attention_mask``, both ``[prompts, length]``; lists are padded on the left. The mask is
-        None if none was given, or if a list needed no padding.
+        ``input_ids`` and ``attention_mask``, both ``[prompts, length]``; lists are left-padded. The mask is None
+        if none was given, or if a list needs no padding.
 
     Raises:
         ValueError: `inputs` are not prompts.
@@ -54,14 +54,16 @@ def _checked(input_ids: Tensor) -> Tensor:
         remedy = "; for one prompt, input_ids[None]" if input_ids.dim() == 1 else ""
         raise ValueError(f"input_ids must have shape [prompts, length], got {shape}{remedy}")
     if input_ids.numel() == 0:
-        raise ValueError(f"the prompts are empty: input_ids has shape {list(input_ids.shape)}; give a token at least")
+        raise ValueError(
+            f"the prompts are empty: input_ids has shape {list(input_ids.shape)}; give at least one token"
+        )
     _check_dtype(input_ids, "input_ids")
     return input_ids
 
 
 def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | None]:
     if not prompts:
-        raise ValueError("the list of prompts is empty; give one prompt at least")
+        raise ValueError("the list of prompts is empty; give at least one prompt")
     ids = [_row(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
     shown = [torch.ones_like(row) for row in ids]
     if masks is not None:
@@ -83,7 +85,7 @@ def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | 
 
 
 def _row(values: object, name: str) -> Tensor:
-    """One prompt's ids, or its mask: ``[length]`` int64 on the CPU."""
+    """Convert one prompt's ids or mask to ``[length]`` int64 on the CPU."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             remedy = "pass ids[0] of it" if values.dim() == 2 and len(values) == 1 else "pass one tensor for each"
@@ -101,7 +103,7 @@ def _row(values: object, name: str) -> Tensor:
         remedy = "for one prompt, pass [input_ids]" if isinstance(values, int) else _TOKENIZE
         raise ValueError(f"{name} must be a list of ids or a tensor [length], got {_shown(values)}; {remedy}")
     if not len(row):
-        raise ValueError(f"{name} is empty; give a token at least, or leave the prompt out")
+        raise ValueError(f"{name} is empty; give at least one token, or leave the prompt out")
     return row
 
 

@@ -1,4 +1,4 @@
-"""The transformers model inside of what other libraries wrap around it."""
+"""Unwraps models wrapped by PEFT, torch.compile, DDP and others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "base_model", "model")
-"""Attributes in which wrappers keep a model: of torch.compile, DDP and DataParallel, FSDP, PEFT, and its tuners."""
+"""Wrappers' attributes for the inner model: torch.compile, DDP and DataParallel, FSDP, PEFT, PEFT's tuners."""
 
 
 def unwrapped(model: object) -> PreTrainedModel:
-    """The transformers model that `model` is or wraps, whose `generate` is the one that runs.
+    """Return the transformers model that `model` is or wraps, the one whose `generate` runs.
 
     Args:
         model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel, DataParallel or
-            any module that keeps it under the same name as one of these, in any order.
+            any module that stores it under one of the same attribute names, nested in any order.
 
     Raises:
-        TypeError: `model` is none of these; the message names the attribute to pass, if one holds a model.
+        TypeError: `model` is none of these; the message names the attribute that holds a model, if any.
     """
     found = model
     while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
@@ -35,7 +35,7 @@ def _name(model: object) -> str:
 
 
 def _attribute(wrapper: nn.Module, name: str) -> object:
-    """What the wrapper itself keeps under a name, not what it passes on of its model."""
+    """The wrapper's own attribute, bypassing ``__getattr__`` delegation to the model."""
     return wrapper._modules.get(name) or vars(wrapper).get(name)
 
 

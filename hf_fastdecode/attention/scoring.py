@@ -25,7 +25,7 @@ class Scoring:
     sinks: Tensor | None = None
 
     @property
-    def said(self) -> str:
-        """What of it is not plain causal attention, as the end of a sentence in a report."""
+    def report_suffix(self) -> str:
+        """Report suffix naming features beyond causal attention."""
         window = "" if self.window is None else f", within a window of {self.window} tokens"
         return window if self.sinks is None else f"{window}, with sinks"

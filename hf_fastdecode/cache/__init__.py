@@ -1,1 +1,1 @@
-"""Cache subclasses: what transformers' models write keys and values to."""
+"""Cache subclasses that store the keys and values of transformers models."""

@@ -1,4 +1,4 @@
-"""The bytes of keys and values, and what a decode step reads of them, with and without sharing.
+"""Bytes of keys and values, stored and read per decode step, with and without sharing.
 
 Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` numbers, ``b`` rows, ``m_c`` tokens of shared
 context, ``m_d`` tokens that each row has added.
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _LOCAL = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}  # by layer type
-# With one of these fields, layers differ in what they store, or store something else than keys and values of heads.
+# With any of these set, layers store different shapes, or something other than per-head keys and values.
 _UNCOUNTED = ("kv_lora_rank", "num_kv_shared_layers", "cross_attention_layers", "swa_num_key_value_heads")
 
 
 class StockShared(NamedTuple):
-    """One quantity where every row holds the context, as in stock transformers, and where it is stored once."""
+    """A quantity with the context duplicated per row, as in stock transformers, and with it stored once."""
 
     stock: int
     shared: int
 
     @property
     def ratio(self) -> float:
-        """How many times stock is of shared."""
+        """Stock divided by shared."""
         return self.stock / self.shared
 
 
@@ -31,10 +31,10 @@ class CacheBytes(NamedTuple):
     """Bytes of a cache's keys and values over all layers.
 
     Attributes:
-        stored: Tokens held: every segment, whether or not rows attend to all of it, and every row's suffix.
-        allocated: The same with the whole preallocated suffix buffers.
-        stock: What a stock transformers cache holds for the same rows, padded to one length, of which layers with a
-            window keep no more than that.
+        stored: Every segment, also where rows attend to part of it, and every row's suffix.
+        allocated: As `stored`, with preallocated suffix buffers counted in full.
+        stock: A stock transformers cache for the same rows, padded to one length; layers with a window keep only
+            the window.
     """
 
     stored: int
@@ -43,12 +43,12 @@ class CacheBytes(NamedTuple):
 
 
 def within(length: int, window: int | None) -> int:
-    """Of so many tokens, those that a window shows."""
+    """Number of the last `length` tokens that a window keeps."""
     return length if window is None else min(length, window)
 
 
 def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
-    """Elements of K that one layer reads in one decode step; of V it reads as many.
+    """Elements of K that one layer reads in one decode step, and as many of V.
 
     Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``.
 
@@ -67,16 +67,16 @@ def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: in
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the attention layers of a decoder store.
+    """Shape of the keys and values that a decoder's attention layers store.
 
     Attributes:
         layers: Layers that store keys and values.
         query_heads: ``h``.
         kv_heads: ``g``.
-        head_dim: Numbers in one head's key, and in its value.
-        local_layers: How many of the layers attend to a window only.
-        window: That window in tokens; None when there are no such layers.
-        chunked: Whether it is a chunk that starts anew at its multiples, and does not slide.
+        head_dim: Width of one head's keys and values.
+        local_layers: Number of layers with a window.
+        window: Window length in tokens; None without such layers.
+        chunked: Whether the window is a chunk, which restarts at its multiples, rather than sliding.
     """
 
     layers: int
@@ -89,10 +89,10 @@ class KVShape:
 
     @classmethod
     def from_config(cls, config: Any) -> KVShape:
-        """Read the shape from a transformers config; the model is not built.
+        """Read the shape from a transformers config, without building the model.
 
         Raises:
-            ValueError: The model is no decoder, or its layers do not all store keys and values of the same heads.
+            ValueError: The model is not decoder-only, or its layers store different shapes.
         """
         name = config.model_type
         if config.is_encoder_decoder:
@@ -128,16 +128,16 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
     def kv_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
-        """Bytes of all keys and values that are stored by a step.
+        """Bytes of all keys and values stored at a decode step.
 
-        Equations 5 and 6, for K and V, over the layers. A stock cache keeps no more than the window of a local layer;
-        sharing keeps all.
+        Equations 5 and 6, for K and V, summed over layers. In a local layer a stock cache keeps only the window; the
+        shared cache keeps all tokens.
 
         Args:
-            rows: Samples of one context, ``b``.
-            context: Tokens they share, ``m_c``.
-            decoded: Tokens that each has added, ``m_d``.
-            element_bytes: Bytes of one number.
+            rows: Samples per context, ``b``.
+            context: Shared tokens, ``m_c``.
+            decoded: Tokens appended by each row, ``m_d``.
+            element_bytes: Bytes per element.
         """
         own = memory_io(self.kv_heads, self.head_dim, rows, context, decoded)
         cut = own.stock
@@ -147,7 +147,7 @@ class KVShape:
         return StockShared(2 * stock * element_bytes, 2 * self.layers * own.shared * element_bytes)
 
     def step_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
-        """Bytes of all keys and values that a step reads, in local layers those in the window; see `kv_bytes`."""
+        """Bytes of keys and values that a step reads; local layers read only the window. See `kv_bytes`."""
         stored = self.kv_bytes(rows, context, decoded, element_bytes)
         if self.window is None:
             return stored
@@ -159,24 +159,24 @@ class KVShape:
 
 
 def local_layers(config: Any) -> tuple[int, int | None]:
-    """How many layers of a decoder attend to a window only, and that window in tokens; ``(0, None)`` without one."""
+    """Number of layers with a window, and the window in tokens; ``(0, None)`` without one."""
     window, types = _window(config), _layer_types(config)
     local = config.num_hidden_layers * sum(_LOCAL.get(kind, False) for kind in types) // len(types)
     return (local, window) if window is not None and local else (0, None)
 
 
 def _layer_types(config: Any) -> Sequence[str]:
-    """The layers' types; one for all where the config names none: a window is then that of all layers."""
+    """Layer types, or a single type when the config lists none; a window then applies to all layers."""
     alike = "full_attention" if _window(config) is None else "sliding_attention"
     return getattr(config, "layer_types", None) or [alike]
 
 
 def _field(config: Any, name: str) -> Any:
-    """A field, or None; some configs refuse to name one value where layers differ."""
+    """A config field, or None; some configs raise when layers differ in it."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
-        return "one for each layer"
+        return "a value per layer"
 
 
 def _count(config: Any, name: str) -> int:
@@ -201,7 +201,7 @@ def _head_dim(config: Any, heads: int) -> int:
 
 
 def _window(config: Any) -> int | None:
-    """Tokens that a local layer attends to, or None when the config has no window in use."""
+    """Window length of local layers in tokens, or None when the config uses none."""
     if not getattr(config, "use_sliding_window", True):
         return None
     sizes = (_field(config, name) for name in ("sliding_window", "attention_chunk_size"))

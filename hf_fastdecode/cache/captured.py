@@ -1,4 +1,4 @@
-"""The cache that a captured decode step runs with: its layers attend through tables at fixed addresses."""
+"""Cache for captured decode steps; its layers attend through tables at fixed addresses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..attention.static_tables import StaticTables
 
 
 class CapturedCache(Cache):
-    """Stands in for a `SharedContextCache` while a decode step is captured, and holds no keys or values itself.
+    """Replaces the `SharedContextCache` while a decode step is captured; holds no keys or values.
 
     Args:
-        tables: Where they are found.
-        layers: Attention layers of the model.
+        tables: Addresses and lengths of the batch's keys and values.
+        layers: Number of attention layers in the model.
     """
 
     def __init__(self, tables: StaticTables, layers: int):
@@ -39,13 +39,13 @@ class _CapturedLayer(CacheLayerMixin):
         self.tables, self.index, self.is_initialized = tables, index, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to set up: storage is the batch's own."""
+        """No-op: the batch's own cache allocates storage."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         handle = _CapturedKV(self.tables, self.index, cast(key_states), cast(value_states))
         return handle, handle
 
-    # A step's positions are passed as tensors; what a model would read here would be baked into the graph.
+    # Positions are passed as tensors: lengths read here would be constants in the graph.
     def get_seq_length(self) -> int:
         return 0
 

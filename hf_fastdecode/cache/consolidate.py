@@ -1,6 +1,6 @@
-"""Keeps a cache that is passed from call to call small: merges chains of nodes, and drops storage that no row uses.
+"""Consolidation of caches reused across calls: merges chains of nodes and frees unused storage.
 
-Every turn of a conversation appends nodes to the rows' paths; without merging, a step of turn ``t`` would attend to
+Every turn of a conversation appends nodes to each row's path; without merging, a step in turn ``t`` attends to
 ``O(t)`` nodes. Chains are merged by the logarithmic method (Bentley and Saxe, "Decomposable searching problems I",
 1980): every node stays more than twice as long as the next one, and over all turns a token is copied ``O(log length)``
 times.
@@ -17,22 +17,22 @@ from .shared import SharedContextCache
 
 
 def consolidate(cache: SharedContextCache) -> None:
-    """Merge chains of nodes with the same rows, and drop stored tokens that no row attends to.
+    """Merge chains of nodes with the same rows, and free stored tokens that no row attends to.
 
-    A segment of which less than half is shown gives way to a copy of that part. Tokens that several nodes show are
-    never merged into one of them, which would store them twice, and segments lent by a prefilled cache are never
-    copied. Where nothing is gained, nothing is copied.
+    A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not
+    merged into one of them, which would store them twice. Protected segments are never copied. Nothing is copied
+    without a gain.
 
     Args:
-        cache: Planted, with empty suffixes.
+        cache: A cache whose forest is set, with empty suffixes.
 
     Raises:
-        torch.OutOfMemoryError: Memory does not suffice for the copies; the cache is as it was.
+        torch.OutOfMemoryError: Not enough memory for the copies; the cache is unchanged.
     """
-    shown = _Shown(cache.forest)
-    moved = [span for merge in _merges(cache, shown) for span in merge]
-    moved += _sparse(cache, shown, set(moved))
-    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(shown.runs) - set(moved)}))}
+    used = _UsedTokens(cache.forest)
+    moved = [span for merge in _merges(cache, used) for span in merge]
+    moved += _sparse(cache, used, set(moved))
+    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(used.runs) - set(moved)}))}
     if not moved and len(numbers) == len(cache.segment_tokens):
         return
     places: dict[Span, Span] = {}
@@ -42,7 +42,7 @@ def consolidate(cache: SharedContextCache) -> None:
         length += run.length
 
     def place(span: Span) -> Span:
-        run = shown.run_of(span)
+        run = used.run_of(span)
         if run not in places:
             return Span(numbers[span.segment], span.start, span.length)
         return places[run][span.start - run.start : span.stop - run.start]
@@ -54,15 +54,15 @@ def consolidate(cache: SharedContextCache) -> None:
         tokens.append(cache.path_tokens(tuple(moved)))
         for segments, layer in zip(storage, cache.layers, strict=True):
             segments[len(numbers)] = layer.storage.copied(moved)
-    cache.replace_storage(forest, tokens, storage, lent=sum(old < cache.lent_segments for old in numbers))
+    cache.replace_storage(forest, tokens, storage, protected=sum(old < cache.protected_segments for old in numbers))
 
 
-class _Shown:
-    """The stored tokens that nodes show.
+class _UsedTokens:
+    """The stored tokens that nodes use.
 
     Attributes:
-        runs: Spans in storage order, such that each node's span lies within one and none overlap.
-        nodes: By run, how many nodes show tokens of it.
+        runs: Disjoint spans in storage order; each node's span lies within one of them.
+        nodes: Number of nodes with tokens in each run.
     """
 
     def __init__(self, forest: Forest):
@@ -77,7 +77,7 @@ class _Shown:
         self.nodes = Counter(self.run_of(node.span) for node in forest.nodes)
 
     def run_of(self, span: Span) -> Span:
-        """The run that a node's span lies in."""
+        """The run that contains a node's span."""
         return self.runs[bisect_right(self._starts, _start(span)) - 1]
 
 
@@ -85,12 +85,12 @@ def _start(span: Span) -> tuple[int, int]:
     return span.segment, span.start
 
 
-def _merges(cache: SharedContextCache, shown: _Shown) -> Iterator[list[Span]]:
-    """Spans that follow each other on a path and become one node."""
+def _merges(cache: SharedContextCache, used: _UsedTokens) -> Iterator[list[Span]]:
+    """Groups of consecutive spans on a path to merge into one node."""
     for chain in _chains(cache.forest):
         groups: list[list[Span]] = []
         for node in chain:
-            if node.span.segment < cache.lent_segments or shown.nodes[shown.run_of(node.span)] > 1:
+            if node.span.segment < cache.protected_segments or used.nodes[used.run_of(node.span)] > 1:
                 yield from (group for group in groups if len(group) > 1)
                 groups = []
                 continue
@@ -105,7 +105,7 @@ def _length(spans: list[Span]) -> int:
 
 
 def _chains(forest: Forest) -> list[list[Node]]:
-    """The forest's nodes as maximal single-child chains: all nodes of a chain have the same rows."""
+    """The forest's maximal single-child chains; all nodes of a chain have the same rows."""
     chains: list[list[Node]] = []
     ends: dict[tuple[int, int], list[Node]] = {}
     for level in forest.levels:
@@ -119,9 +119,9 @@ def _chains(forest: Forest) -> list[list[Node]]:
     return chains
 
 
-def _sparse(cache: SharedContextCache, shown: _Shown, merged: set[Span]) -> list[Span]:
+def _sparse(cache: SharedContextCache, used: _UsedTokens, merged: set[Span]) -> list[Span]:
     """Used spans of segments that are less than half used."""
-    left = [run for run in shown.runs if run not in merged and run.segment >= cache.lent_segments]
+    left = [run for run in used.runs if run not in merged and run.segment >= cache.protected_segments]
     tokens = Counter[int]()
     for run in left:
         tokens[run.segment] += run.length

@@ -1,4 +1,4 @@
-"""Positions and checks of a forward pass that a user runs over a shared-context cache."""
+"""Position ids and mask checks for a user's own forward pass over a shared-context cache."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .shared import SharedContextCache
 
 
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
-    """Positions of the next tokens of every row: ``[rows, queries]`` int64, on the CPU."""
+    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the CPU."""
     first = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu") + cache.suffix_length
     return first[:, None] + torch.arange(queries, device="cpu")
 
 
 def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
-    """Refuse a mask that hides tokens: rows see all of their own.
+    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
 
     Args:
         cache: The cache.
-        mask: ``attention_mask`` of a forward pass, ``[rows, tokens]``, nonzero for what is seen; or anything else,
-            which attention itself refuses.
-        queries: Tokens that the pass appends to every row.
+        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and shapes
+            are left to the attention function, which rejects them.
+        queries: Tokens the pass appends to each row.
 
     Raises:
-        ValueError: It hides more than the padding in front of a row.
+        ValueError: The mask hides more than left padding.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
         return
@@ -35,6 +35,6 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
     in_front = hidden.long().cumprod(1).sum(1)
     if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
         raise ValueError(
-            "attention_mask hides tokens of the cache, of which every row sees its own; leave the mask out, or "
-            "hide nothing but padding on the left"
+            "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
+            "mask only left padding"
         )

@@ -1,4 +1,4 @@
-"""What a model computes with: its weights, adapters and modules, when they filled a cache or were captured."""
+"""Detects changes of a model's weights, adapters and modules since a cache was filled or a step captured."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLES = 4
-"""Numbers remembered of each parameter, spread over it."""
+"""Elements sampled per parameter, evenly spaced."""
 
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
-"""By which PEFT's layers say, on the host, which adapters they apply and how strongly."""
+"""Host attributes by which PEFT layers select adapters and their scaling."""
 
 _BAKED_IN = (bool, int, float, str, type(None), Tensor)
-"""Types of a module's own values that decide what it computes."""
+"""Types of module attributes that can affect what a module computes."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing")
-"""Flags under which keys and values are the same: dropout in training mode does not share."""
+"""Flags that do not affect keys and values (training mode with dropout never shares)."""
 
 
 class Fingerprint:
-    """Whether keys and values that a model computed before are those that it would compute now.
+    """Snapshot of a model, to tell whether it would still compute the same keys and values.
 
-    A tensor that was written to in place is noticed by PyTorch's version counter (optimizers, ``load_state_dict``, any
-    in-place operation), a replaced one by its address or identity, a replaced module or setting by itself. What goes
-    around these, such as writing to ``parameter.data`` in place, is noticed only where it changes one of a few numbers
-    of each parameter, by which copies of a model or of a cache are compared too.
+    In-place writes are detected by PyTorch's version counter (optimizers, ``load_state_dict``, any in-place op),
+    replaced tensors by address or identity, replaced modules and settings directly. Writes that bypass these, such as
+    in place to ``parameter.data``, are detected only if they change one of a few sampled elements per parameter. The
+    samples also compare copies of a model or of a cache.
 
     Args:
         model: The model.
@@ -40,13 +40,13 @@ class Fingerprint:
         self._samples = _samples(model)
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_model": None, "_own": None}  # of this process
+        return vars(self) | {"_model": None, "_own": None}  # ids and addresses are valid in this process only
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fingerprint:
-        return self  # never written to, and about the same model
+        return self  # immutable, and describes the same model
 
     def difference(self, model: nn.Module) -> str | None:
-        """What is other than it was, ``weights``, ``adapters`` or ``modules``, or None."""
+        """What changed: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
         if self._adapters != adapter_state(model):
             return "adapters"
         if self._model is not None and self._model() is model:
@@ -54,18 +54,18 @@ class Fingerprint:
             if self._own != (tensors, modules):
                 return "weights" if self._own[0] != tensors else "modules"
         now, then = _samples(model), self._samples
-        if now.keys().isdisjoint(then):  # moved or converted as a whole
+        if now.keys().isdisjoint(then):  # the whole model was moved or converted
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
 
 
 def adapter_state(model: nn.Module) -> Hashable:
-    """Which adapters the model's layers apply, by the layers' names."""
+    """Active adapters and their settings, by layer name."""
     found = []
     for path, module in model.named_modules():
         switches = {name: value for name in _ADAPTER_SWITCHES if (value := vars(module).get(name)) is not None}
-        if not isinstance(switches.get("scaling"), dict):  # by adapter; a number is something else's
+        if not isinstance(switches.get("scaling"), dict):  # PEFT's is a dict by adapter; others are unrelated
             switches.pop("scaling", None)
         if switches:
             found.append((path, *((name, str(value)) for name, value in switches.items())))
@@ -73,11 +73,11 @@ def adapter_state(model: nn.Module) -> Hashable:
 
 
 def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
-    """What modules read on the host: their own numbers, words and tensors, and a `forward` of an inner instance.
+    """Host-side state of modules: scalar, string and tensor attributes, and instance-level `forward` overrides.
 
     Args:
-        model: The model; a `forward` of its own is the caller's to compare, since `enable` puts one there.
-        without: Names of values to leave out. Private ones are taken for bookkeeping.
+        model: The model. Its own `forward` is left to the caller, since `enable` overrides it.
+        without: Attribute names to skip. Private ones are always skipped as bookkeeping.
     """
     return tuple(
         (
@@ -98,7 +98,7 @@ def _function(method: object) -> object:
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Where tensors lie."""
+    """Data pointers of the tensors."""
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
@@ -108,14 +108,14 @@ def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:
-    """Tensors and modules of a model, comparable with those of the same object only."""
+    """State of tensors and modules, comparable only for the same model object."""
     buffers = (buffer for buffer in model.buffers() if type(buffer) is Tensor and buffer.device.type != "meta")
     tensors = tuple(map(_tensor_state, (*_plain_parameters(model), *buffers)))
     return tensors, module_state(model, without=_NOT_IN_KEYS)
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Materialized plain parameters; offloaded ones, which come and go as other objects, are left out."""
+    """Materialized plain parameters; offloaded ones are skipped, since they are recreated as other objects."""
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
             yield parameter
@@ -123,11 +123,11 @@ def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def _samples(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """A few numbers of each parameter, by where and what they are."""
+    """A few elements of each parameter, by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in _plain_parameters(model):
         flat = parameter.detach().reshape(-1)
         numbers = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone(memory_format=torch.contiguous_format)
-        as_bytes = numbers.view(torch.uint8)  # NaN equals itself, and types that cannot be concatenated can
+        as_bytes = numbers.view(torch.uint8)  # bytes compare equal for NaN, and concatenate for every dtype
         found.setdefault((parameter.device, parameter.dtype), []).append(as_bytes)
     return {kind: torch.cat(parts) for kind, parts in found.items()}

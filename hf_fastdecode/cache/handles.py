@@ -1,4 +1,4 @@
-"""What a layer of the cache hands to attention in the place of a pass's keys and values."""
+"""Handles that cache layers return from ``update`` in place of key and value tensors."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from .storage import TokenStorage
 
 
 class StoredLayer:
-    """One layer of a cache, as attention uses it.
+    """One cache layer as seen by attention.
 
     Args:
-        state: What all layers of the cache share.
-        storage: What is stored of a token, and where.
+        state: State shared by all layers of the cache.
+        storage: The layer's token storage.
 
     Attributes:
-        nodes: Addresses of the nodes, once the kernels have run; `forget_addresses` when these lie elsewhere.
-        own: Addresses of the suffixes, likewise.
-        window: Of the last pass, where it hid anything.
-        said: For reports: what of the last pass was not plain causal attention.
-        ran: For reports: phase -> what computed it.
+        node_table: Addresses of the nodes for the kernels; None until they run. See `forget_addresses`.
+        suffix_table: Addresses of the suffixes for the kernels; likewise.
+        window: Window of the last pass, where it hid any token.
+        report_suffix: Report suffix of the last pass, naming features beyond causal attention.
+        ran: For reports: phase -> operators that computed it.
     """
 
     def __init__(self, state: SharedState, storage: TokenStorage):
         self.state, self.storage = state, storage
-        self.nodes: triton_ops.NodeTable | None = None
-        self.own: triton_ops.SuffixTable | None = None
+        self.node_table: triton_ops.NodeTable | None = None
+        self.suffix_table: triton_ops.SuffixTable | None = None
         self.window: int | None = None
-        self.said = ""
+        self.report_suffix = ""
         self.ran: dict[str, str] = {}
         self._moves = storage.moves
 
     def forget_addresses(self) -> None:
-        """Drop addresses that mean nothing any more, since what they pointed at has moved."""
+        """Drop the address tables when storage has moved."""
         if self._moves != self.storage.moves:
-            self.nodes = self.own = None
+            self.node_table = self.suffix_table = None
             self._moves = self.storage.moves
 
     def forest_kv(self, length: int) -> ForestKV:
-        """Keys and values as PyTorch's operators take them; suffixes are copied where rows were reordered.
+        """Keys and values for PyTorch's operators; suffixes are copied if rows were reordered.
 
         Args:
-            length: Tokens of every row's suffix.
+            length: Tokens in each row's suffix.
 
         Raises:
-            ValueError: Nothing was stored in this layer yet.
+            ValueError: The layer holds no suffix yet.
         """
         suffix = self.storage.keys_and_values(self.storage.ordered_suffix(self.state.origins))
         return ForestKV(self.forest, self.segments, suffix, length)
 
     @property
     def forest(self) -> Forest:
-        """The nodes.
+        """The forest of nodes.
 
         Raises:
-            ValueError: The number of rows is not known yet.
+            ValueError: The number of rows is not yet known.
         """
         if self.state.forest is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
@@ -80,11 +80,11 @@ class StoredLayer:
 
 
 class DecodeKV(SharedKV):
-    """A decode step: every row's queries over its path and its suffix, to which their tokens are written.
+    """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix.
 
     Args:
-        layer: The layer, with room for the tokens.
-        parts: What to store of them.
+        layer: The layer, with capacity for the new tokens.
+        parts: The new tokens' storage parts.
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment):
@@ -92,50 +92,50 @@ class DecodeKV(SharedKV):
         self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.window, self.layer.said = scoring.window, scoring.said
+        self.layer.window, self.layer.report_suffix = scoring.window, scoring.report_suffix
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
-            except KernelFailedError:  # which leaves one kernel less to choose from
+            except KernelFailedError:  # the failed kernel is no longer a candidate
                 continue
         return self._run_pytorch(query, scoring).transpose(1, 2)
 
     def append(self) -> ForestKV:
-        """Write the new tokens; keys and values with them, as PyTorch's operators take them."""
+        """Write the new tokens and return all keys and values for PyTorch's operators."""
         self.layer.storage.append(self.parts, self.before)
         return self.layer.forest_kv(self.before + self.keys.shape[2])
 
     @property
     def _suffix(self) -> Segment:
         storage = self.layer.storage
-        assert storage.suffix is not None  # which got its room before
+        assert storage.suffix is not None  # allocated in update()
         return storage.keys_and_values(storage.suffix)
 
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.forget_addresses()
         tables, own = self.layer.state.tables, self._own_tokens(query, scoring)
         forest, origins = tables.forest_with(self.layer.forest, own), self.layer.state.origins
-        if self.layer.nodes is None or self.layer.nodes.forest is not forest:
+        if self.layer.node_table is None or self.layer.node_table.forest is not forest:
             segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
-            self.layer.nodes = triton_ops.NodeTable(forest, segments, query.device)
+            self.layer.node_table = triton_ops.NodeTable(forest, segments, query.device)
             nodes, rows = len(self.layer.forest.nodes), self.layer.forest.rows
-            did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.said}"
+            did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.report_suffix}"
             self.layer.ran["decode"] = did + self._why(query, scoring)
-        if self.layer.own is None or self.layer.own.first != own:
-            self.layer.own = triton_ops.SuffixTable(self._suffix, own)
+        if self.layer.suffix_table is None or self.layer.suffix_table.first != own:
+            self.layer.suffix_table = triton_ops.SuffixTable(self._suffix, own)
         return tables.attend(
             query,
             self.keys,
             self.values,
-            self.layer.nodes,
-            self.layer.own,
+            self.layer.node_table,
+            self.layer.suffix_table,
             self.before,
             scoring,
             None if origins is None else origins.table(query.device),
         )
 
     def _own_tokens(self, query: Tensor, scoring: Scoring) -> int:
-        """How many leading tokens of every suffix are attended to as a node."""
+        """Number of leading suffix tokens to attend to as a node per row."""
         if scoring.window is not None or self.layer.state.origins is not None:
             return 0
         kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
@@ -145,10 +145,10 @@ class DecodeKV(SharedKV):
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv = self.append()
         backend = self.layer.state.torch_backend
-        if "decode" not in self.layer.ran or self.layer.nodes is not None:
-            self.layer.nodes = None  # the kernels ran before
+        if "decode" not in self.layer.ran or self.layer.node_table is not None:
+            self.layer.node_table = None  # the kernels ran before
             did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.ran["decode"] = did + scoring.said + self._why(query, scoring)
+            self.layer.ran["decode"] = did + scoring.report_suffix + self._why(query, scoring)
         out, _ = torch_ops.forest_attention(
             query,
             kv,
@@ -179,7 +179,7 @@ class DecodeKV(SharedKV):
         return self.layer.state.backend == "auto" and query.device.type == "cuda"
 
     def _why(self, query: Tensor, scoring: Scoring) -> str:
-        """Why the kernels were not free to be chosen, or what the cost model predicted where they were."""
+        """Report text: why the kernels were ruled out, or else the cost model's prediction."""
         if not self._chooses(query):
             return ""
         return f"; {self._refusal(query, scoring) or self._choice(query, scoring.window)}"
@@ -191,11 +191,11 @@ class DecodeKV(SharedKV):
 
 
 class PrefillKV(SharedKV):
-    """A prefill pass: runs of tokens end to end, each causal over itself and after its own context.
+    """Prefill handle: packed runs of tokens, each causal over itself and its own context.
 
     Args:
-        layer: The layer, in which the tokens are stored.
-        parts: What was stored of them, each part ``[heads, tokens, width]``.
+        layer: The layer, with the tokens already stored.
+        parts: Their storage parts, each ``[heads, tokens, width]``.
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment):
@@ -203,7 +203,7 @@ class PrefillKV(SharedKV):
         self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.window, self.layer.said = scoring.window, scoring.said
+        self.layer.window, self.layer.report_suffix = scoring.window, scoring.report_suffix
         state, segments = self.layer.state, self.layer.segments
 
         def stored(span: Any) -> Segment:
@@ -222,5 +222,5 @@ class PrefillKV(SharedKV):
             backend=state.torch_backend,
         )
         did = "each node once, causal attention by PyTorch, merged with its context"
-        self.layer.ran["prefill"] = did + scoring.said
+        self.layer.ran["prefill"] = did + scoring.report_suffix
         return out.transpose(0, 1).unsqueeze(0)

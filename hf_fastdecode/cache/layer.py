@@ -1,4 +1,4 @@
-"""One layer of a shared-context cache, as transformers knows layers."""
+"""The transformers `CacheLayerMixin` of a shared-context cache."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
 
 
 class _NoTensor:
-    """In the place of an attribute that holds all keys or values of other caches' layers."""
+    """Descriptor for ``keys`` and ``values``, which other caches' layers hold as tensors; reading raises."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, layer: object, owner: type | None = None) -> Any:
         raise AttributeError(
-            f"a SharedContextCache has no {self._name!r} of a layer: they lie in nodes and suffixes; for a decoding "
-            "loop that reads them, pass past_key_values=transformers.DynamicCache() to generate"
+            f"layers of a SharedContextCache have no {self._name!r} tensor: they are split into nodes and suffixes; "
+            "for a decoding loop that reads them, pass past_key_values=transformers.DynamicCache() to generate"
         )
 
     def __set__(self, layer: object, value: object) -> None:
-        """transformers' mixin sets None."""
+        """Ignore the None that transformers' mixin assigns."""
 
 
 class SharedContextLayer(CacheLayerMixin):
-    """Keys and values of one layer over a forest.
+    """Cache layer that stores keys and values in nodes and suffixes.
 
-    Outside prefill, ``update`` appends tokens to every row's suffix; during it, to the nodes being prefilled. Both
-    return a `SharedKV` in the place of the key and value tensors.
+    During prefill ``update`` writes tokens to nodes, otherwise it appends them to each row's suffix. It returns a
+    `SharedKV` in place of the key and value tensors.
 
     Args:
-        state: What all layers of the cache share.
-        storage: What is stored of a token, and where.
+        state: State shared by all layers of the cache.
+        storage: The layer's token storage.
 
     Attributes:
-        appended: Tokens that the forward pass under way has appended to each row's suffix.
+        appended: Tokens that the current forward pass has appended to each row's suffix.
     """
 
     is_sliding = False
@@ -67,12 +67,12 @@ class SharedContextLayer(CacheLayerMixin):
 
     @property
     def window(self) -> int | None:
-        """The window of the last pass, where it hid anything."""
+        """Window of the last pass, where it hid any token."""
         return self.stored.window
 
     @property
     def ran(self) -> dict[str, str]:
-        """What computed which phase, for reports."""
+        """Operators that computed each phase, for reports."""
         return self.stored.ran
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -85,14 +85,14 @@ class SharedContextLayer(CacheLayerMixin):
         Args:
             key_states: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
             value_states: The same shape.
-            args: Handed to the storage, which may keep more of a token than its keys and values.
+            args: Passed on to the storage, which may keep more than keys and values.
             kwargs: Likewise.
 
         Returns:
-            The handle that the attention function attends with, twice.
+            The handle for the attention function, twice.
 
         Raises:
-            ValueError: What is stored is of another dtype, or of another number of rows.
+            ValueError: The cache holds another dtype, number of rows, or shape.
         """
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
@@ -115,11 +115,11 @@ class SharedContextLayer(CacheLayerMixin):
         if stored is not None and stored[0].dtype != parts[0].dtype:
             raise ValueError(
                 f"the cache holds keys in {stored[0].dtype}, and this pass computes {parts[0].dtype}: the model was "
-                "converted, or runs under another torch.autocast than when the cache was made; make it again"
+                "converted, or runs under another torch.autocast than when the cache was made; prefill again"
             )
 
     def _make_room(self, parts: Segment) -> None:
-        """Lengthen the suffixes by the tokens of `parts`, which whatever attends writes."""
+        """Allocate suffix capacity for the new tokens; the attention handle writes them."""
         rows, _, queries, _ = parts[0].shape
         state = self.state
         if state.forest is None:
@@ -139,7 +139,7 @@ class SharedContextLayer(CacheLayerMixin):
         self.appended = queries
 
     def _check_shapes(self, parts: Segment) -> None:
-        """Refuse tokens of other heads or widths than the stored ones."""
+        """Reject tokens whose heads or widths differ from the stored ones."""
         stored = self.storage.example
         if stored is None:
             if self.state.forest is not None and self.state.forest.nodes:
@@ -154,10 +154,10 @@ class SharedContextLayer(CacheLayerMixin):
                 )
 
     def reserve(self, tokens: int) -> bool:
-        """Make every row's suffix hold `tokens` tokens; whether storage moved.
+        """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved.
 
         Raises:
-            ValueError: Nothing was stored in this layer yet.
+            ValueError: The layer holds no nodes yet.
         """
         state = self.state
         if state.forest is None or not self.storage.segments:

@@ -1,4 +1,4 @@
-"""Suffixes whose rows were reordered: which row's storage holds each token."""
+"""Index table for reordered suffixes, so that beam search moves no keys or values."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ _FIRST_CAPACITY = 256
 
 
 class SuffixOrigins:
-    """For each token of each row's suffix, the storage row that holds its keys and values.
+    """Maps each token of each row's suffix to the storage row that holds its keys and values.
 
-    A row writes its tokens to its own storage row. Beam search replaces rows by continuations of others at every step:
-    then only these indices are permuted, one table for all layers, and no keys or values move.
+    New tokens go to the row's own storage row. When beam search reorders rows at every step, only this table is
+    permuted, once for all layers; keys and values stay in place.
 
     Args:
         rows: Number of rows.
-        length: Tokens that each row holds, all in its own storage row.
-        device: Where the first layer stores its keys and values.
+        length: Tokens in each row, all in its own storage row.
+        device: Device of the first layer's keys and values.
     """
 
     def __init__(self, rows: int, length: int, device: torch.device):
-        with torch.inference_mode(False):  # what it made could not be written outside of it
+        with torch.inference_mode(False):  # inference tensors are read-only outside inference mode
             table = torch.empty(rows, max(_FIRST_CAPACITY, length), dtype=torch.int32, device=device)
-        self._tables = {device: table}  # a model may lie on several devices
+        self._tables = {device: table}  # a model may span several devices
         self._length = 0
         self.append(length)
 
     def append(self, length: int) -> None:
-        """Make every row hold `length` tokens; those that are new lie in its own storage row."""
-        if length <= self._length:  # done for another layer of the same pass
+        """Extend every row to `length` tokens; new ones map to the row's own storage row."""
+        if length <= self._length:  # already done by another layer of this pass
             return
         for device, table in self._tables.items():
             own = torch.arange(len(table), dtype=torch.int32, device=device)[:, None]
@@ -42,28 +42,28 @@ class SuffixOrigins:
         self._length = length
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens behind the first `length` ones."""
+        """Keep the first `length` tokens only."""
         self._length = min(self._length, length)
 
     def select(self, rows: Tensor) -> None:
-        """Make row ``i`` what row ``rows[i]`` was: ``[rows]`` int64, as many as there are."""
+        """Replace row ``i`` by row ``rows[i]``, for `rows` ``[rows]`` int64 of unchanged length."""
         for table in self._tables.values():
             table.copy_(table.index_select(0, rows.to(table.device)))
 
     def table(self, device: torch.device) -> Tensor:
-        """``[rows, capacity]`` int32 on a device; what lies behind a row's length is undefined."""
+        """The table on a device, ``[rows, capacity]`` int32; entries beyond the length are undefined."""
         if device not in self._tables:
             self._tables[device] = next(iter(self._tables.values())).to(device)
         return self._tables[device]
 
     def gather(self, stored: Tensor) -> Tensor:
-        """The rows' tokens, copied from where they lie.
+        """Copy each row's tokens from their storage rows.
 
         Args:
-            stored: ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for single numbers.
+            stored: ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for scalars.
 
         Returns:
-            The same shape, with as many tokens as each row holds.
+            The same shape with the tokens of each row in order.
         """
         table = self.table(stored.device)[:, : self._length].long()
         if stored.dim() == 2:

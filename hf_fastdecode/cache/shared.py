@@ -1,4 +1,4 @@
-"""The shared-context cache: a transformers `Cache` over a forest."""
+"""The shared-context cache: a transformers `Cache` that stores each shared run of tokens once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .state import PrefillItem, SharedState
 
 
 class FirstPass(Protocol):
-    """What fills an empty cache with the prompts of a decoding loop's first pass, in the place of the model.
+    """Replaces the first forward pass of a decoding loop: prefills an empty cache with its prompts.
 
     Attributes:
-        stock: The cache to go on with where the prompts cannot share.
+        stock: Fallback cache for prompts that cannot share.
     """
 
     stock: Cache
@@ -39,22 +39,22 @@ class FirstPass(Protocol):
         arguments: dict[str, Any],
         forward: Callable[..., Any],
     ) -> Any:
-        """The model's output for the pass's `arguments`; `forward` is the model's own."""
+        """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
         ...
 
 
 class SharedContextCache(Cache):
-    """Keys and values of a batch in which rows share context.
+    """Cache of keys and values for rows that share context.
 
-    Nodes (runs of tokens that a contiguous range of rows shares) are stored once; each row's own tokens go to a
-    suffix, preallocated and written in place. `hf_fastdecode.prefill` makes one; `generate` makes one for each call.
+    Nodes (runs of tokens shared by a contiguous range of rows) are stored once. Each row's own tokens go to a suffix,
+    preallocated and written in place. `hf_fastdecode.prefill` returns one; `generate` creates one per call.
 
     Args:
-        max_suffix: Most tokens a row will append, if known: bounds what is allocated.
-        backend: Which operators attend; see `hf_fastdecode.enable`.
+        max_suffix: Upper bound on tokens appended per row, if known; bounds allocation.
+        backend: Attention operators to use; see `hf_fastdecode.enable`.
 
     Raises:
-        ValueError: `max_suffix` is no number of tokens, or there is no such backend.
+        ValueError: `max_suffix` is not a token count, or `backend` is unknown.
     """
 
     layers: list[SharedContextLayer]
@@ -67,15 +67,15 @@ class SharedContextCache(Cache):
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
         self.segment_tokens: list[Tensor] = []
-        self.lent_segments = 0  # so many leading segments lie in a cache that `prefill` returned, shared by its forks
+        self.protected_segments = 0  # leading segments shared with other caches, which `consolidate` leaves in place
         self._suffix_tokens: list[Tensor] = []
-        self.fingerprint: Fingerprint | None = None  # of what computed the keys and values, where that is known
-        self.awaited: FirstPass | None = None  # what the next forward pass is run by
-        self.checks_masks = True  # whether a pass may bring a mask that hides more than padding
+        self.fingerprint: Fingerprint | None = None  # of the model that filled the cache, if known
+        self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
+        self.checks_masks = True  # whether masks of direct passes need checking
 
     @property
     def forest(self) -> Forest:
-        """The nodes over this cache's rows."""
+        """Nodes over this cache's rows."""
         return self.state.forest if self.state.forest is not None else Forest(0)
 
     @property
@@ -85,16 +85,16 @@ class SharedContextCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row holds a token."""
+        """Whether all rows are empty."""
         return not self.suffix_length and not any(self.forest.context_lengths)
 
     @property
     def suffix_length(self) -> int:
-        """Tokens that each row holds behind its path of nodes."""
+        """Tokens in each row's suffix, after its path of nodes."""
         return self.state.suffix_length
 
     def longest_row(self, queries: int) -> int:
-        """Tokens of the longest row by the end of the call: after `queries` more, or at the known bound."""
+        """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
         if self.state.packed:
             return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
         own = max(self.suffix_length + queries, self.state.max_suffix or 0)
@@ -103,7 +103,7 @@ class SharedContextCache(Cache):
     # --- filling -----------------------------------------------------------------------------------------------
 
     def add_segment(self, tokens: Tensor) -> int:
-        """Reserve storage for a run of tokens, to be filled by prefill.
+        """Register a segment, to be filled by prefill.
 
         Args:
             tokens: ``[length]`` int64 token ids, on the CPU.
@@ -117,19 +117,19 @@ class SharedContextCache(Cache):
 
     @contextmanager
     def prefilling(self, items: Sequence[PrefillItem]) -> Iterator[None]:
-        """Within, a forward pass over the items' tokens, end to end in one row, fills their spans."""
+        """Context in which a forward pass over the items' tokens, packed into one row, fills their spans."""
         self.state.packed = items
         try:
             yield
         finally:
             self.state.packed = ()
 
-    def plant(self, forest: Forest, length: int | None = None) -> None:
-        """Set which rows attend to which spans, with empty suffixes.
+    def set_forest(self, forest: Forest, length: int | None = None) -> None:
+        """Set the nodes that rows attend to, and drop the suffixes.
 
         Args:
             forest: The nodes; their spans must be filled.
-            length: What `get_seq_length` reports: the padded length of the rows so far. The longest row when None.
+            length: Padded length of the rows so far, as `get_seq_length` reports it; the longest row when None.
         """
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
@@ -141,40 +141,39 @@ class SharedContextCache(Cache):
             layer.storage.drop_suffixes()
 
     def replace_storage(
-        self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], lent: int
+        self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], protected: int
     ) -> None:
-        """Show the same tokens from other segments.
+        """Replace all segments by others that hold the same tokens.
 
         Args:
-            forest: The same rows over the new segments.
-            tokens: By segment, ``[length]`` int64 token ids, on the CPU.
-            storage: By layer, keys and values by segment.
-            lent: How many leading segments lie in a cache that `prefill` returned.
+            forest: The rows' paths over the new segments.
+            tokens: Token ids of each segment, ``[length]`` int64, on the CPU.
+            storage: Segments of each layer, by number.
+            protected: Number of leading segments shared with other caches.
         """
         for layer, segments in zip(self.layers, storage, strict=True):
             layer.storage.replace_segments(segments)
-        self.segment_tokens, self.lent_segments = tokens, lent
+        self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
 
     def reserve(self, tokens: int) -> bool:
-        """Make every row's suffix hold `tokens` tokens, before a captured step writes them; whether storage moved."""
+        """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
         moved = [layer.reserve(tokens) for layer in self.layers]
         return any(moved)
 
-    def wrote(self, input_ids: Tensor) -> None:
-        """Note that a captured step appended tokens ``[rows, queries]`` to the suffixes, in every layer."""
+    def record_captured_step(self, input_ids: Tensor) -> None:
+        """Record that a captured step appended tokens ``[rows, queries]`` to the suffixes of every layer."""
         self.state.suffix_length += input_ids.shape[1]
         self.record_tokens(input_ids)
 
     def record_tokens(self, input_ids: Tensor) -> None:
-        """Note the ids ``[rows, queries]`` of tokens being appended, so that a later call can match them."""
-        self._suffix_tokens.append(input_ids.clone())  # the caller may change what these are a view of
+        """Record the ids ``[rows, queries]`` of appended tokens, for prefix matching in later calls."""
+        self._suffix_tokens.append(input_ids.clone())  # may be a view of a tensor that the caller changes
 
     def fork(self, *, max_suffix: int | None = None, backend: str | None = None) -> SharedContextCache:
-        """A cache that shows the same tokens and can grow without touching this one.
+        """Return a cache with the same tokens that can grow independently.
 
-        Nodes are shared, not copied. Suffixes become nodes of the fork: they are copied, so that this cache may go on
-        appending.
+        Node storage is shared. Suffixes are copied and become nodes of the fork, so this cache can keep appending.
         """
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         if own := self.suffix_length:
@@ -191,11 +190,11 @@ class SharedContextCache(Cache):
     def nodes_only(
         self, forest: Forest | None, *, max_suffix: int | None = None, backend: str | None = None
     ) -> SharedContextCache:
-        """A cache over another forest of this one's segments, which are shared, with empty suffixes."""
+        """Return a cache over another forest of the same segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
-        twin.lent_segments = self.lent_segments
+        twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
         for layer in self.layers:
             fresh = SharedContextLayer(twin.state)
@@ -207,7 +206,7 @@ class SharedContextCache(Cache):
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Within, a forward pass appends tokens to every layer; when it fails, no layer keeps any.
+        """Context of a forward pass: tokens are appended to every layer, or on failure to none.
 
         Raises:
             ValueError: The pass appended to some layers only.
@@ -224,8 +223,8 @@ class SharedContextCache(Cache):
             appended = {layer.appended for layer in self.layers}
             if len(appended) > 1:
                 raise ValueError(
-                    f"after this pass the cache's layers hold unequal suffixes, of {before + min(appended)} to "
-                    f"{before + max(appended)} tokens: the model has other layers than the cache; make it with "
+                    f"after this pass the suffixes of the cache's layers differ in length, {before + min(appended)} "
+                    f"to {before + max(appended)} tokens: the model has other layers than the cache; make it with "
                     "hf_fastdecode.prefill(model, ...) of this model"
                 )
             state.suffix_length += max(appended, default=0)
@@ -233,7 +232,7 @@ class SharedContextCache(Cache):
             state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
             if state.origins is not None:
                 state.origins.truncate(before)
-            if forest is None:  # the next pass may be of another number of rows, dtype or device
+            if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in layers:
                     layer.storage.drop_suffixes()
                     layer.is_initialized = False
@@ -242,17 +241,17 @@ class SharedContextCache(Cache):
             for layer in self.layers:
                 layer.appended = 0
 
-    def take_over(self, other: SharedContextCache) -> None:
-        """Become another cache, which must not be used any more."""
+    def adopt_state(self, other: SharedContextCache) -> None:
+        """Take on the state of another cache, which must not be used afterwards."""
         self.__dict__.update(vars(other))
 
     # --- what was stored ---------------------------------------------------------------------------------------
 
     def suffix_tokens(self) -> Tensor:
-        """Ids of the tokens in the suffixes: ``[rows, suffix_length]`` int64, on the CPU.
+        """Token ids of the suffixes: ``[rows, suffix_length]`` int64, on the CPU.
 
         Raises:
-            ValueError: Tokens were appended by a model that `enable` was not called on, so their ids are unknown.
+            ValueError: The ids are unknown, because a model that is not enabled appended the tokens.
         """
         tokens = self._tokens_in_order().cpu()
         if tokens.shape != (self.rows, self.suffix_length):
@@ -263,7 +262,7 @@ class SharedContextCache(Cache):
         return tokens
 
     def _tokens_in_order(self) -> Tensor:
-        """Ids of the suffixes' tokens, as far as they are known: ``[rows, tokens]`` int64."""
+        """Known token ids of the suffixes in row order: ``[rows, tokens]`` int64."""
         if not self._suffix_tokens:
             return torch.empty(self.rows, 0, dtype=torch.long, device="cpu")
         device = self._suffix_tokens[-1].device
@@ -272,18 +271,18 @@ class SharedContextCache(Cache):
         return self.state.origins.gather(tokens) if whole and self.state.origins is not None else tokens
 
     def path_tokens(self, path: Path) -> Tensor:
-        """Ids of the tokens on a path: ``[length]`` int64, on the CPU."""
+        """Token ids of a path: ``[length]`` int64, on the CPU."""
         parts = [self.segment_tokens[span.segment][span.start : span.stop] for span in path]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
     def node_tokens(self) -> int:
-        """Tokens held in the nodes' storage, each counted once."""
+        """Tokens in node storage, each counted once."""
         return sum(self.state.segment_lengths)
 
     @property
     def nbytes(self) -> CacheBytes:
-        """Bytes stored, allocated, and what a stock cache would hold for the same rows."""
+        """Bytes stored, allocated, and held by a stock cache for the same rows."""
         per_token = sum(layer.storage.bytes_per_token for layer in self.layers)
         nodes = self.node_tokens * per_token
         allocated = sum(layer.storage.suffix_bytes for layer in self.layers)
@@ -299,32 +298,32 @@ class SharedContextCache(Cache):
     # --- transformers' Cache -----------------------------------------------------------------------------------
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As every `Cache`, but only within a forward pass of an enabled model.
+        """As `Cache.update`, but only within a forward pass of an enabled model.
 
         Raises:
-            NotATensorError: A model that is not enabled, or a submodule called directly, would append.
+            NotATensorError: The model is not enabled, or a submodule was called directly.
         """
-        require_active()  # before anything is appended that attention could not read
+        require_active()  # fail before appending tokens that attention could not read
         return super().update(*args, **kwargs)
 
     def activate_past_recording(self) -> None:
-        """Nothing to do here, where nothing is forgotten before `crop`."""
+        """No-op: no token is dropped before `crop`."""
         if self.awaited is not None:
             self.awaited.stock.activate_past_recording()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
+        """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
         appended = self.layers[layer_idx].appended if layer_idx < len(self.layers) else 0
         return self.state.padded_length + appended
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``(kv_length, kv_offset)`` of the mask that a stock model would build."""
+        """``(kv_length, kv_offset)`` of a stock model's mask."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of every row: of its suffix first, then of its nodes.
+        """Remove the last ``-tokens_to_remove`` tokens of every row, first from its suffix, then from its nodes.
 
-        Nodes lose nothing that another cache shows: this cache just stops looking at it.
+        Node storage is not modified, since other caches may use it; this cache's paths are shortened.
 
         Raises:
             ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
@@ -347,17 +346,17 @@ class SharedContextCache(Cache):
             self.state.padding = max(0, length - (count - own)) - max(forest.context_lengths, default=0)
 
     def reset(self) -> None:
-        """Forget all tokens and rows."""
+        """Remove all tokens and rows."""
         super().reset()
-        self.lent_segments = 0
+        self.protected_segments = 0
         self.state.forest, self.state.origins, self.state.segment_lengths = None, None, []
         self.state.suffix_length = 0
         self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make row ``i`` what row ``rows[i]`` was; rows may repeat, move, or be left out. Nodes are not copied.
+        """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
 
-        While the number of rows stays, suffixes are not copied either, see `SuffixOrigins`.
+        If the number of rows is unchanged, suffixes are not copied either, see `SuffixOrigins`.
         """
         out_of_range = [row for row in rows if not 0 <= row < self.rows]
         if out_of_range:
@@ -370,7 +369,7 @@ class SharedContextCache(Cache):
         index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         paths, reordered = self.forest.paths, len(rows) == self.rows
         tokens = None if reordered else self._tokens_in_order()
-        # The same object for the same nodes: then what was planned for them stays valid.
+        # Keep the same forest object for the same nodes, so that plans made for it stay valid.
         if not reordered or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
             self.state.forest = self.forest.select_rows(list(rows))
         if tokens is None:
@@ -390,11 +389,11 @@ class SharedContextCache(Cache):
         self.state.origins.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` becomes row ``beam_idx[i]``."""
+        """Replace row ``i`` by row ``beam_idx[i]``."""
         self.select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows in ``indices`` (numbers, or a boolean for each row)."""
+        """Keep only the rows in ``indices`` (row numbers, or a boolean mask)."""
         if indices.dtype == torch.bool:
             if len(indices) != self.rows:
                 raise IndexError(f"a boolean for each of the cache's {self.rows} rows is needed, got {len(indices)}")
@@ -412,7 +411,7 @@ class SharedContextCache(Cache):
 
 
 def _is_count(number: Any) -> bool:
-    """Whether it is an integer of any library, and not negative."""
+    """Whether it is a nonnegative integer of any library."""
     try:
         return not isinstance(number, bool) and operator.index(number) >= 0
     except TypeError:
@@ -420,7 +419,7 @@ def _is_count(number: Any) -> bool:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for the keys and values of a transformers cache, or of a shared-context one."""
+    """Bytes allocated for keys and values by any transformers cache."""
     if isinstance(cache, SharedContextCache):
         return cache.nbytes.allocated
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,4 +1,4 @@
-"""What all layers of one cache share."""
+"""State shared by all layers of one cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .origins import SuffixOrigins
 
 @dataclass(frozen=True)
 class PrefillItem:
-    """A run of tokens whose keys and values one forward pass computes.
+    """A run of tokens to prefill in one forward pass.
 
     Attributes:
-        span: Where they are stored.
-        context: What lies before them on their path.
+        span: Storage of the tokens.
+        context: Path of the tokens before them.
     """
 
     span: Span
@@ -30,17 +30,17 @@ class PrefillItem:
 
 @dataclass
 class SharedState:
-    """What all layers of one cache share.
+    """State shared by all layers of one cache.
 
     Attributes:
-        forest: Which rows attend to which spans; None while the number of rows is unknown.
-        suffix_length: Tokens that each row holds behind its path of nodes; in a forward pass, those before it.
-        padding: By how much the rows' ``input_ids`` are wider than the longest row.
-        origins: Where the tokens of suffixes lie once rows were reordered; None while each row holds its own.
-        max_suffix: Most tokens a suffix will hold, if known: the bound of its allocation.
+        forest: Nodes over the rows; None while the number of rows is unknown.
+        suffix_length: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        padding: Width of the caller's ``input_ids`` minus the longest row.
+        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+        max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `backends.ALL_BACKENDS`.
-        tables: What the kernels read beside keys and values.
-        packed: While prefilling, the items whose tokens lie end to end in the forward pass.
+        tables: Kernel inputs other than keys and values.
+        packed: During prefill, the items packed into the forward pass.
         segment_lengths: Tokens of each storage segment.
     """
 
@@ -56,11 +56,11 @@ class SharedState:
 
     @property
     def torch_backend(self) -> str:
-        """The backend for what PyTorch's operators compute, prefill always among it."""
+        """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend
 
     @property
     def padded_length(self) -> int:
-        """Tokens in the longest row, with the padding that its caller's ``input_ids`` has."""
+        """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
         context = 0 if self.forest is None else max(self.forest.context_lengths, default=0)
         return context + self.padding + self.suffix_length

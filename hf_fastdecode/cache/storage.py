@@ -1,4 +1,4 @@
-"""What one layer of a cache stores of its tokens: the one place that knows which tensors a token has."""
+"""Token storage of one cache layer; the only module that knows the tensors of a token."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..attention.kv import Segment
 from .origins import SuffixOrigins
 
 _FIRST_CAPACITY = 256
-"""Suffix tokens allocated at first when no bound is known or the bound is larger."""
+"""Initial suffix capacity in tokens, unless a smaller bound is known."""
 
 
 class TokenStorage:
     """The keys and values of one layer's tokens.
 
-    A token consists of *parts*, here its keys and its values, each in a tensor of its own. Tokens of nodes lie in
-    *segments*, tokens that rows append in *suffixes*, preallocated and written in place. Another layout of a token is
-    a subclass with another `parts_of` and `keys_and_values`.
+    A token consists of *parts*, here keys and values, each in its own tensor. Node tokens are stored in *segments*;
+    appended tokens in *suffixes*, preallocated and written in place. Subclasses define another token layout by
+    overriding `parts_of` and `keys_and_values`.
 
     Attributes:
-        segments: By number; each part ``[heads, tokens, width]``.
-        suffix: Each part ``[rows, heads, capacity, width]``; None before anything is appended.
-        moves: How often tensors were replaced, so that addresses of earlier ones mean nothing any more.
+        segments: Segments by number; each part ``[heads, tokens, width]``.
+        suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
+        moves: Number of reallocations; each invalidates earlier addresses.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class TokenStorage:
     # --- the layout of a token ---------------------------------------------------------------------------------
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """What to store of a forward pass.
+        """Convert the keys and values of a forward pass to storage parts.
 
         Args:
-            keys: ``[rows, kv_heads, tokens, head_dim]``, as an attention class gives them to ``cache.update``.
+            keys: ``[rows, kv_heads, tokens, head_dim]``, as passed to ``cache.update``.
             values: The same shape.
-            args: What else it gives.
+            args: Further arguments of ``cache.update``.
             kwargs: Likewise.
 
         Returns:
@@ -53,19 +53,19 @@ class TokenStorage:
 
     @staticmethod
     def keys_and_values(parts: Segment) -> Segment:
-        """Keys and values of stored tokens, as the attention operators take them."""
+        """Keys and values of stored parts, as the attention operators take them."""
         return parts
 
     # --- what is stored ----------------------------------------------------------------------------------------
 
     @property
     def example(self) -> Segment | None:
-        """Anything stored, which says of heads, widths and dtype; each part ends in ``[heads, tokens, width]``."""
+        """Any stored parts, to read heads, widths and dtype; each ends in ``[heads, tokens, width]``."""
         return next(iter(self.segments.values()), None) or self.suffix
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in this layer; 0 before anything is stored."""
+        """Bytes per token in this layer; 0 while empty."""
         parts = self.example or ()
         return sum(part.shape[-3] * part.shape[-1] * part.element_size() for part in parts)
 
@@ -76,24 +76,24 @@ class TokenStorage:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row's suffix has room for."""
+        """Allocated tokens per suffix."""
         return 0 if self.suffix is None else self.suffix[0].shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, of segments and suffixes."""
+        """All tensors of segments and suffixes."""
         stored = [*self.segments.values(), *([self.suffix] if self.suffix is not None else [])]
         return [part for parts in stored for part in parts]
 
     # --- nodes -------------------------------------------------------------------------------------------------
 
     def segment(self, number: int, length: int, like: Segment) -> Segment:
-        """A segment; where it is new, made of so many tokens like these ``[heads, ..., width]``."""
+        """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            self.segments[number] = _map(like, lambda part: _room(part, (part.shape[0], length)))
+            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
-        """Store the tokens of a pass, each part ``[heads, tokens, width]``, end to end in spans of segments."""
+        """Write consecutive tokens, each part ``[heads, tokens, width]``, to spans of segments."""
         start = 0
         for span in spans:
             for stored, part in zip(self.segments[span.segment].view(span), new, strict=True):
@@ -101,22 +101,22 @@ class TokenStorage:
             start += span.length
 
     def copied(self, spans: Iterable[Span]) -> Segment:
-        """Stored spans copied end to end: each part ``[heads, tokens, width]``."""
+        """Copy spans into one contiguous segment: each part ``[heads, tokens, width]``."""
         views = [self.segments[span.segment].view(span) for span in spans]
-        with torch.inference_mode(False), torch.no_grad():  # as `_room`
+        with torch.inference_mode(False), torch.no_grad():  # as `_allocate`
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
 
     # --- suffixes ----------------------------------------------------------------------------------------------
 
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
-        """Have room for `tokens` tokens in every row's suffix: doubled when they do not fit.
+        """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
 
         Args:
             rows: Number of rows.
-            tokens: Tokens that a suffix must hold.
-            used: Tokens that it holds.
-            like: What it is made of, each part ``[heads, ..., width]``.
-            most: Bound that doubling does not pass, if one is known.
+            tokens: Required capacity.
+            used: Tokens already written.
+            like: Example parts ``[heads, ..., width]``.
+            most: Upper bound for doubling, if known.
 
         Returns:
             Whether storage moved.
@@ -126,32 +126,32 @@ class TokenStorage:
         capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
         if most is not None:
             capacity = max(tokens, min(capacity, most))
-        grown = _map(like, lambda part: _room(part, (rows, part.shape[0], capacity)))
+        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[0], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
         self._replace(grown)
         return True
 
     def append(self, new: Segment, before: int) -> None:
-        """Write tokens, each part ``[rows, heads, tokens, width]``, behind the first `before` ones of the suffixes."""
+        """Write tokens, each part ``[rows, heads, tokens, width]``, after the first `before` suffix tokens."""
         assert self.suffix is not None
         for stored, part in zip(self.suffix, new, strict=True):
             stored[:, :, before : before + part.shape[2]] = part
 
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
-        """Suffixes by row: the storage itself, or a copy where rows were reordered.
+        """Suffixes in row order: the storage itself, or a copy if rows were reordered.
 
         Raises:
-            ValueError: Nothing was appended in this layer yet.
+            ValueError: The layer holds no suffix yet.
         """
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.suffix if origins is None else _map(self.suffix, origins.gather)
 
     def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None) -> Segment:
-        """All rows' suffixes copied end to end: row ``i`` is tokens ``i * length`` up to ``(i + 1) * length``."""
-        wanted = torch.is_grad_enabled()  # which leaving inference mode would turn on
-        with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_room`
+        """Copy all suffixes into one segment: row ``i`` is tokens ``i * length`` to ``(i + 1) * length``."""
+        wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
 
             def side_by_side(part: Tensor) -> Tensor:
                 rows_inside = part[:, :, :length].transpose(0, 1)
@@ -160,23 +160,23 @@ class TokenStorage:
             return _map(self.ordered_suffix(origins), side_by_side)
 
     def select_rows(self, rows: Tensor, origins: SuffixOrigins | None) -> None:
-        """Copy the suffixes of these rows, which may repeat, to storage of as many rows."""
+        """Keep the suffixes of these rows, which may repeat, in newly allocated storage."""
         if self.suffix is None:
             return
         capacity, before = self.capacity, self.ordered_suffix(origins)
         rows = rows.to(before[0].device)
-        selected = _map(before, lambda part: _room(part, (len(rows), part.shape[1], capacity)))
+        selected = _map(before, lambda part: _allocate(part, (len(rows), part.shape[1], capacity)))
         for new, part in zip(selected, before, strict=True):
             new[:, :, : part.shape[2]].copy_(part.index_select(0, rows))
         self._replace(selected)
 
     def replace_segments(self, segments: dict[int, Segment]) -> None:
-        """Keep other segments in the place of these."""
+        """Replace all segments."""
         self.segments = segments
         self.moves += 1
 
     def drop_suffixes(self) -> None:
-        """Forget what was appended."""
+        """Free the suffixes."""
         self._replace(None)
 
     def _replace(self, suffix: Segment | None) -> None:
@@ -185,14 +185,14 @@ class TokenStorage:
 
 
 def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
-    """The same parts, each changed."""
+    """Apply a function to each part."""
     return Segment._make(map(change, parts))
 
 
-def _room(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Room for numbers of the part's width and dtype.
+def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
+    """Allocate a tensor with the part's width and dtype.
 
-    An ordinary tensor within the caller's inference mode too: there, others could be written only within it.
+    Never an inference tensor, which could be written only in inference mode.
     """
     with torch.inference_mode(False):
         return part.new_empty(*shape, part.shape[-1])

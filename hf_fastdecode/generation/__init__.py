@@ -1,1 +1,1 @@
-"""What happens between `model.generate` and the decode loop: forests from prompts, prefill once, fallbacks."""
+"""The shared-context implementation of `model.generate`: prompt trees, prefill, decode loop, stock fallback."""

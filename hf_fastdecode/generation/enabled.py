@@ -1,6 +1,6 @@
-"""`enable` and `disable`: what they put on a model instance, and take off again.
+"""Installs and removes the method overrides of `enable` and `disable`.
 
-Methods of the instance are wrapped (`generate_hooks`); the class, the modules and transformers stay as they are.
+Only methods of the instance are overridden (`generate_hooks`); classes, modules and transformers are unchanged.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from transformers import PreTrainedModel
 
 from .generate_hooks import METHODS
 from .instance_patch import STATE_ATTRIBUTE
-from .model_state import SWITCHING, ModelState, state_of
+from .model_state import STATE_LOCK, ModelState, state_of
 from .options import Options
 from .report import Report
 from .support import model_reason
 
 
 def install(model: PreTrainedModel, options: Options) -> None:
-    """Wrap the model's methods, or replace the options of a model whose methods are wrapped."""
-    with SWITCHING:
+    """Override the model's methods, or replace the options of an enabled model."""
+    with STATE_LOCK:
         model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
         if model_state is None:
             model_state = ModelState(model, options, METHODS)
-            model_state.methods.put_on(model, model_state)
+            model_state.methods.install(model, model_state)
         else:
-            model_state.options, model_state.leaving = options, False
+            model_state.options, model_state.disable_pending = options, False
             model_state.captures.retry()
             if not options.reuse_prefix:
                 model_state.reused.clear()
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Undo `install`: now, or where `generate` calls are under way, when the last of them ends."""
-    with SWITCHING:
+    """Undo `install`, at once or when the last `generate` call in progress ends."""
+    with STATE_LOCK:
         if (model_state := state_of(model)) is None:
             return
         if model_state.is_generating():
-            model_state.leaving = True
+            model_state.disable_pending = True
         else:
-            model_state.take_off(model)
+            model_state.uninstall(model)
 
 
 def report_on(model: PreTrainedModel) -> Report:
-    """What `hf_fastdecode.explain` returns."""
+    """Build the report that `hf_fastdecode.explain` returns."""
     model_state = state_of(model)
     return Report(
         model=type(model).__name__,

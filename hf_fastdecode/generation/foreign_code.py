@@ -1,7 +1,7 @@
-"""Code that others have put on a model: forward hooks, `forward`s of an instance, modules and patched classes.
+"""Detects third-party code on a model: forward hooks, instance-level `forward`s, modules and patched classes.
 
-Prefill runs the tokens of all prompts end to end in one row. Code that looks at rows or at the last position, as what
-steers, patches or probes a model does, would see other shapes than in stock transformers.
+Prefill packs the tokens of all prompts into one row. Code that reads rows or the last position, e.g. for activation
+steering, patching or probing, would see other shapes than in stock transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from .instance_patch import STATE_ATTRIBUTE
 
-# Packages whose hooks move or convert tensors, gather parameters or record outputs, whatever the shape.
+# Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.
 _KNOWN_HOOKS = (
     "transformers",
     "accelerate",
@@ -25,18 +25,18 @@ _KNOWN_HOOKS = (
     "torch.distributed",
     "hf_fastdecode",
 )
-# Noise whose scale depends on the length of a row.
+# Adds noise scaled by the row length.
 _UNSAFE_HOOKS = ("transformers.integrations.neftune",)
-# PEFT's other hooks choose an adapter for each row.
+# PEFT's other hooks select an adapter per row.
 _REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
-# Packages whose modules and `forward`s compute position by position, or attend as transformers' own do.
+# Packages whose modules and `forward`s compute per position, or attend like transformers' own.
 _KNOWN_CODE = (
     "transformers",
     "accelerate",
     "torch",
     "hf_fastdecode",
     "peft",
-    "trl",  # its fused head, which passes of `generate` do not ask for
+    "trl",  # its fused head, which `generate` does not use
     "torchao",
     "bitsandbytes",
     "optimum",
@@ -56,11 +56,11 @@ _WHY = "which would see prompts packed into one row"
 
 
 def foreign_code(model: nn.Module) -> str | None:
-    """Reason why hooks, modules or `forward`s of others forbid packed prefill, or None."""
+    """Why third-party hooks, modules or `forward`s rule out packed prefill, or None."""
     for hook in (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()):
         if not _is_known_hook(hook):
             return f"all modules have a forward hook, {_name(hook)}, {_WHY}"
-    # A model class of a user's own, or of the hub, comes with modules of its own.
+    # Custom model classes, also from the hub, define modules of their own.
     known = (*_KNOWN_CODE, type(model).__module__)
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' {path!r}' if path else ''}"
@@ -72,12 +72,12 @@ def foreign_code(model: nn.Module) -> str | None:
                 return f"{where} has a forward of its own, {_name(piece)}, {_WHY}"
         for method, default in ((type(module).forward, None), (type(module).__call__, nn.Module.__call__)):
             if method is not default and not _is_of(_defining_module(method), known):
-                return f"{where} is code of others, {_name(method)}, {_WHY}"
+                return f"{where} runs third-party code, {_name(method)}, {_WHY}"
     return None
 
 
 def only_requires_grad(hook: Any) -> bool:
-    """Whether a hook is transformers' or PEFT's that does nothing where no gradient is wanted."""
+    """Whether a hook is transformers' or PEFT's that only makes inputs require a gradient."""
     name = getattr(_unbound(hook), "__name__", "")
     return name in _REQUIRE_GRAD and _is_of(_defining_module(hook), ("transformers", "peft"))
 
@@ -90,7 +90,7 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _flat(hook: Any) -> Iterator[Any]:
-    """A hook of accelerate's, or those that it is a sequence of."""
+    """Flatten accelerate's sequential hooks."""
     if (parts := getattr(hook, "hooks", None)) is None:
         yield hook
     else:
@@ -99,7 +99,7 @@ def _flat(hook: Any) -> Iterator[Any]:
 
 
 def _own_code(module: nn.Module) -> Iterator[Any]:
-    """What an instance calls in the place of its class's methods, in pieces, and what these say they wrap."""
+    """Callables that an instance runs in place of its class's methods, with the functions they wrap."""
     state = vars(module).get(STATE_ATTRIBUTE)
     beneath = state.methods.original(module, "forward") if state is not None else None
     for method in (vars(module).get("forward"), beneath, vars(module).get("_call_impl")):
@@ -109,7 +109,7 @@ def _own_code(module: nn.Module) -> Iterator[Any]:
 
 
 def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
-    """The functions and objects that a callable is made of: partials call their arguments, modules their modules."""
+    """Functions and objects inside a callable: arguments of partials, submodules of modules."""
     if isinstance(method, functools.partial):
         for part in (method.func, *method.args, *method.keywords.values()):
             if callable(part) and part is not owner:
@@ -134,19 +134,19 @@ def _is_of(home: str, packages: tuple[str, ...]) -> bool:
 
 
 def _unbound(function: Any) -> Any:
-    """What a bound method or a partial calls."""
+    """The function inside bound methods and partials."""
     while isinstance(function, types.MethodType | functools.partial):
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     return function
 
 
 def _defining_module(function: Any) -> str:
-    """The module in which a callable was written: a wrapper may carry the names of what it wraps."""
+    """Module where a callable is defined; ``__module__`` may be copied from a wrapped function."""
     bare = _unbound(function)
     return str(getattr(bare, "__globals__", {}).get("__name__") or type(bare).__module__)
 
 
 def _name(function: Any) -> str:
     bare = _unbound(function)
-    code = getattr(bare, "__code__", None)  # a wrapper's own names may be those of what it wraps
+    code = getattr(bare, "__code__", None)  # __qualname__ may be copied from a wrapped function
     return f"{_defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"

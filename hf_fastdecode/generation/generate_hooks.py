@@ -1,14 +1,14 @@
-"""The methods of a model instance while it is enabled.
+"""Overrides of an enabled model's methods.
 
 Each is called with the state (`ModelState`), the model and the method's arguments:
 
-- ``generate`` hands transformers our decoding loop as its ``custom_generate``, the official place for one: it is
-  called with everything prepared, as transformers' own loops are. It hands calls that are not its own back to those.
+- ``generate`` passes this package's decoding loop as ``custom_generate``, transformers' official extension point,
+  called with the same prepared arguments as its own loops. The loop forwards unsupported calls to transformers' loops.
 - ``_extract_generation_mode_kwargs`` and ``_get_deprecated_gen_repo``: with a ``custom_generate``, transformers 5.17
-  to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two do not see ours.
+  to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
-  and gives loops that are not ours a cache that awaits their prompts (`first_pass`).
-- ``forward``: while a pass carries a shared-context cache, the functions of `attention.interface` are active.
+  and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .instance_patch import STATE_ATTRIBUTE
 from .options import Options
 from .prompts.first_pass import AwaitedPrompts
 from .prompts.kept_prefixes import ReusedPrefixes
-from .prompts.sharing import NotSharedError, most_at_once
+from .prompts.sharing import NotSharedError, prefill_limit
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.cuda_graph import Captures
@@ -52,20 +52,20 @@ if TYPE_CHECKING:
     from .model_state import ModelState
 
 _SYNCED = "synced_gpus=True: all processes must run the same number of forward passes"
-# transformers itself hangs a call's private facts on the call's own copy of the generation config.
+# Per-call data is attached to the call's own copy of the generation config, as transformers does.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
 
 @dataclass
-class _UnderWay:
-    """A `generate` call that has not ended.
+class _ActiveCall:
+    """A `generate` call in progress.
 
     Attributes:
-        model: Whose.
-        loop_is_ours: Whether it was given our decoding loop.
-        loop: The user's own, if any.
-        report: Of the call, once it was begun.
-        configs: The model's config objects, once they were looked for.
+        model: The model.
+        loop_is_ours: Whether this package's decoding loop was passed.
+        loop: The user's ``custom_generate``, if any.
+        report: The call's report, once created.
+        configs: The model's config objects, once collected.
     """
 
     model: PreTrainedModel
@@ -76,21 +76,21 @@ class _UnderWay:
 
 
 @dataclass
-class _AsItBegan:
-    """The state that a call decodes with: another thread's `enable` gives later calls other options."""
+class _CallState:
+    """Snapshot of the model's state for one call, unaffected by a concurrent `enable`."""
 
     options: Options
     captures: Captures
     reused: ReusedPrefixes
-    tell_once: Callable[..., None]
+    log_once: Callable[..., None]
 
 
-def _as_it_began(model_state: ModelState) -> _AsItBegan:
-    return _AsItBegan(model_state.options, model_state.captures, model_state.reused, model_state.tell_once)
+def _call_state(model_state: ModelState) -> _CallState:
+    return _CallState(model_state.options, model_state.captures, model_state.reused, model_state.log_once)
 
 
-# The innermost one of this thread.
-_under_way: ContextVar[_UnderWay | None] = ContextVar("hf_fastdecode_under_way", default=None)
+# The innermost active call of this thread.
+_active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
 def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwar
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # see `forward_pass`; this is for passes of the user's own
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as `forward_pass` does, for direct passes
 def _forward_shared(
     model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any
 ) -> Any:
@@ -110,14 +110,14 @@ def _forward_shared(
     if cache.awaited is not None:
         return cache.awaited.run(model, cache, given, model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
-    fed = input_ids if input_ids is not None else given.get("inputs_embeds")
-    queries = fed.shape[1] if isinstance(fed, Tensor) else 0
+    inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
+    queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
     if not cache.state.packed:
         if cache.checks_masks:
             check_mask(cache, given.get("attention_mask"), queries)
-        if isinstance(fed, Tensor) and len(fed) == cache.rows and given.get("position_ids") is None:
+        if isinstance(inputs, Tensor) and len(inputs) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
-            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(fed.device)}
+            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
     with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
@@ -129,7 +129,7 @@ def _forward_shared(
 
 
 def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a forward pass is given, by name."""
+    """Arguments of a forward pass by name."""
     if not args:
         return kwargs
     names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -137,8 +137,8 @@ def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """`configs_of` the model, found once a call: a walk over all modules takes as long as some layers' steps."""
-    call = _under_way.get()
+    """`configs_of` the model, cached per call: walking all modules takes as long as a decode step of some layers."""
+    call = _active_call.get()
     if call is None or call.model is not model:
         return configs_of(model)
     if call.configs is None:
@@ -167,34 +167,34 @@ def _prepare_cache_for_generation(
         *args,
         **kwargs,
     )
-    under_way = _under_way.get()
-    loop_is_ours = under_way is not None and under_way.loop_is_ours
-    users_loop = under_way.loop if under_way is not None else None
-    if model_state.leaving and not loop_is_ours:
+    active_call = _active_call.get()
+    loop_is_ours = active_call is not None and active_call.loop_is_ours
+    users_loop = active_call.loop if active_call is not None else None
+    if model_state.disable_pending and not loop_is_ours:
         return prepare()
     model_state.last_call = call = CallReport()
-    if under_way is not None and under_way.model is model:
-        under_way.report = call
+    if active_call is not None and active_call.model is model:
+        active_call.report = call
     reason = call_reason(model, generation_mode, generation_config, model_kwargs)
     if reason is None and not loop_is_ours and users_loop is None:
         reason = "the model's class has a generate of its own"
     if reason is not None:
         if isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
-        model_state.tell(call, reason)
+        model_state.report_stock(call, reason)
         return prepare()
     loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
     if loop is None:
         setattr(generation_config, _CALL_ATTRIBUTE, call)
         return prepare()
     given = model_kwargs.pop("past_key_values", None)
-    prepared = prepare()  # with the cache to go on with where the prompts cannot share
+    prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=model_state.options.backend)
     cache.awaited = AwaitedPrompts(
         model_state,
-        _as_it_began(model_state),
+        _call_state(model_state),
         call,
-        max_tokens=most_at_once(model_state.options, generation_config),
+        max_tokens=prefill_limit(model_state.options, generation_config),
         returns_cache=bool(generation_config.return_dict_in_generate),
         given=given if isinstance(given, SharedContextCache) and not given.is_empty else None,
         stock=model_kwargs["past_key_values"],
@@ -202,8 +202,8 @@ def _prepare_cache_for_generation(
         loop=loop,
         checks_masks=users_loop is not None,
     )
-    generation_config.prefill_chunk_size = None  # the prompts come in one pass, and are cut into chunks here
-    call.reason = f"the loop of {loop} has not run the model"
+    generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
+    call.reason = f"the decoding loop of {loop} has not called the model"
     model_kwargs["past_key_values"] = cache
     return prepared
 
@@ -218,17 +218,17 @@ def _generate(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwa
     with model_state.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
         loop = given.get("custom_generate")
-        call = _UnderWay(model, ours, loop if may_share and callable(loop) else None)
-        token = _under_way.set(call)
+        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
+        token = _active_call.set(call)
         try:
             return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
         except BaseException as error:
-            if call.report is None:  # it failed before anything was decided
+            if call.report is None:  # failed before the path was chosen
                 model_state.last_call = call.report = CallReport()
             call.report.fail(error)
             raise
         finally:
-            _under_way.reset(token)
+            _active_call.reset(token)
 
 
 def _extract_generation_mode_kwargs(
@@ -260,23 +260,25 @@ def _decode(
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """The decoding loop that `generate` calls: ours where the call shares context, else transformers' own."""
+    """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
     call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if call is not None:
         model_state: ModelState = vars(model)[STATE_ATTRIBUTE]
-        state = _as_it_began(model_state)
-        new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # which may be another library's integer
+        state = _call_state(model_state)
+        new_tokens = (
+            int(generation_config.max_length) - input_ids.shape[1]
+        )  # max_length may be another library's integer
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:
                 raise NotSharedError(_SYNCED)
             start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
         except NotSharedError as refusal:
-            model_state.tell(call, str(refusal), refusal.level)
+            model_state.report_stock(call, str(refusal), refusal.level)
         else:
             if model._compiled_call_impl is not None:
-                model_state.tell_once(
-                    "model.compile() does not reach passes with shared context, which run uncompiled; "
+                model_state.log_once(
+                    "model.compile() does not apply to passes with shared context, which run uncompiled; "
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                 )
             return decode_shared(
@@ -296,7 +298,7 @@ def _decode(
         model_kwargs["past_key_values"] = cache.awaited.refuse(_SYNCED)
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
-    if "inputs_tensor" in inspect.signature(stock).parameters:  # transformers gives it to loops that name it
+    if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
         model_kwargs["inputs_tensor"] = inputs_tensor
     return stock(
         model,
@@ -317,4 +319,4 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
 }
-"""By name."""
+"""Overrides by method name."""

@@ -1,4 +1,4 @@
-"""Methods of one instance, wrapped, and taken off again whatever others have put there since."""
+"""Method overrides on one instance, removable even after other code has overridden the same methods."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 STATE_ATTRIBUTE = "_hf_fastdecode"
-"""Where an instance keeps the state that its wrapped methods work with."""
+"""Instance attribute that holds the state of the overrides."""
 
-# What lay beneath methods of ours that could not be taken off, because others had wrapped them.
+# Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
 
 Wrapper = Callable[..., Any]
-"""Called with the state, the instance and the method's arguments."""
+"""Called as ``override(state, instance, *args, **kwargs)``."""
 
 _keys = count()
 _OURS: WeakKeyDictionary[Callable[..., Any], int] = WeakKeyDictionary()
 
 
 class WrappedMethods:
-    """Wrappers of an instance's methods, and what is beneath them.
+    """Overrides of an instance's methods, and the originals.
 
     Args:
-        instance: Whose methods.
-        wrappers: By name.
+        instance: The instance to override methods of.
+        wrappers: Overrides by method name.
     """
 
     def __init__(self, instance: object, wrappers: Mapping[str, Wrapper]):
         self._wrappers = wrappers
-        self.key = next(_keys)  # a copy of the instance has the same methods, so the same key
-        # An instance may carry its own versions already (accelerate puts a forward there).
+        self.key = next(_keys)  # shared by copies of the instance
+        # Existing instance-level methods, e.g. accelerate's forward.
         self._saved = {name: own for name in wrappers if (own := own_method(instance, name)) is not None}
 
-    def put_on(self, instance: object, state: object) -> None:
-        """Wrap the methods; `state` has these as its ``methods``."""
+    def install(self, instance: object, state: object) -> None:
+        """Install the overrides; `state` holds this object as its ``methods``."""
         vars(instance)[STATE_ATTRIBUTE] = state
         for name, wrapper in self._wrappers.items():
-            # A bound method follows a deep copy of the instance, a closure over it would not.
+            # A bound method is rebound by deepcopy of the instance; a closure would not be.
             method = _wrapped(wrapper, name, self.key, getattr(type(instance), name))
-            if name in self._saved:  # transformers reads a forward's parameters to know what it takes
+            if name in self._saved:  # transformers inspects forward's signature
                 own = inspect.signature(self._saved[name])
                 first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
                 rest = [
                     parameter for name, parameter in own.parameters.items() if name != first.name
-                ]  # theirs wraps ours
+                ]  # their wrapper wraps ours
                 method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
             vars(instance)[name] = types.MethodType(method, instance)
 
-    def take_off(self, instance: object) -> None:
-        """Put back what was there. A method that someone put there since is theirs, and stays."""
+    def uninstall(self, instance: object) -> None:
+        """Restore the originals. Overrides installed later by other code stay."""
         state = vars(instance).get(STATE_ATTRIBUTE)
         if state is None or state.methods is not self:
             return
@@ -62,7 +62,7 @@ class WrappedMethods:
         for name in self._wrappers:
             saved = self._saved.get(name)
             if _key_of(vars(instance).get(name)) != self.key:
-                if saved is not None:  # theirs may call ours, which then passes the call on
+                if saved is not None:  # their wrapper may call ours, which then forwards to this
                     buried[self.key, name] = saved
             elif saved is not None:
                 vars(instance)[name] = saved
@@ -73,14 +73,14 @@ class WrappedMethods:
         del vars(instance)[STATE_ATTRIBUTE]
 
     def original(self, instance: object, name: str) -> Callable[..., Any]:
-        """The method beneath ours."""
+        """The original method, bound to the instance."""
         return self._saved[name] if name in self._saved else partial(getattr(type(instance), name), instance)
 
 
 def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `wrapper` while the state has this key, with the signature of `original`: generate reads it.
+    """Method that calls `wrapper` while the state has this key, with the signature of `original` for generate.
 
-    Without that state it is beneath what others put on the instance, and passes calls on to what was beneath itself.
+    Once uninstalled, it forwards to the original, since other code's wrappers may still call it.
     """
 
     @functools.wraps(original)
@@ -97,16 +97,16 @@ def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]
 
 
 def _key_of(method: object) -> int | None:
-    """The key of one of our bound methods; None for others."""
+    """Key of one of our bound methods; None for other methods."""
     function = getattr(method, "__func__", None)
     return _OURS.get(function) if isinstance(function, types.FunctionType) else None
 
 
 def own_method(instance: object, name: str) -> Callable[..., Any] | None:
-    """What the instance carries for a method of its class.
+    """Instance-level override of a class method by other code, or None.
 
-    But for ours, which others may put back after they were taken off, and but for the class's own, bound: ours are
-    unpickled as those.
+    Skips our own overrides, which other code may put back after they were removed, and the class's own method bound to
+    the instance, which our overrides unpickle to.
     """
     own = vars(instance).get(name)
     if isinstance(own, types.MethodType) and own.__func__ is getattr(type(instance), name):

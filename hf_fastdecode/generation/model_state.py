@@ -1,4 +1,4 @@
-"""The state of one enabled model: its options, what was captured and kept for it, its calls under way."""
+"""Per-model state of `enable`: options, captured steps, kept prefixes, and the last call's report."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger("hf_fastdecode")
 
 
 class ModelState:
-    """The state behind one enabled model; it stands in the model's ``__dict__`` and is gone after `disable`.
+    """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
     Args:
         model: The model.
-        options: Of `enable`.
-        hooks: Wrappers of the model's methods, by name.
+        options: Options of `enable`.
+        hooks: Method overrides by name.
 
     Raises:
-        TypeError: The model is not one that transformers can generate with.
+        TypeError: The model has no `generate` of a supported transformers version.
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, hooks: Mapping[str, Wrapper]):
@@ -43,14 +43,14 @@ class ModelState:
             )
         self.options = options
         self.last_call: CallReport | None = None
-        self.leaving = False  # disabled, and a call is still under way
+        self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
         self.reused = ReusedPrefixes()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # methods of an instance are not pickled: the model is loaded as it was before `enable`
+        return _nothing, ()  # overrides are not pickled: the model loads as before `enable`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         twin = memo[id(self)] = object.__new__(ModelState)
@@ -59,57 +59,57 @@ class ModelState:
 
     @contextmanager
     def call(self, model: PreTrainedModel) -> Iterator[bool]:
-        """A `generate` call: what is undone within is undone at its end. Gives whether the call may share context."""
-        with SWITCHING:
+        """Scope of a `generate` call; yields whether it may share context. Defers a `disable` within to the end."""
+        with STATE_LOCK:
             _calls[self] = _calls.get(self, 0) + 1
             may_share = state_of(model) is self
         try:
             yield may_share
         finally:
-            with SWITCHING:
+            with STATE_LOCK:
                 _calls[self] -= 1
-                if self.leaving and not _calls[self]:
-                    self.take_off(model)
+                if self.disable_pending and not _calls[self]:
+                    self.uninstall(model)
 
     def is_generating(self) -> bool:
-        """Whether a call is under way; asked while `SWITCHING` is held."""
+        """Whether a call is in progress; requires `STATE_LOCK`."""
         return _calls.get(self, 0) > 0
 
-    def take_off(self, model: PreTrainedModel) -> None:
-        """Put the model's methods back, and free what calls have left on its devices."""
-        self.methods.take_off(model)
+    def uninstall(self, model: PreTrainedModel) -> None:
+        """Restore the model's methods and free captured steps and kept prefixes."""
+        self.methods.uninstall(model)
         self.reused.clear()
         self.captures.release()
 
-    def tell(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
-        """Note that a call runs stock; log it the first time for each reason."""
-        # transformers' own loop, draws and attention are what these ask for at most.
+    def report_stock(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
+        """Record that a call runs stock; log each reason once."""
+        # Options that a stock call fulfils anyway.
         of_stock = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
         if unused := [option for option in self.options.forced if option not in of_stock]:
             reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
         call.path, call.reason = "stock", reason
-        self.tell_once(f"this generate call runs stock transformers: {reason}", level)
+        self.log_once(f"this generate call runs stock transformers: {reason}", level)
 
-    def tell_once(self, message: str, level: int = logging.WARNING) -> None:
-        """Log a message the first time; messages that differ in numbers only are one."""
+    def log_once(self, message: str, level: int = logging.WARNING) -> None:
+        """Log a message once; messages that differ only in numbers count as equal."""
         kind = re.sub(r"\d+", "#", message)
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.log(level, message)
 
 
 def _nothing() -> None:
-    """What an enabled model's state is loaded as."""
+    """Unpickling result of `ModelState`."""
 
 
-SWITCHING = Lock()
-"""Guards the beginning and the end of calls against `enable` and `disable`, in any thread."""
+STATE_LOCK = Lock()
+"""Serializes `enable`, `disable`, and the start and end of calls over threads."""
 
-# How many are under way; not in `ModelState`, which a copy of the model copies.
+# Calls in progress; not in `ModelState`, which is copied with the model.
 _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
 
 
 def state_of(model: PreTrainedModel) -> ModelState | None:
     """The state of an enabled model, or None."""
     model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
-    return None if model_state is None or model_state.leaving else model_state
+    return None if model_state is None or model_state.disable_pending else model_state

@@ -1,4 +1,4 @@
-"""The options of `hf_fastdecode.enable`."""
+"""Options of `hf_fastdecode.enable`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from ..attention.backends import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
-"""What ``mode=`` takes."""
+"""Values of ``mode=``."""
 
 SAMPLERS = ("auto", "hf", "fast")
-"""What ``sampler=`` takes."""
+"""Values of ``sampler=``."""
 
 FUSE_PROJECTIONS = ("auto", True, False)
-"""What ``fuse_projections=`` takes."""
+"""Values of ``fuse_projections=``."""
 
 CHOICES: dict[str, tuple[str | bool, ...]] = {
     "backend": ALL_BACKENDS,
@@ -21,17 +21,17 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "sampler": SAMPLERS,
     "fuse_projections": FUSE_PROJECTIONS,
 }
-"""Options that take one of some values, by name."""
+"""Options with a fixed set of values, by name."""
 
 _REUSED_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class Options:
-    """How an enabled model generates; the fields are the keyword arguments of `hf_fastdecode.enable`, explained there.
+    """Options of an enabled model; the fields are documented in `hf_fastdecode.enable`.
 
     Raises:
-        ValueError: A field is out of its bounds.
+        ValueError: A field has an invalid value.
     """
 
     backend: str = "auto"
@@ -45,17 +45,17 @@ class Options:
 
     @property
     def reused_bytes(self) -> int:
-        """Most bytes of keys and values to keep for later calls."""
+        """Maximum bytes of keys and values to keep for later calls."""
         return _REUSED_BYTES if self.reuse_prefix is True else int(self.reuse_prefix)
 
     @property
     def forced(self) -> list[str]:
-        """Those that were not left to ``auto``, as they were written."""
+        """Options not left at ``auto``, formatted as ``name=value``."""
         return [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
 
     @property
     def needs_capture(self) -> str | None:
-        """The option that can run in captured steps only, as it was written, or None."""
+        """The option that requires captured steps, formatted as ``name=value``, or None."""
         if self.mode in ("graph", "compile"):
             return f"mode={self.mode!r}"
         return "fuse_projections=True" if self.fuse_projections is True else None

@@ -1,4 +1,4 @@
-"""Which path ran and why: what `hf_fastdecode.explain` returns."""
+"""Reports of which path a call ran and why, as `hf_fastdecode.explain` returns them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from ..cache.shared import SharedContextCache
 
 @dataclass
 class CallReport:
-    """One `generate` call.
+    """Report of one `generate` call.
 
     Attributes:
         path: ``shared``, ``stock``, or ``failed`` when the call raised.
-        reason: Why this path; what was raised.
-        rows: Sequences decoded; 0 when the call ran stock before its prompts were looked at.
-        padded_length: Length of the rows' prompts with padding.
-        forest: The nodes, in words.
-        prefilled_tokens: Tokens run through the model before the decode steps.
-        known_tokens: For each prompt, how many of its tokens a given cache held, or that of an earlier call; None
-            without one.
+        reason: Reason for this path, or the error raised.
+        rows: Sequences decoded; 0 if the call fell back to stock before its prompts were compared.
+        padded_length: Padded length of the prompts.
+        forest: Description of the nodes.
+        prefilled_tokens: Tokens computed before the decode steps.
+        known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
-        layers: For each layer, what attended.
-        context_width: Padded length of what the rows' nodes hold.
-        cache: The call's cache, while anything else holds it.
-        suffix_length: Tokens each row has appended.
-        stored_tokens: Tokens held in the nodes' storage, whether or not rows attend to all of it.
-        layer_sizes: For each layer, bytes of one token's keys and values, and its window where that hides anything.
+        layers: For each layer, the attention operators used.
+        context_width: Padded length of the tokens in nodes.
+        cache: Weak reference to the call's cache.
+        suffix_length: Tokens in each row's suffix.
+        stored_tokens: Tokens in node storage, including unused ones.
+        layer_sizes: For each layer, bytes per token, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
-        mode_reason: Why.
-        sampler: Who drew the tokens: ``hf`` or ``fast``.
-        sampler_reason: Why.
+        mode_reason: Reason for the mode.
+        sampler: Sampling code used: ``hf`` or ``fast``.
+        sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
-        compactions: How often rows that had ended left the batch.
-        waves: Parts that the rows were cut into to fit into memory; 0 when they were not.
+        compactions: Number of times finished rows were compacted away.
+        waves: Number of parts the batch was split into to fit in memory; 0 if not split.
     """
 
     path: str = "stock"
@@ -64,10 +63,10 @@ class CallReport:
     waves: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"cache": None}  # a weak reference is of this process
+        return vars(self) | {"cache": None}  # weak references cannot be pickled
 
     def observe(self, cache: SharedContextCache) -> None:
-        """Note what a forward pass with this cache did."""
+        """Record the operators and lengths of a forward pass with this cache."""
         if not self.layers or self.suffix_length == 0:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
@@ -76,21 +75,21 @@ class CallReport:
         self.suffix_length = cache.suffix_length
 
     def fail(self, error: BaseException) -> None:
-        """Note that the call raised."""
+        """Record that the call raised."""
         self.path, self.reason = "failed", type(error).__name__
-        with suppress(Exception):  # what cannot be written must not hide what was raised
+        with suppress(Exception):  # a failing __str__ must not mask the error
             self.reason += f": {error}" if str(error) else ""
 
     @property
     def nbytes(self) -> CacheBytes:
-        """Bytes of keys and values at the end of the call: stored here, and what a stock cache held."""
+        """Bytes of keys and values at the end of the call, here and in a stock cache."""
         stored = (self.stored_tokens + self.rows * self.suffix_length) * sum(size for size, _ in self.layer_sizes)
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for size, window in self.layer_sizes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:
-        """The report for a person."""
+        """Human-readable lines of the report."""
         lines = [f"last generate call: {self.path} ({self.reason})"]
         if self.path == "shared":
             stored, _, stock = self.nbytes
@@ -117,21 +116,21 @@ class CallReport:
     def _events(self) -> list[str]:
         counts = {
             "CUDA graphs captured": self.captures,
-            "times that ended rows left the batch": self.compactions,
-            "waves, since not all rows fitted into memory": self.waves,
+            "compactions of finished rows": self.compactions,
+            "waves, since not all rows fit in memory": self.waves,
         }
         return [f"  {what}: {count}" for what, count in counts.items() if count]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `hf_fastdecode.explain` returns; ``str(report)`` reads as text.
+    """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text.
 
     Attributes:
-        model: The model's class.
+        model: Class name of the model.
         enabled: Whether `enable` is in effect.
-        layer_count: Number of decoder layers; None where the config does not say, as of models without a decoder.
-        model_reason: Why this model never shares, or None when it can.
+        layer_count: Number of decoder layers; None if the config has none.
+        model_reason: Why this model can never share context, or None.
         last_call: The last `generate` call since `enable`, or None.
     """
 
@@ -153,7 +152,7 @@ class Report:
 
 
 def _layer_lines(layers: list[str]) -> list[str]:
-    """One line for each run of layers that did the same."""
+    """One line per run of layers with equal reports."""
     lines, first = [], 0
     for what, run in groupby(layers):
         last = first + len(list(run)) - 1

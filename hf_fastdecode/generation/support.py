@@ -1,4 +1,4 @@
-"""Which `generate` calls run with shared context; the others run stock, for a reason that is told."""
+"""Decides which `generate` calls run with shared context, and why others run stock."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
 from .foreign_code import foreign_code
 
-# What transformers' loop calls at every step, and ours does not.
+# Methods that transformers' decoding loop calls and this package's loop does not.
 _OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Theirs only drops the cache where the position embedding changes, see `rope_limit`.
+# Their override only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
-# Layers whose state is keys and values of single tokens. Chunked ones run while their chunk holds every row.
+# Layers that cache keys and values per token. Chunked ones are supported while a chunk holds every row.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# What `generate` hands to the decode loop that shared context takes into account.
+# Model arguments of `generate` that shared context supports.
 _KNOWN_ARGUMENTS = {
     "attention_mask",
     "inputs_embeds",
@@ -42,7 +42,7 @@ _KNOWN_ARGUMENTS = {
 
 
 def model_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot decode with shared context whatever the call, or None when it can."""
+    """Why this model can never decode with shared context, or None."""
     config = model.config
     if config.is_encoder_decoder:
         return "encoder-decoder models are not accelerated yet"
@@ -70,7 +70,7 @@ def model_reason(model: PreTrainedModel) -> str | None:
 def call_reason(
     model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """Why this `generate` call runs stock, as far as its arguments tell, or None when they do not."""
+    """Why this `generate` call must run stock according to its arguments, or None."""
     if reason := model_reason(model):
         return reason
     if mode not in _MODES:
@@ -83,8 +83,8 @@ def call_reason(
         return "use_cache=False"
     if config.output_attentions:
         return "output_attentions=True needs weights that fused attention does not compute"
-    if config.cache_implementation not in (None, "dynamic"):  # which is what None means
-        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
+        return f"cache_implementation={config.cache_implementation!r} was requested"
     cache = model_kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
         return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"
@@ -104,7 +104,7 @@ def call_reason(
 
 
 def other_loop(mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-    """Why transformers' own decoding loop runs this call over a shared-context cache; None where ours does."""
+    """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
     if config.output_hidden_states:
@@ -115,12 +115,12 @@ def other_loop(mode: GenerationMode, config: GenerationConfig, model_kwargs: dic
 
 
 def method_reason(model: PreTrainedModel) -> str | None:
-    """Why our decoding loop cannot stand in for transformers', or None: a method that it does not call is another."""
+    """Why this package's decoding loop cannot replace transformers', because of an overridden method, or None."""
     return next((changed for name in _OWN_METHODS if (changed := _changed(model, name))), None)
 
 
 def switch_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot share context as it is now, or None when it can: by training mode or code of others."""
+    """Why this model cannot currently share context (training mode or third-party code), or None."""
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         return "gradient checkpointing in training mode drops the cache"
@@ -137,7 +137,7 @@ def switch_reason(model: PreTrainedModel) -> str | None:
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
-    """Name and value of the module's dropout or jitter setting, or None where it draws no random numbers."""
+    """Name and value of the module's active dropout or jitter setting, or None."""
     if isinstance(module, _DropoutNd):
         return ("p", module.p) if module.p else None
     for name, value in vars(module).items():
@@ -147,18 +147,18 @@ def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
 
 
 def is_nothing(argument: object) -> bool:
-    """Whether an argument says no more than leaving it out: None, or an empty collection, such as `generate` makes."""
+    """Whether an argument is equivalent to omitting it: None or an empty collection."""
     return argument is None or (isinstance(argument, Mapping | list | tuple) and not argument)
 
 
 def _foreign_attention(name: str | None) -> str | None:
-    """Whether a config names an attention or mask function that someone registered, which ours would stand in for."""
-    if name is None or name == ATTENTION_NAME or "/" in name:  # kernels from the hub attend as sdpa does
+    """Why a config's attention is third-party code that shared context would bypass, or None."""
+    if name is None or name == ATTENTION_NAME or "/" in name:  # hub kernels compute the same as sdpa
         return None
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         if (function := registry.get(name)) is None:
             continue
-        # Where it was written: a wrapper may carry the names of what it wraps.
+        # Where it is defined: `__module__` may be copied from a wrapped function.
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         if not module.startswith("transformers."):
             return f"its attention is {name!r} of {module}, which passes with shared context would not call"
@@ -166,7 +166,7 @@ def _foreign_attention(name: str | None) -> str | None:
 
 
 def _changed(model: PreTrainedModel, name: str) -> str | None:
-    """Whether a method that our loop stands in for is not transformers' own."""
+    """Why a method that transformers' loop calls is not transformers' own, or None."""
     if name in vars(model):
         return f"the model carries a {name} of its own, which the decoding loop would not call"
     method = getattr(type(model), name, None)
@@ -181,15 +181,15 @@ def _several_processes() -> bool:
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
-    """Length up to which the rotary frequencies are those of any shorter text; None when they always are.
+    """Length up to which rotary frequencies do not depend on the text length; None if they never do.
 
-    Dynamic and LongRoPE embeddings switch frequencies with the longest row of the batch, keys already stored included.
+    Dynamic and LongRoPE embeddings switch frequencies with the longest row of the batch, including stored keys.
     """
     # Phi-3 drops the cache at this length, whatever its rope type.
     if (original := getattr(config, "original_max_position_embeddings", None)) is not None:
         return int(original)
     rope = getattr(config, "rope_parameters", None) or {}
-    for entry in (rope, *rope.values()):  # one for all layers, or one for each layer type
+    for entry in (rope, *rope.values()):  # for all layers, or per layer type
         kind = (entry.get("rope_type") or "") if isinstance(entry, dict) else ""
         if kind == "longrope" or "dynamic" in kind:
             return int(entry.get("original_max_position_embeddings") or config.max_position_embeddings)
@@ -204,14 +204,14 @@ def input_reason(
     *,
     longest: int,
 ) -> str | None:
-    """Why these prompts run stock, or None when they can share.
+    """Why these prompts must run stock, or None.
 
     Args:
         model: The model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
         position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
-        longest: Tokens that a row may come to, padding included: what outgrows a window is looked at.
+        longest: Maximum row length, padding included; masks are checked where it exceeds a window.
     """
     if input_ids.shape[1] == 0:
         return "the prompt is empty"

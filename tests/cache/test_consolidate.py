@@ -21,7 +21,7 @@ def model():
     return tiny_model("llama-gqa")
 
 
-def planted(*lengths, layers=2):
+def filled_cache(*lengths, layers=2):
     """A cache with segments of these lengths, filled with numbers that tell tokens, layers, keys and values apart."""
     cache = fd.SharedContextCache()
     for length in lengths:
@@ -74,8 +74,8 @@ def chain(*lengths):
     ids=str,
 )
 def test_a_chain_has_nodes_of_geometric_lengths(lengths, merged):
-    cache = planted(*lengths)
-    cache.plant(Forest.from_paths([chain(*lengths)] * 3), length=300)
+    cache = filled_cache(*lengths)
+    cache.set_forest(Forest.from_paths([chain(*lengths)] * 3), length=300)
     before, segments = contents(cache), dict(cache.layers[0].storage.segments)
     consolidate(cache)
     assert contents(cache) == before
@@ -87,11 +87,11 @@ def test_a_chain_has_nodes_of_geometric_lengths(lengths, merged):
 
 
 def test_what_no_row_attends_to_is_dropped():
-    cache = planted(30, 0, 64, 50, 10)
+    cache = filled_cache(30, 0, 64, 50, 10)
     kept = cache.layers[0].storage.segments[0]
     # All of one segment, an eighth and more than half of others, and none of the last.
     root, sparse, dense = Span(0, 0, 30), Span(2, 8, 8), Span(3, 10, 26)
-    cache.plant(Forest.from_paths([(root, sparse), (root, dense)]))
+    cache.set_forest(Forest.from_paths([(root, sparse), (root, dense)]))
     before = contents(cache)
     consolidate(cache)
     assert contents(cache) == before
@@ -105,15 +105,15 @@ def test_what_no_row_attends_to_is_dropped():
 def test_what_several_nodes_show_stays_stored_once():
     """Rows apart that show one span, or parts of it that overlap: merging would copy it for each."""
     shared, own = Span(0, 0, 40), [Span(1, start, 30) for start in (0, 30, 60)]
-    cache = planted(40, 90)
+    cache = filled_cache(40, 90)
     nodes = [Node(span, row, 1, depth) for row, tail in enumerate(own) for depth, span in enumerate((shared, tail))]
-    cache.plant(Forest(3, nodes))
+    cache.set_forest(Forest(3, nodes))
     segments = dict(cache.layers[0].storage.segments)
     consolidate(cache)
     assert cache.layers[0].storage.segments == segments
     # An overlap of parts, in a segment that is hardly shown otherwise, is copied out once.
-    cache = planted(90)
-    cache.plant(Forest(2, [Node(Span(0, 50, 20), 0, 1), Node(Span(0, 60, 15), 1, 1)]))
+    cache = filled_cache(90)
+    cache.set_forest(Forest(2, [Node(Span(0, 50, 20), 0, 1), Node(Span(0, 60, 15), 1, 1)]))
     before = contents(cache)
     consolidate(cache)
     assert contents(cache) == before
@@ -122,8 +122,8 @@ def test_what_several_nodes_show_stays_stored_once():
 
 def test_rows_that_merge_side_by_side_are_evenly_spaced():
     """So that one call with a batch dimension attends to them."""
-    cache = planted(7 * 10, 7 * 8)
-    cache.plant(Forest.from_paths([(Span(0, 10 * row, 10), Span(1, 8 * row, 8)) for row in range(7)]))
+    cache = filled_cache(7 * 10, 7 * 8)
+    cache.set_forest(Forest.from_paths([(Span(0, 10 * row, 10), Span(1, 8 * row, 8)) for row in range(7)]))
     before = contents(cache)
     consolidate(cache)
     assert contents(cache) == before

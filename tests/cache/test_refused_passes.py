@@ -101,7 +101,7 @@ PASSES = {
     interrupt: (KeyboardInterrupt, None),
     other_rows: (ValueError, "holds 1 rows, got keys for 2"),
     more_layers: (ValueError, "the model has more layers than the cache"),
-    fewer_layers: (ValueError, "unequal suffixes, of 0 to 3 tokens: the model has other layers"),
+    fewer_layers: (ValueError, "differ in length, 0 to 3 tokens: the model has other layers"),
     other_heads: (ValueError, "holds 2 KV heads of 16 numbers, the model has 4 of 16; make it with"),
 }
 

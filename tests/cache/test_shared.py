@@ -220,7 +220,7 @@ def test_options_are_checked(options, message):
 
 def test_plant_checks_the_padded_length(pair):
     with pytest.raises(ValueError, match="at least the longest row, 40 tokens, got 39"):
-        pair[0].plant(Forest.from_paths([(Span(0, 0, 40),)]), length=39)
+        pair[0].set_forest(Forest.from_paths([(Span(0, 0, 40),)]), length=39)
 
 
 def test_tokens_of_an_unknown_origin_cannot_be_matched(model):
@@ -282,7 +282,7 @@ def test_suffixes_are_freed_when_others_take_their_place(model):
     with fd.enabled(model, backend="triton"), torch.no_grad():
         cache = fd.prefill(model, PROMPTS)
         model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
-        for change in (lambda: cache.select_rows([0, 2]), lambda: cache.plant(cache.forest)):
+        for change in (lambda: cache.select_rows([0, 2]), lambda: cache.set_forest(cache.forest)):
             memory = [weakref.ref(part) for layer in cache.layers for part in layer.storage.suffix]
             change()
             assert not any(part() is not None for part in memory)

@@ -53,9 +53,9 @@ def test_buckets():
     ],
 )
 def test_a_smaller_size_must_pay_for_its_capture(now, then, compiled, known, least):
-    assert steps.pays(now, then, least, known, compiled=compiled)
-    assert not least or not steps.pays(now, then, least - 1, known, compiled=compiled)
-    assert not steps.pays(now, now, 10**9, known, compiled=compiled)
+    assert steps.switch_saves_time(now, then, least, known, compiled=compiled)
+    assert not least or not steps.switch_saves_time(now, then, least - 1, known, compiled=compiled)
+    assert not steps.switch_saves_time(now, now, 10**9, known, compiled=compiled)
 
 
 @on_the_cpu

@@ -40,7 +40,7 @@ def test_compiled_in_place(model, frames, first, fullgraph, caplog):
             assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
             assert fd.explain(model).last_call.path == "shared"
     assert [record.message.partition(",")[0] for record in caplog.records] == [
-        "model.compile() does not reach passes with shared context"
+        "model.compile() does not apply to passes with shared context"
     ]
     assert frames() == 0
     assert torch.equal(model(**PROMPT).logits, logits)

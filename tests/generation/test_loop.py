@@ -8,8 +8,8 @@ import torch
 from transformers import StoppingCriteria
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.decoding.finished_row_poller import FinishedRowPoller
 from hf_fastdecode.generation.decoding.stopping import Stopping
-from hf_fastdecode.generation.decoding.watch import Watch
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -105,7 +105,7 @@ def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, e
     assert torch.equal(shared, stock)
     assert report.waves >= 3
     assert [record.message for record in caplog.records] == [
-        "10 rows do not fit into memory at once; going on in smaller waves"
+        "10 rows do not fit in memory at once; continuing in smaller waves"
     ]
 
 
@@ -181,15 +181,15 @@ def test_no_bound_on_the_length(model):
 def test_what_was_drawn_past_the_end_is_undone():
     """On a GPU the host learns late that all rows ended; tokens, cache and random state must not show it."""
     device = torch.device("cuda")
-    watch = Watch(device, at_once=False, draws=True)
+    poller = FinishedRowPoller(device, synchronous=False, draws=True)
     states, looks = [], []
     for step in range(1, 20):
         torch.rand(3, device=device)
         states.append(torch.cuda.get_rng_state(device))
-        looks.append(watch.look(torch.tensor([step < 5], device=device), step))
+        looks.append(poller.poll(torch.tensor([step < 5], device=device), step))
     assert [step for step, look in enumerate(looks, 1) if look is not None] == [16]
     assert not torch.equal(looks[15], torch.tensor([True]))
-    watch.rewind(5)
+    poller.restore_generator(5)
     assert torch.equal(torch.cuda.get_rng_state(device), states[4])
 
     model = tiny_model("llama-gqa").cuda()

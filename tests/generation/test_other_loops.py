@@ -179,7 +179,7 @@ def test_a_loop_that_runs_no_model(model):
         out = model.generate(**PROMPT, custom_generate=lambda model, input_ids, **_: input_ids + 1, max_new_tokens=4)
         assert torch.equal(out, PROMPT["input_ids"] + 1)
         assert fd.explain(model).last_call.path == "stock"
-        assert "custom_generate has not run the model" in fd.explain(model).last_call.reason
+        assert "custom_generate has not called the model" in fd.explain(model).last_call.reason
         assert model.generate(PROMPT["input_ids"], *[None] * 10, max_new_tokens=4).shape == (1, 84)
 
 
@@ -210,7 +210,7 @@ def test_options_that_another_loop_does_not_have_are_told(model, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_fastdecode"), fd.enabled(model, mode="graph", sampler="fast"):
         model.generate(**PROMPT, **BEAMS)
     assert [record.message for record in caplog.records if record.name == "hf_fastdecode"] == [
-        "mode='graph', sampler='fast' not used: generation mode 'beam_search' runs by a loop that is not ours"
+        "mode='graph', sampler='fast' not used: generation mode 'beam_search' uses another decoding loop"
     ]
 
 

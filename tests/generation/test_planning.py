@@ -66,7 +66,7 @@ def test_plans_are_those_of_the_oracle(calls: list[tuple[Tensor, Tensor | None]]
         assert list(_passes(plan.items, max_tokens)) == oracle.passes(plan.items, max_tokens)
         cache.add_segment(plan.new_tokens)
         kept = data.draw(st.sampled_from([(), cache.forest.paths]))
-        cache.plant(Forest.from_paths([*kept, *plan.forest.paths]))
+        cache.set_forest(Forest.from_paths([*kept, *plan.forest.paths]))
 
 
 @settings(PROPERTY, max_examples=100)
@@ -78,7 +78,7 @@ def test_what_begins_kept_prompts_is_covered(calls: list[tuple[Tensor, Tensor | 
         cache = SharedContextCache()
         plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=2)
         cache.add_segment(plan.new_tokens)
-        cache.plant(plan.forest)
+        cache.set_forest(plan.forest)
         stored.append(StoredPrompts(cache))
         prompts.append([group.tokens for group in groups])
     lengths = [max(oracle.common_prefix(new.tolist(), old.tolist()) for old in prompts[0]) for new in prompts[1]]
@@ -161,7 +161,7 @@ def test_four_times_the_prompts_take_about_four_times_the_calls(prompts: Callabl
         if kept:
             plan = _plan(ids[:, :48], cache)
             cache.add_segment(plan.new_tokens)
-            cache.plant(plan.forest)
+            cache.set_forest(plan.forest)
         counts.append(_calls_of(lambda ids=ids, cache=cache: _plan(ids, cache)))
     assert counts[1] < 5.5 * counts[0]  # bisection takes a step more for twice the stored prompts
 

@@ -1,1 +1,1 @@
-"""The decoding loop: drawing tokens, ending rows, compacting the batch."""
+"""The decoding loop: sampling, stopping criteria, compaction of finished rows."""

@@ -1,4 +1,4 @@
-"""One call with shared context: what decodes its steps, who draws its tokens, and what the caller gets."""
+"""Decoding of one call with shared context: sets up steps and sampler, runs the loop, builds the output."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from .sampling import choose_sampler
 from .stopping import Stopping
 from .token_log_probs import TokenLogProbs
 
-# What the loop itself passes to the model at every step.
+# Model arguments that the loop itself passes at every step.
 _OWN_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
-# What `generate` hands to decoding loops beside the model's arguments.
+# Arguments of decoding loops that are not model arguments.
 _NOT_THE_MODELS = ("tokenizer", "assistant_tokenizer", "assistant_model")
 
 
 @dataclass
 class FastDecodeOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with ``return_dict_in_generate``: transformers' fields, and one more.
+    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus `logprobs`.
 
     Attributes:
-        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each drawn token by the model's raw logits, natural
-            log, 0 behind a row's end; None where transformers' own sampler drew.
+        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
+            0 after a row's end; None with transformers' own sampler.
     """
 
     logprobs: Tensor | None = None
 
 
 def step_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What every step passes to the model beside tokens, positions and cache."""
+    """Extra model arguments of every step, beyond tokens, positions and cache."""
     left_out = (*_OWN_ARGUMENTS, *_NOT_THE_MODELS)
     return {name: value for name, value in model_kwargs.items() if name not in left_out and not is_nothing(value)}
 
 
 def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
-    """The processors that change logits, and what only records them, for which the loop records itself."""
+    """Split off a `TokenLogProbs` recorder, whose work the loop does itself."""
     recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
     if len(recorders) != 1:
         return processors, None
@@ -67,9 +67,9 @@ def decode_shared(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
 ) -> FastDecodeOutput | Tensor:
-    """Decode from where `start_shared` left off; arguments as transformers' decoding loops take them."""
+    """Decode after `start_shared`; arguments as for transformers' decoding loops."""
     arguments = step_arguments(model_kwargs)
-    input_ids = input_ids.long()  # as those that are drawn
+    input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
     processors, log_probs = _without_recorder(processors)
     sampler, call.sampler_reason = choose_sampler(
@@ -87,7 +87,7 @@ def decode_shared(
         wave = Loop(input_ids, start, sampler, stopping, config, streamer, make_steps, eager, call, log_probs).run()
     if not config.return_dict_in_generate:
         return wave.tokens
-    start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the user may keep it
+    start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the caller may keep the cache
     return FastDecodeOutput(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,

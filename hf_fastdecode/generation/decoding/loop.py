@@ -1,8 +1,7 @@
-"""The decoding loop: transformers' own, step for step, but for when the host waits and which rows are computed.
+"""The decoding loop, step for step equivalent to transformers' own.
 
-Rows that ended leave the batch once enough of them have: time follows the rows still alive. On a GPU the host looks at
-which rows are alive every few steps only, and what was drawn past the end is undone. A batch that does not fit into
-memory goes on in smaller waves.
+Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
+few steps, and undoes steps after the last row's end. A batch that does not fit in memory is split into smaller waves.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from ...cache.shared import SharedContextCache
 from ..prompts.start import Start
 from ..report import CallReport
 from ..steps.runners import EagerSteps, Steps
+from .finished_row_poller import FinishedRowPoller
 from .sampling import Drawn, Sampler
 from .stopping import Stopping
 from .token_log_probs import TokenLogProbs
-from .watch import Watch
-from .wave import Wave, joined
+from .wave import Wave, concatenate
 
 logger = logging.getLogger("hf_fastdecode")
 
 _REPLAY = 16
-"""Tokens of a row that go through the model at once when a wave is taken up again."""
+"""Tokens per row and forward pass when a wave's suffixes are recomputed."""
 
 
 @dataclass
 class Loop:
-    """What one call decodes with.
+    """Decoding loop of one call.
 
     Attributes:
         prompts: ``[rows, width]`` int64.
-        start: The prompts' nodes and first logits.
-        sampler: Chooses tokens.
-        stopping: When rows end.
+        start: The prefilled cache and first logits.
+        sampler: The sampler.
+        stopping: The stopping criteria.
         config: The call's generation config.
-        streamer: Gets every token, if any.
-        make_steps: Makes what runs the steps of a batch.
-        make_eager: The same, for several tokens at once.
-        report: Of the call.
-        log_probs: Takes the drawn tokens' log-probabilities, if the caller asked for them.
+        streamer: Receives every token, if any.
+        make_steps: Creates the step runner of a cache.
+        make_eager: Creates an eager step runner, which takes several tokens per step.
+        report: The call's report.
+        log_probs: Records the sampled tokens' log-probabilities, if requested.
     """
 
     prompts: Tensor
@@ -66,7 +65,7 @@ class Loop:
         """Decode all rows.
 
         Returns:
-            One wave with all of them; what lies behind a row's end is the pad token.
+            One wave with all rows, padded after each row's end.
         """
         limit = self.stopping.max_length or self.config.max_length
         waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
@@ -80,18 +79,18 @@ class Loop:
                 self._decode(wave, cache or self._resume(wave, forest))
                 done.append(wave)
             except torch.OutOfMemoryError as error:
-                if len(wave.rows) == 1 or self._keeps_together:
-                    error.add_note(f"{len(wave.rows)} rows at once; {self._keeps_together or 'use shorter prompts'}")
+                if len(wave.rows) == 1 or self._why_unsplittable:
+                    error.add_note(f"{len(wave.rows)} rows at once; {self._why_unsplittable or 'use shorter prompts'}")
                     raise
                 fits = False
             cache = None
-            if not fits:  # not within `except`, where the traceback still holds the memory
-                self.start.cache.plant(forest)  # drops the suffixes; the nodes stay
+            if not fits:  # outside of `except`, where the traceback keeps the memory alive
+                self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
         self.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
-        wave = done[0] if len(done) == 1 else joined(done, self._pad)
+        wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
         if self.log_probs is not None:
             self.log_probs.take(torch.stack(wave.logprobs, dim=1))
         return wave
@@ -99,19 +98,19 @@ class Loop:
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2
         if len(wave.rows) == len(self.prompts):
-            logger.warning("%d rows do not fit into memory at once; going on in smaller waves", len(wave.rows))
+            logger.warning("%d rows do not fit in memory at once; continuing in smaller waves", len(wave.rows))
         waiting.extendleft((wave.part(slice(half, None)), wave.part(slice(half))))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _resume(self, wave: Wave, forest: Forest) -> SharedContextCache:
-        """A cache of the wave's rows, with the tokens that they had appended run through the model again."""
+        """Create a cache for the wave's rows and recompute their suffixes."""
         base = self.start.cache
         cache = base.nodes_only(forest.select_rows(wave.rows.tolist()), max_suffix=base.state.max_suffix)
         width = self.prompts.shape[1]
-        fed = self.start.fed[wave.rows]
-        tokens = torch.cat([fed, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
-        positions = self.start.positions[wave.rows][:, None] - fed.shape[1]
+        suffix_tokens = self.start.suffix_tokens[wave.rows]
+        tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
+        positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = self.make_eager(cache).feed
         for first in range(0, tokens.shape[1], _REPLAY):
             part = tokens[:, first : first + _REPLAY]
@@ -119,22 +118,24 @@ class Loop:
         return cache
 
     def _decode(self, wave: Wave, cache: SharedContextCache) -> None:
-        """Draw tokens until every row of the wave has ended."""
+        """Sample tokens until every row of the wave is finished."""
         width, stopping = self.prompts.shape[1], self.stopping
         steps = self.make_steps(cache)
         positions = self.start.positions[wave.rows] + wave.drawn - 1
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
-        alive: Tensor | None = None  # where in the wave the batch's rows are; None for all of them
-        numbers = wave.rows  # of the batch's rows in the call
-        watch = Watch(self.prompts.device, at_once=self._looks_at_once, draws=self.sampler.generator_draws)
+        active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
+        row_numbers = wave.rows  # the batch's row numbers in the call
+        poller = FinishedRowPoller(
+            self.prompts.device, synchronous=self._polls_synchronously, draws=self.sampler.generator_draws
+        )
         limit = stopping.max_length or self.config.max_length
         while True:
             if logits is None:
                 last = wave.tokens[:, width + wave.drawn - 1]
-                logits = steps(last if alive is None else last[alive], positions)
+                logits = steps(last if active is None else last[active], positions)
             if self.log_probs is not None:
                 self.log_probs.before_draw(logits, wave.drawn)
-            drawn = self._draw(wave, logits, numbers, alive)
+            drawn = self._draw(wave, logits, row_numbers, active)
             tokens = drawn.tokens
             if stopping.pads:
                 tokens = torch.where(wave.unfinished, tokens, self._pad)
@@ -144,49 +145,49 @@ class Loop:
             ended = stopping.rows_end(tokens, given, self._scores(wave))
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
-            wave.commit(ended)  # nothing of a step is taken over when something in it fails
+            wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
             if stopping.all_end(width + wave.drawn, view):
                 break
-            mask = watch.look(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
+            mask = poller.poll(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
             if mask is None:
                 continue
             count = int(mask.sum())
             if count == 0:
                 break
-            if self._rows_may_leave and steps.worthwhile(count, limit - width - wave.drawn):
-                batch = torch.arange(len(mask), device=mask.device) if alive is None else alive.cpu()
+            if self._can_compact and steps.should_compact(count, limit - width - wave.drawn):
+                batch = torch.arange(len(mask), device=mask.device) if active is None else active.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
                 positions = positions[keep.to(positions.device)]
-                alive = batch[keep].to(positions.device)
-                numbers = wave.rows[alive]
+                active = batch[keep].to(positions.device)
+                row_numbers = wave.rows[active]
                 self.report.compactions += 1
         wave.end()
-        self._undo(wave, steps.cache, watch)
+        self._undo(wave, steps.cache, poller)
 
-    def _undo(self, wave: Wave, cache: SharedContextCache, watch: Watch) -> None:
-        """Forget the steps after the last row's end, which the host saw late."""
+    def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
+        """Remove steps run after the last row's end, before the host saw it."""
         last = int(wave.ends.max())
         overrun = wave.drawn - last
         if overrun:
             for steps in (wave.scores, wave.logits, wave.logprobs):
                 del steps[last:]
-            watch.rewind(last)
+            poller.restore_generator(last)
             cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
         self.report.observe(cache)
 
-    def _draw(self, wave: Wave, logits: Tensor, numbers: Tensor, alive: Tensor | None) -> Drawn:
-        """Draw for the wave's rows from the logits of its batch."""
-        if not self.sampler.whole:
-            drawn = self.sampler.draw(logits, numbers, None, wave.drawn)
-            return drawn if alive is None else drawn.spread(alive, len(wave.rows))
-        if alive is not None:
-            logits = logits.new_zeros(len(wave.rows), logits.shape[1]).index_copy_(0, alive.to(logits.device), logits)
+    def _draw(self, wave: Wave, logits: Tensor, row_numbers: Tensor, active: Tensor | None) -> Drawn:
+        """Sample tokens for the wave's rows from the batch's logits."""
+        if not self.sampler.needs_finished_rows:
+            drawn = self.sampler.draw(logits, row_numbers, None, wave.drawn)
+            return drawn if active is None else drawn.scatter(active, len(wave.rows))
+        if active is not None:
+            logits = logits.new_zeros(len(wave.rows), logits.shape[1]).index_copy_(0, active.to(logits.device), logits)
         view = wave.tokens[:, : self.prompts.shape[1] + wave.drawn]
         input_ids = view.contiguous()
         drawn = self.sampler.draw(logits, wave.rows, input_ids, wave.drawn)
@@ -211,23 +212,22 @@ class Loop:
         return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None
 
     @property
-    def _rows_may_leave(self) -> bool:
-        """Not without a pad token to stand for them, not from a cache that the caller gets, and not where the user's
-        own code may look at all rows' logits together."""
+    def _can_compact(self) -> bool:
+        """Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom processors."""
         return self.stopping.pads and not self.config.return_dict_in_generate and not self.sampler.custom
 
     @property
-    def _keeps_together(self) -> str | None:
-        """Why the rows cannot go on in smaller waves, with the remedy."""
+    def _why_unsplittable(self) -> str | None:
+        """Why the batch cannot be split into waves, with the remedy; None if it can."""
         if self.config.return_dict_in_generate:
-            return "with return_dict_in_generate they stay together: use fewer samples in a call"
+            return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
         if self.streamer is not None or self.stopping.custom or self.sampler.custom:
-            return "with a streamer, or processors or criteria of one's own, they stay together: use fewer samples"
+            return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
         return None
 
     @property
-    def _looks_at_once(self) -> bool:
-        """The user's own code must not run for steps that are undone, and a time limit means what the device did."""
+    def _polls_synchronously(self) -> bool:
+        """Whether to poll at every step: custom code must not see undone steps, and time limits count device time."""
         return self.streamer is not None or self.stopping.custom or self.stopping.timed or self.sampler.custom
 
     @property

@@ -1,4 +1,4 @@
-"""Which lists of transformers' logits processors the sampling kernel stands for, and with which numbers."""
+"""Translates a list of transformers' logits processors to settings of the sampling kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import (
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings
 
-# The order in which generate builds them; what suppresses end tokens may stand on either side of the other that does.
+# The order in which generate builds them; the two that suppress end tokens may come in either order.
 _ORDER = {
     RepetitionPenaltyLogitsProcessor: 0,
     MinLengthLogitsProcessor: 1,
@@ -40,7 +40,7 @@ _ORDER = {
 
 @dataclass(frozen=True)
 class Chain:
-    """Numbers of a list of processors; those of absent processors are neutral.
+    """Parameters of a list of logits processors; absent processors have neutral values.
 
     Attributes:
         temperature: Divisor of the logits.
@@ -49,9 +49,9 @@ class Chain:
         min_p: 0 when off.
         typical_p: 1 when off.
         repetition_penalty: 1 when off.
-        prompt_ignore_length: Leading tokens of each row that the penalty leaves out: one number, one per row, or none.
-        min_new_tokens: Tokens to draw after the prompt before an end token may be.
-        eos_token_ids: The end tokens meant by that.
+        prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
+        min_new_tokens: Minimum new tokens before an end token is allowed.
+        eos_token_ids: The end tokens suppressed until then.
     """
 
     temperature: float = 1.0
@@ -65,14 +65,14 @@ class Chain:
     eos_token_ids: tuple[int, ...] = ()
 
     def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0) -> Settings:
-        """Settings with this chain's features and numbers.
+        """Kernel settings for this chain.
 
         Args:
-            device: Where logits will be.
-            greedy: Take the largest processed logit instead of drawing.
-            seed: Of the draws.
+            device: Device of the logits.
+            greedy: Take the largest processed logit instead of sampling.
+            seed: Seed of the random numbers.
         """
-        from ...kernels.sampling.api import Settings  # needs Triton, which reading a chain does not
+        from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
 
         settings = Settings(
             device,
@@ -96,17 +96,17 @@ class Chain:
 
 
 def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[Chain | None, str]:
-    """Recognise a list of processors.
+    """Recognise a list of logits processors.
 
-    Only transformers' own classes themselves are recognised, in the order in which ``generate`` builds them: a
-    subclass may do anything.
+    Only transformers' own classes are recognised, not subclasses, and only in the order in which ``generate`` builds
+    them.
 
     Args:
-        processors: As ``generate`` hands them to a decoding loop.
-        prompt_length: Tokens of ``input_ids`` before the first drawn one, padding included.
+        processors: As ``generate`` passes them to a decoding loop.
+        prompt_length: Tokens of ``input_ids``, padding included.
 
     Returns:
-        The chain and an empty string, or ``None`` and the reason, which names the processor.
+        The chain and an empty string, or None and the reason, which names the processor.
     """
     values: dict[str, Any] = {}
     last: Any = None

@@ -1,4 +1,4 @@
-"""How the next tokens are chosen from the logits."""
+"""Samplers: transformers' own code, and the sampling kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .processor_chain import Chain, read_chain
 
 
 class Drawn(NamedTuple):
-    """Tokens of one step.
+    """Tokens sampled in one step.
 
     Attributes:
         tokens: ``[rows]`` int64.
-        scores: ``[rows, vocabulary]`` fp32, processed; None where the sampler makes none.
-        logits: ``[rows, vocabulary]`` fp32, as the model gave them; likewise.
-        logprobs: ``[rows]`` fp32: log-probabilities of the tokens by the raw logits; likewise.
+        scores: ``[rows, vocabulary]`` fp32, processed; None if the sampler does not return them.
+        logits: ``[rows, vocabulary]`` fp32, raw; likewise.
+        logprobs: ``[rows]`` fp32: log-probabilities of the tokens under the raw logits; likewise.
     """
 
     tokens: Tensor
@@ -28,43 +28,43 @@ class Drawn(NamedTuple):
     logits: Tensor | None = None
     logprobs: Tensor | None = None
 
-    def spread(self, alive: Tensor, rows: int) -> Drawn:
-        """The same in a batch of `rows` rows, among which these are the rows `alive`; zeros elsewhere."""
-        tokens = self.tokens.new_zeros(rows).index_copy_(0, alive, self.tokens)
+    def scatter(self, active: Tensor, rows: int) -> Drawn:
+        """Scatter to a batch of `rows` rows at the indices `active`; zeros elsewhere."""
+        tokens = self.tokens.new_zeros(rows).index_copy_(0, active, self.tokens)
         logprobs = self.logprobs
         if logprobs is not None:
-            logprobs = logprobs.new_zeros(rows).index_copy_(0, alive, logprobs)
+            logprobs = logprobs.new_zeros(rows).index_copy_(0, active, logprobs)
         return Drawn(tokens, logprobs=logprobs)
 
 
 class Sampler(Protocol):
-    """Chooses tokens.
+    """Samples tokens from logits.
 
     Attributes:
-        name: For reports.
-        whole: Whether it wants the logits of rows that ended too, and the tokens so far.
-        custom: Whether it runs code that is not transformers' or ours, or that keeps a state from step to step.
-        generator_draws: Whether it draws from torch's generator of the device, step by step.
+        name: Name in reports.
+        whole: Whether it needs finished rows' logits too, and the tokens so far.
+        custom: Whether it runs third-party code, or code with state between steps.
+        generator_draws: Whether every step advances torch's generator of the device.
     """
 
     name: str
-    whole: bool
+    needs_finished_rows: bool
     custom: bool
     generator_draws: bool
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
-        """Choose a token for each row.
+        """Sample a token for each row.
 
         Args:
             logits: ``[rows, vocabulary]`` in the model's dtype.
-            rows: ``[rows]`` int64: the rows' numbers in the call.
-            input_ids: ``[rows, length]`` so far, when `whole`; what a `custom` one changes in it stays changed.
-            step: Tokens that the rows have drawn before.
+            rows: ``[rows]`` int64: the row numbers in the call.
+            input_ids: ``[rows, length]`` so far, if `needs_finished_rows`; a `custom` sampler may modify it in place.
+            step: Tokens sampled per row before.
         """
         ...
 
 
-# transformers' processors that keep something from step to step, or call the user's code.
+# transformers' processors with state between steps, or that call user code.
 _KEEPS_STATE = {
     "PrefixConstrainedLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -73,13 +73,13 @@ _KEEPS_STATE = {
 
 
 class TransformersSampler:
-    """transformers' own processors and draws, operation by operation as in its sampling loop.
+    """transformers' own processors and sampling, operation by operation.
 
-    A draw depends on the number of rows, so it is given all rows to the end.
+    Random draws depend on the number of rows, so finished rows are kept.
     """
 
     name = "hf"
-    whole = True
+    needs_finished_rows = True
 
     def __init__(self, processors: LogitsProcessorList, *, do_sample: bool):
         self.processors, self.do_sample = processors, do_sample
@@ -101,22 +101,22 @@ class TransformersSampler:
 
 
 class FastSampler:
-    """The sampling kernel: transformers' distribution, drawn without a sort and with other random numbers.
+    """The sampling kernel: transformers' distribution without a sort, with other random numbers.
 
-    A row's draws depend on the seed, its number in the call and the step, not on which rows are computed beside it.
+    A row's random numbers depend on the seed, its number in the call and the step, not on the other rows.
 
     Args:
-        chain: What the call's processors do.
+        chain: The call's processors.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
-        do_sample: Draw; else take the most likely token.
+        do_sample: Sample; else take the most likely token.
 
     Raises:
-        KernelFailedError: The kernel cannot be compiled or launched. Nothing was drawn, no generator was advanced.
+        KernelFailedError: The kernel cannot be compiled or launched; no generator was advanced.
     """
 
     name = "fast"
-    whole = False
+    needs_finished_rows = False
     custom = False
     generator_draws = False
 
@@ -132,7 +132,7 @@ class FastSampler:
             keep = torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts
             self._seen = seen_tokens(prompts, logits.shape[1], keep.expand_as(prompts)).to(logits.device)
         self._rows: tuple[Tensor, Tensor] | None = None
-        # A launch for a row that is skipped compiles the kernel, while others can still take its place.
+        # Compile now, with a skipped row, while falling back to another sampler is still possible.
         skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
         sample(logits[:1], skipped, self._settings, seen=self._seen)
         if do_sample:
@@ -155,7 +155,7 @@ def choose_sampler(
     *,
     computed_in: torch.dtype,
 ) -> tuple[Sampler, str]:
-    """Who draws the tokens of a call, and why.
+    """Choose the sampler of a call, with the reason.
 
     Args:
         asked: ``auto``, ``hf`` or ``fast``.
@@ -163,25 +163,25 @@ def choose_sampler(
         config: The call's generation config.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
-        computed_in: The dtype of keys and values: under autocast logits may be float32 all the same.
+        computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
 
     Raises:
-        ValueError: ``fast`` was asked for and cannot draw this call's tokens.
+        ValueError: ``fast`` was requested and does not support this call.
     """
     stock = TransformersSampler(processors, do_sample=config.do_sample)
     if asked == "hf":
-        return stock, "sampler='hf' was asked for"
+        return stock, "sampler='hf' was requested"
     reason, chain = _refusal(processors, config, prompts, logits)
     if asked == "auto" and reason is None and computed_in.itemsize > 2:
-        reason = f"in {str(computed_in).removeprefix('torch.')} a seed draws the tokens that it draws in stock"
+        reason = f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock"
     if chain is not None and reason is None:
         try:
             fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
         except KernelFailedError as error:
             reason = str(error)
         else:
-            why = "the kernel draws what the processors leave"
-            return fast, "sampler='fast' was asked for" if asked == "fast" else why
+            why = "the kernel supports the call's processors"
+            return fast, "sampler='fast' was requested" if asked == "fast" else why
     if asked == "fast":
         raise ValueError(f"sampler='fast' cannot draw these tokens: {reason}; use sampler='auto'")
     return stock, reason or ""
@@ -190,11 +190,11 @@ def choose_sampler(
 def _refusal(
     processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor
 ) -> tuple[str | None, Chain | None]:
-    """Why the kernel cannot draw, or what it draws."""
+    """Why the kernel does not support the call, or else the chain for it."""
     if refused := limits.refusal(logits.device, logits.dtype):
         return refused, None
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
-            return f"{name}=True asks for what it does not compute", None
+            return f"{name}=True needs tensors that the kernel does not compute", None
     chain, reason = read_chain(processors, prompt_length=prompts.shape[1])
     return (None, chain) if chain is not None else (reason, None)

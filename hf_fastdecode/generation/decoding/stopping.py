@@ -1,4 +1,4 @@
-"""Stopping criteria, taken apart by what they need: the host's count, the device's tokens, or the user's code."""
+"""Stopping criteria, split into host-side counts, device-side end tokens, and user code."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 
 
 class Stopping:
-    """`generate`'s criteria for one call.
+    """Stopping criteria of one call.
 
     Args:
         criteria: As `generate` prepared them.
-        device: Where tokens are drawn.
+        device: Device of the sampled tokens.
 
     Attributes:
         max_length: Length in tokens, prompt included, at which every row ends; None without such a criterion.
-        pads: Whether rows that ended go on with the pad token, so that they may leave the batch.
-        timed: Whether a time limit must be looked at.
-        custom: Whether criteria want the tokens so far.
+        pads: Whether finished rows continue with the pad token, so that they can be compacted away.
+        timed: Whether there is a time limit.
+        custom: Whether there are criteria other than transformers' length, time and end-token ones.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
@@ -47,11 +47,11 @@ class Stopping:
         return bool(self._others)
 
     def all_end(self, length: int, view: Tensor) -> bool:
-        """Whether every row ends at this length, or now; needs nothing from the device.
+        """Whether every row ends now, by length or time; does not synchronize with the device.
 
         Args:
-            length: Tokens of a row, prompt included.
-            view: ``[rows, length]``, for transformers' own warning about the model's longest text.
+            length: Tokens per row, prompt included.
+            view: ``[rows, length]``, for transformers' warning about the model's maximum length.
         """
         for criterion in self._warnings:
             if length >= criterion.max_position_embeddings:
@@ -60,12 +60,12 @@ class Stopping:
         return late or (self.max_length is not None and length >= self.max_length)
 
     def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
-        """Which rows end with the tokens just drawn, as bool ``[rows]``; None when none can.
+        """Rows that end with the sampled tokens, as bool ``[rows]``; None without such criteria.
 
         Args:
-            tokens: ``[rows]`` int64, just drawn.
-            input_ids: ``[rows, length]`` with them, for `custom` criteria; what they change in it stays changed.
-            scores: What the user asked to be collected.
+            tokens: ``[rows]`` int64, just sampled.
+            input_ids: ``[rows, length]`` including them, for `custom` criteria, which may modify it in place.
+            scores: Collected scores, if requested.
         """
         ended = torch.isin(tokens, self.eos) if self.eos is not None else None
         for criterion in self._others:

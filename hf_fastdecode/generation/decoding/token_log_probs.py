@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens by the model's raw logits, gathered step by step."""
+"""Log-probabilities of sampled tokens under the model's raw logits, gathered step by step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from transformers import LogitsProcessor
 
 
 class NotFiniteError(ArithmeticError):
-    """Logits that hold NaN, from which no token can be drawn."""
+    """Raised for NaN logits, from which no token can be sampled."""
 
 
 class TokenLogProbs(LogitsProcessor):
-    """Gathers the raw log-probability of every token that a `generate` call draws.
+    """Records the raw log-probability of every token sampled by a `generate` call.
 
-    The same numbers as from ``output_logits=True``, which keeps ``rows * vocabulary`` logits of every step; this keeps
-    one number per row and step, and finished rows are still compacted away. Pass it to one call as
-    ``logits_processor=[log_probs]``, then ask `of`:
+    Gives the same numbers as ``output_logits=True``, which keeps ``rows * vocabulary`` logits per step, but keeps one
+    number per row and step and allows compaction of finished rows. Pass it to one call as
+    ``logits_processor=[log_probs]``, then call `of`:
 
         log_probs = hf_fastdecode.TokenLogProbs()
         sequences = model.generate(**inputs, logits_processor=[log_probs])
         log_probs.of(sequences[:, inputs["input_ids"].shape[1]:])
 
-    In calls that run stock it works as an ordinary processor, and sees what the processors before it leave: those of
-    `generate` for repetition, length and suppressed tokens stand before a caller's own, temperature, top-p and top-k
-    behind.
+    In stock calls it is an ordinary processor and sees the output of earlier ones: `generate` places its processors
+    for repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after.
 
     Args:
-        on_step: Called at each step with the number of tokens drawn before it.
+        on_step: Called at each step with the number of tokens sampled before.
     """
 
     def __init__(self, on_step: Callable[[int], None] = lambda drawn: None):
@@ -38,10 +37,10 @@ class TokenLogProbs(LogitsProcessor):
         self._latest: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note the logits ``[rows, vocabulary]`` and return them as they are.
+        """Record the logits ``[rows, vocabulary]`` and return them unchanged.
 
         Raises:
-            NotFiniteError: One is NaN at the first step, since looking waits for the GPU; `of` looks at the others.
+            NotFiniteError: One is NaN at the first step; `of` checks later steps, since a check waits for the GPU.
         """
         self._note(input_ids[:, -1:])
         self.before_draw(scores, len(self._drawn))
@@ -49,11 +48,11 @@ class TokenLogProbs(LogitsProcessor):
         return scores
 
     def before_draw(self, logits: Tensor, drawn: int) -> None:
-        """Report a step, and check the first logits.
+        """Report a step, and check the first step's logits.
 
         Args:
             logits: ``[rows, vocabulary]``.
-            drawn: Tokens drawn for each row before.
+            drawn: Tokens sampled per row before.
 
         Raises:
             NotFiniteError: One is NaN at the first step.
@@ -63,24 +62,24 @@ class TokenLogProbs(LogitsProcessor):
         self.on_step(drawn)
 
     def take(self, log_probs: Tensor) -> None:
-        """Take over ``[rows, steps]`` float32 log-probabilities that a decoding loop gathered itself."""
+        """Set ``[rows, steps]`` float32 log-probabilities gathered by a decoding loop."""
         self._drawn, self._latest = [log_probs], None
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities of the tokens that the call drew.
+        """Log-probabilities of the tokens that the call sampled.
 
         Args:
-            tokens: ``[rows, steps]`` int64: what `generate` returned, without the prompts.
+            tokens: ``[rows, steps]`` int64: the output of `generate` without the prompts.
 
         Returns:
-            ``[rows, steps]`` float32, natural logarithm; behind a row's end token or stop it holds no meaning.
+            ``[rows, steps]`` float32, natural logarithm; undefined after a row's end token or stop.
 
         Raises:
             NotFiniteError: One is NaN.
-            ValueError: The call drew fewer tokens, or other rows.
+            ValueError: The call sampled fewer tokens, or other rows.
         """
         if self._latest is not None and sum(part.shape[1] for part in self._drawn) < tokens.shape[1]:
-            self._note(tokens[:, -1:])  # unless the GPU ran a step too many, which generate dropped
+            self._note(tokens[:, -1:])  # unless the GPU ran an extra step, which generate dropped
         found = torch.cat(self._drawn, dim=1) if self._drawn else tokens.new_empty(*tokens.shape[:1], 0).float()
         if len(found) != len(tokens) or found.shape[1] < tokens.shape[1]:
             raise ValueError(

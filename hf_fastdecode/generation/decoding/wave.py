@@ -1,4 +1,4 @@
-"""Rows that decode together, and what was drawn for them."""
+"""Waves: rows that decode together, with their tokens and collected outputs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 _FIRST_ROOM = 512
-"""New tokens of a row that memory is taken for at first; it doubles as they come."""
+"""Initial capacity in new tokens per row; doubled as needed."""
 
 
 @dataclass
 class Wave:
-    """Rows that decode together.
+    """A batch of rows that decode together.
 
     Attributes:
-        rows: ``[rows]`` int64: their numbers in the call.
-        tokens: ``[rows, capacity]`` int64: prompts, and behind them what was drawn.
+        rows: ``[rows]`` int64: row numbers in the call.
+        tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
         unfinished: ``[rows]`` bool.
-        ends: ``[rows]`` int64: how many tokens a row had drawn when it ended.
-        drawn: Tokens drawn for each row.
-        scores: What the user asked to be collected, one ``[rows, vocabulary]`` a step.
-        logits: Likewise.
-        logprobs: ``[rows]`` fp32 a step, where the sampler gives them: of the drawn tokens, by the raw logits.
+        ends: ``[rows]`` int64: number of sampled tokens when the row finished.
+        drawn: Tokens sampled per row.
+        scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.
+        logits: Collected raw logits, likewise.
+        logprobs: Log-probabilities of the sampled tokens under the raw logits, ``[rows]`` fp32 per step, if available.
     """
 
     rows: Tensor
@@ -37,7 +37,7 @@ class Wave:
 
     @classmethod
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
-        """All rows of a call, before the first token."""
+        """A wave of all rows of a call, before the first token."""
         rows, width = prompts.shape
         tokens = prompts.new_empty(rows, width + min(max_new_tokens, _FIRST_ROOM))
         tokens[:, :width] = prompts
@@ -45,7 +45,7 @@ class Wave:
         return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
 
     def part(self, rows: slice) -> Wave:
-        """Some of the rows, to go on by themselves."""
+        """A wave of some of the rows."""
         return Wave(
             self.rows[rows],
             self.tokens[rows].clone(),
@@ -56,7 +56,7 @@ class Wave:
         )
 
     def with_next(self, tokens: Tensor, width: int) -> Tensor:
-        """The rows so far with the tokens ``[rows]`` of one step, which `commit` takes over."""
+        """Write one step's tokens ``[rows]``, made permanent by `commit`; returns ``[rows, length]`` with them."""
         at = width + self.drawn
         if at == self.tokens.shape[1]:
             room = self.tokens.new_empty(len(tokens), self.drawn)
@@ -65,7 +65,7 @@ class Wave:
         return self.tokens[:, : at + 1]
 
     def commit(self, ended: Tensor | None) -> None:
-        """Take over the step's tokens, with which the rows `ended` (bool ``[rows]``) end if they have not before."""
+        """Commit the step's tokens and mark the rows `ended` (bool ``[rows]``) as finished."""
         if ended is not None:
             ends = torch.where(self.unfinished & ended, self.drawn + 1, self.ends)
             unfinished = self.unfinished & ~ended
@@ -73,13 +73,13 @@ class Wave:
         self.drawn += 1
 
     def end(self) -> None:
-        """Note that all rows end here that have not before."""
+        """Mark all unfinished rows as finished."""
         self.ends = torch.where(self.unfinished, self.drawn, self.ends)
         self.unfinished = torch.zeros_like(self.unfinished)
 
 
-def joined(waves: list[Wave], pad: Tensor) -> Wave:
-    """The waves' rows in the call's order, padded to one length."""
+def concatenate(waves: list[Wave], pad: Tensor) -> Wave:
+    """Concatenate waves to one in the call's row order, padded to one length."""
     drawn = max(wave.drawn for wave in waves)
     rows = sum(len(wave.rows) for wave in waves)
     first = waves[0]

@@ -1,1 +1,1 @@
-"""Prompts: what they share, and its keys and values computed once."""
+"""Shared-prefix detection and prefill of prompts."""

@@ -1,9 +1,8 @@
-"""The first forward pass of decoding loops that are not ours, over a shared-context cache.
+"""Shared prefill on the first forward pass of other decoding loops.
 
-Beam search, assisted decoding, ``custom_generate`` and the like run by transformers' or the user's own loop. It is
-given an empty cache that awaits its prompts. The loop's first pass brings them: what they share is found and prefilled
-once, and the loop gets the output that the model would have returned for all of its rows. From then on it steps over
-the cache as over any other.
+Beam search, assisted decoding, ``custom_generate`` and others use transformers' or the user's loop. The loop gets an
+empty shared-context cache. Its first pass, over whole prompts, prefills shared tokens once and returns the output that
+the model would have returned for all rows. Later passes use the cache like any other.
 """
 
 from __future__ import annotations
@@ -43,25 +42,25 @@ _KNOWN_ARGUMENTS = {
     "return_dict",
     "use_cache",
 }
-# Options that another loop does not have.
-_OF_OUR_LOOP = ("mode='graph'", "mode='compile'", "sampler='fast'")
+# Options without effect in other decoding loops.
+_UNSUPPORTED_OPTIONS = ("mode='graph'", "mode='compile'", "sampler='fast'")
 
 
 @dataclass
 class AwaitedPrompts:
-    """What a cache needs to know for a loop's first pass.
+    """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
         model_state: The model's state.
-        state: Options of the call, and what earlier calls prefilled.
+        state: Snapshot of the model's state for this call.
         call: The call's report.
-        max_tokens: Most tokens in one prefill pass.
-        returns_cache: Whether the caller gets the cache.
-        given: The caller's cache, if any, that holds the beginning of every prompt.
+        max_tokens: Maximum tokens per prefill pass.
+        returns_cache: Whether the cache is returned to the caller.
+        given: The caller's cache, if any, which holds a prefix of every prompt.
         stock: The cache that transformers would have used.
-        longest: Tokens that a row may come to, padding included.
-        loop: What runs by a loop that is not ours, for reports.
-        checks_masks: Whether later passes may hide tokens, as a user's own loop might.
+        longest: Maximum row length, padding included.
+        loop: Feature that needs another decoding loop, for reports.
+        checks_masks: Whether to check the masks of later passes, as needed for a user's own loop.
     """
 
     model_state: ModelState
@@ -82,16 +81,16 @@ class AwaitedPrompts:
         arguments: dict[str, Any],
         forward: Callable[..., Any],
     ) -> Any:
-        """Prefill the prompts into the cache; where they cannot share, run `forward` with transformers' own cache.
+        """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
 
         Args:
             model: The enabled model.
-            cache: The empty cache, which has no more prompts to await afterwards.
-            arguments: Of the pass, by name.
-            forward: The model's own.
+            cache: The empty cache.
+            arguments: Arguments of the pass by name.
+            forward: The model's original method.
 
         Returns:
-            What the model returns for these arguments.
+            The model's output for these arguments.
 
         Raises:
             ValueError: The caller's cache cannot be used.
@@ -104,14 +103,14 @@ class AwaitedPrompts:
         return forward(**arguments | {"past_key_values": self.refuse(reason, level)})
 
     def refuse(self, reason: str, level: int = logging.WARNING) -> Cache:
-        """The cache to go on with when the prompts do not share.
+        """Report a stock call and return the stock cache.
 
         Raises:
-            ValueError: The caller gave a shared-context cache, which then cannot be used.
+            ValueError: The caller gave a shared-context cache, which cannot be used.
         """
         if self.given is not None:
             raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-        self.model_state.tell(self.call, reason, level)
+        self.model_state.report_stock(self.call, reason, level)
         return self.stock
 
     def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
@@ -119,10 +118,10 @@ class AwaitedPrompts:
             if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
                 raise NotSharedError(f"the argument {name!r} is not accelerated yet")
         if arguments.get("return_dict") is False:
-            raise NotSharedError("return_dict=False was asked for")
+            raise NotSharedError("return_dict=False was requested")
         ids, embeddings = arguments.get("input_ids"), None
         if ids is None:
-            ids, embeddings = _numbered(arguments["inputs_embeds"])
+            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if self.given is not None:
                 raise NotSharedError("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get("attention_mask"), ids.shape[1]
@@ -133,7 +132,7 @@ class AwaitedPrompts:
         groups = group_prompts(ids, mask)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         call = self.call
-        call.mode_reason = call.sampler_reason = f"{self.loop} runs by a loop that is not ours"
+        call.mode_reason = call.sampler_reason = f"{self.loop} uses another decoding loop"
         found = find_shared(
             model,
             self.state,
@@ -145,11 +144,11 @@ class AwaitedPrompts:
             reuse=embeddings is None,
         )
         require_gain(model, self.state, call, found, self.longest - width, asked=self.given is not None)
-        unused = [option for option in self.state.options.forced if option in _OF_OUR_LOOP]
+        unused = [option for option in self.state.options.forced if option in _UNSUPPORTED_OPTIONS]
         if unused:
-            self.model_state.tell_once(f"{', '.join(unused)} not used: {call.mode_reason}")
+            self.model_state.log_once(f"{', '.join(unused)} not used: {call.mode_reason}")
         call.padded_length = call.context_width = width
-        cache.take_over(found.cache)
+        cache.adopt_state(found.cache)
         cache.checks_masks = self.checks_masks
         call.cache = ref(cache)
         places = _places(groups, found.plan, width, wanted)
@@ -172,25 +171,25 @@ class AwaitedPrompts:
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")
         fields: dict[str, Any] = {"past_key_values": cache}
-        fields["logits"] = _spread(logits, torch.searchsorted(numbers, places), places >= 0, rows)
+        fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
             every = _places(groups, found.plan, width, width)
             states = zip(*(done.output.hidden_states for done in passes), strict=True)
             fields["hidden_states"] = tuple(
-                _spread(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
+                _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )
         return type(passes[-1].output)(**fields)
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
-    """For how many last tokens of the padded prompts logits are wanted."""
+    """Number of last positions of the padded prompts to return logits for."""
     if isinstance(asked, Tensor):
         raise NotSharedError("logits_to_keep is a tensor of positions")
     return min(asked or width, width)  # 0 and None mean all
 
 
 def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) -> Tensor:
-    """Where among the plan's new tokens the last tokens of each group's padded prompt are.
+    """Map the last positions of each group's padded prompt to indices of the plan's new tokens.
 
     Returns:
         ``[groups, last]`` int64 on the CPU; -1 for padding.
@@ -209,14 +208,14 @@ def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) 
     return places
 
 
-def _spread(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """From numbers of packed tokens to those of all rows.
+def _expand_to_rows(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tensor:
+    """Expand per-token outputs to all rows.
 
     Args:
         numbers: ``[tokens, ...]``.
-        places: ``[groups, last]`` int64 on the CPU: which of them are a group's.
-        real: ``[groups, last]`` bool on the CPU: which of them are of no padding.
-        rows: ``[groups]`` int64 on the CPU: rows of each group.
+        places: ``[groups, last]`` int64 on the CPU: token index of each position.
+        real: ``[groups, last]`` bool on the CPU: False for padding.
+        rows: ``[groups]`` int64 on the CPU: rows per group.
 
     Returns:
         ``[rows, last, ...]``, 0 for padding.
@@ -228,8 +227,8 @@ def _spread(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tens
     return spread if bool((rows == 1).all()) else spread.repeat_interleave(rows.to(device), dim=0)
 
 
-def _numbered(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Ids below 0 for embedded tokens, equal where they are equal bit for bit, and the way back.
+def _ids_of_embeddings(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Assign negative ids to embeddings, equal for bitwise equal vectors, with the inverse mapping.
 
     Args:
         embeddings: ``[rows, width, hidden]``.
@@ -239,7 +238,7 @@ def _numbered(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """
     rows, width, hidden = embeddings.shape
     vectors = embeddings.detach()
-    distinct, row_of = [0], [0]  # neighbours are equal where prompts were expanded to samples
+    distinct, row_of = [0], [0]  # expanded prompts are equal neighbours
     for row in range(1, rows):
         if not torch.equal(vectors[row], vectors[row - 1]):
             distinct.append(row)

@@ -1,4 +1,4 @@
-"""The nodes of a model's last calls, kept so that later prompts that begin alike prefill only what is new."""
+"""Prefix reuse across calls: keeps the nodes of recent calls, so that later prompts prefill only new tokens."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from .prompt_tree import PromptGroup
 from .stored_prompts import StoredPrompts
 
 _MOST_CALLS = 64
-"""Each new prompt is compared with those of all calls that are kept."""
+"""Kept calls; every new prompt is compared with all of them."""
 
 _MOST_LEVELS = 8
-"""A prompt that grows from call to call gets a node in each; from so many on they are merged, which copies them."""
+"""Depth from which the nodes of a prompt that grows from call to call are merged, which copies them."""
 
 
 @dataclass
 class _Kept:
-    """The nodes of a call, one row for each prompt, and the prompts' tokens."""
+    """The nodes of a call, one row per prompt, and the prompts' tokens."""
 
     cache: SharedContextCache
     prompts: StoredPrompts
 
 
 class ReusedPrefixes:
-    """What the last calls of a model prefilled, up to a number of bytes; the one not used for longest goes first.
+    """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
 
-    All of it is dropped once the model's weights, adapters, modules, autocast or `forward` are others.
+    It is cleared when the model's weights, adapters, modules, autocast or `forward` change.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: deque[_Kept] = deque()
         self._fingerprint: Fingerprint | None = None
-        self._way: tuple[Any, ...] = ()
+        self._pass_settings: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReusedPrefixes:
         return ReusedPrefixes()  # a copy of the model has other weights
 
     def find(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> SharedContextCache | None:
-        """The kept cache that holds most of the prompts' tokens, or None where the longest match is under `least`."""
+        """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`."""
         with self._lock:
-            self._drop_what_is_outdated(model)
+            self._drop_if_outdated(model)
             best, most = None, 0
             prompts = [group.tokens for group in groups]
             for kept in self._kept:
@@ -67,22 +67,22 @@ class ReusedPrefixes:
             return best.cache
 
     def keep(self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int) -> int:
-        """Keep the nodes of a call's cache, each prompt once.
+        """Keep the nodes of a call's cache, with one row per distinct prompt.
 
         Args:
             model: The model.
-            cache: Planted, with nothing in its suffixes but what was fed again.
-            max_bytes: Most bytes of all that is kept.
+            cache: The call's prefilled cache.
+            max_bytes: Maximum bytes kept over all calls.
 
         Returns:
-            The bytes kept now.
+            Bytes now kept over all calls.
 
         Raises:
-            torch.OutOfMemoryError: Memory does not suffice for merging a prompt's nodes; nothing is kept any more.
+            torch.OutOfMemoryError: Not enough memory to merge a prompt's nodes; the store was cleared.
         """
         twin = cache.nodes_only(Forest.from_paths(list(dict.fromkeys(cache.forest.paths))))
-        # Calls share what they have in common; merging would store it once for each of them.
-        twin.lent_segments = len(twin.segment_tokens) if len(twin.forest.levels) < _MOST_LEVELS else 0
+        # Calls share the storage of common nodes; merging would copy it for each call.
+        twin.protected_segments = len(twin.segment_tokens) if len(twin.forest.levels) < _MOST_LEVELS else 0
         try:
             consolidate(twin)
         except torch.OutOfMemoryError:
@@ -90,9 +90,9 @@ class ReusedPrefixes:
             raise
         prompts = StoredPrompts(twin)
         with self._lock:
-            self._drop_what_is_outdated(model)
+            self._drop_if_outdated(model)
             if self._fingerprint is None:
-                self._fingerprint, self._way = Fingerprint(model), _way(model)
+                self._fingerprint, self._pass_settings = Fingerprint(model), _pass_settings(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -101,26 +101,26 @@ class ReusedPrefixes:
             return self._nbytes()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all kept caches."""
         with self._lock:
             self._kept.clear()
             self._fingerprint = None
 
-    def _drop_what_is_outdated(self, model: PreTrainedModel) -> None:
+    def _drop_if_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
-        if self._way != _way(model) or self._fingerprint.difference(model) is not None:
+        if self._pass_settings != _pass_settings(model) or self._fingerprint.difference(model) is not None:
             self._kept.clear()
             self._fingerprint = None
 
     def _nbytes(self) -> int:
-        """Bytes of the storage that the kept caches refer to, each once."""
+        """Bytes of the kept caches' storage, shared storage counted once."""
         parts: list[Tensor] = [
             part for kept in self._kept for layer in kept.cache.layers for part in layer.storage.tensors()
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def _way(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
-    """Autocast around the call and the instance's `forward`, by which keys and values differ too."""
+def _pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
+    """Autocast dtype and instance-level `forward`, which also affect keys and values."""
     return autocast_dtype(input_device(model)), vars(model).get("forward")

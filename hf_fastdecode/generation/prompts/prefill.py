@@ -1,4 +1,4 @@
-"""Prefill: every node's keys and values, computed once."""
+"""Prefill: computes each node's keys and values once, packed into long rows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .prompt_tree import PromptPlan
 def prefill_nodes(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
 ) -> Tensor | None:
-    """Compute the plan's new nodes into the cache and plant its forest.
+    """Compute the plan's new nodes into the cache and set its forest.
 
     Args:
         model: The enabled model.
-        cache: Where the plan's spans point; its next segment takes the new tokens.
+        cache: The cache the plan was made for; the new tokens become its next segment.
         plan: From `plan_prompts` with this cache.
-        max_tokens: Most tokens in one forward pass.
-        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
+        max_tokens: Maximum tokens per forward pass.
+        length: Padded length of the rows, see `SharedContextCache.set_forest`.
 
     Returns:
-        ``[groups, vocabulary]``: for each of the plan's groups of rows the logits after its last token; None when a
-        group's last token was stored before, which leaves its logits unknown.
+        ``[groups, vocabulary]``: the logits after each group's last token; None if a group's last token was already
+        stored, so that its logits are unknown.
     """
     wanted = sorted({end for end in plan.ends if end is not None})
     logits: dict[int, Tensor] = {}
@@ -43,7 +43,7 @@ def prefill_nodes(
     known = [logits[end] for end in plan.ends if end is not None]
     with no_autocast(
         input_device(model)
-    ):  # an inner autocast may have given them another half-precision dtype than the outer one's
+    ):  # stack as is: an inner autocast may have produced another dtype than the outer one's
         return torch.stack(known) if known and len(known) == len(plan.ends) else None
 
 
@@ -52,9 +52,9 @@ class PrefillPass:
     """One forward pass over new tokens.
 
     Attributes:
-        wanted: Which of the plan's new tokens `logits` are of.
+        wanted: Indices of the new tokens that `logits` belong to.
         logits: ``[wanted, vocabulary]``.
-        output: What the model returned; its logits may be of other tokens.
+        output: The model's output; its logits may belong to other tokens.
     """
 
     wanted: list[int]
@@ -73,25 +73,25 @@ def prefill_passes(
     embeddings: Callable[[Tensor], Tensor] | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
-    """Compute the plan's new nodes into the cache, pass by pass, and plant its forest after the last one.
+    """Compute the plan's new nodes into the cache, pass by pass, then set its forest.
 
-    The new tokens run through the model end to end in one row, several nodes in one forward pass and no padding; each
-    attends to its own path only. A node longer than `max_tokens` is prefilled in parts.
+    New tokens are packed into one row without padding, several nodes per forward pass; each token attends to its own
+    path only. A node longer than `max_tokens` is prefilled in chunks.
 
     Args:
         model: The enabled model.
-        cache: Where the plan's spans point; its next segment takes the new tokens.
+        cache: The cache the plan was made for; the new tokens become its next segment.
         plan: From `plan_prompts` with this cache.
-        wanted: Numbers of new tokens whose logits are wanted, ascending.
-        max_tokens: Most tokens in one forward pass.
-        length: Padded length of the rows so far, as `SharedContextCache.plant` takes it.
-        embeddings: From ids ``[tokens]`` to ``[tokens, hidden]``, where ids are not the model's own.
-        arguments: What else the model's forward takes.
+        wanted: Indices of new tokens to return logits for, ascending.
+        max_tokens: Maximum tokens per forward pass.
+        length: Padded length of the rows, see `SharedContextCache.set_forest`.
+        embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
+        arguments: Further model arguments.
     """
     device = input_device(model)
-    # A segment of its own even when nothing is new keeps the numbering that the plan counted on.
+    # Add the segment even if empty: the plan assumes its number.
     cache.add_segment(plan.new_tokens)
-    # Logits of a whole context would take more room than its keys and values.
+    # Logits of a whole context would take more memory than its keys and values.
     keeps = model._supports_logits_to_keep()
     for items in _passes(plan.items, max_tokens):
         start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
@@ -112,11 +112,11 @@ def prefill_passes(
             )
         kept = output.logits[0] if keeps else output.logits[0, keep]
         yield PrefillPass(here, kept[: len(here)], output)
-    cache.plant(plan.forest, length)
+    cache.set_forest(plan.forest, length)
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:
-    """Positions of the items' tokens in their rows, end to end: ``[total]`` int64 on the CPU."""
+    """Position ids of the items' tokens, concatenated: ``[total]`` int64 on the CPU."""
     firsts = ((item.position, item.span.length) for item in items)
     return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in firsts])
 
@@ -124,7 +124,7 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
     """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children.
 
-    The items are in the order of their places in the new segment, so a pass computes one run of it.
+    The items are ordered by their place in the new segment, so each pass fills one contiguous run of it.
     """
     batch: list[PrefillItem] = []
     for item in (part for whole in items for part in _parts(whole, max_tokens)):
@@ -143,5 +143,5 @@ def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
 
 
 def _reads(path: Path, first: Span) -> bool:
-    """Whether a path shows tokens of the pass that begins with a span, which are still to be computed."""
+    """Whether a path contains tokens of the pass starting at `first`, which are not yet computed."""
     return any(span.segment == first.segment and span.stop > first.start for span in path)

@@ -1,4 +1,4 @@
-"""From a batch of prompts to a forest: which runs of tokens are shared, which are stored already, which to prefill."""
+"""Plans the forest of a batch of prompts: which tokens are shared, which are cached, which to prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .stored_prompts import StoredPrompts, common_prefix
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Neighbouring rows with one prompt.
+    """Neighbouring rows with the same prompt.
 
     Attributes:
         tokens: ``[length]`` int64 on the CPU, without padding.
@@ -30,15 +30,14 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """What to store and who attends to it.
+    """Nodes of a batch, and the tokens to prefill.
 
     Attributes:
-        forest: Rows over spans, stored and new.
-        items: New runs of tokens in the order to prefill them: parents come first, and each span begins in the new
-            segment where the one before it ends.
-        new_tokens: ``[length]`` ids of the new runs end to end: the contents of the new segment.
-        known_lengths: For each group of rows, how many of its tokens the cache held.
-        ends: For each group of rows, where among the new tokens its last one is; None when it is not new.
+        forest: The rows' paths over stored and new spans.
+        items: Runs of tokens to prefill, parents first, contiguous in the new segment.
+        new_tokens: ``[length]`` ids of the new segment.
+        known_lengths: Number of cached tokens of each group.
+        ends: Index of each group's last token among the new tokens; None if it is cached.
     """
 
     forest: Forest
@@ -52,7 +51,7 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Prom
     """Group neighbouring rows with equal prompts and drop the padding.
 
     Args:
-        input_ids: ``[rows, length]``. The groups may be views of it.
+        input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
@@ -66,7 +65,7 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Prom
         return [PromptGroup(tokens, count) for tokens, count in zip(ids, counts, strict=True)]
     mask = _rows(attention_mask, starts).cpu()
     firsts = mask.byte().argmax(1)
-    whole = mask.sum(1) == mask.shape[1] - firsts  # no holes behind the padding
+    whole = mask.sum(1) == mask.shape[1] - firsts  # no gaps after the padding
     return [
         PromptGroup(ids[index, first:] if no_holes else ids[index][mask[index]], count)
         for index, (first, no_holes, count) in enumerate(zip(firsts.tolist(), whole.tolist(), counts, strict=True))
@@ -74,23 +73,23 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Prom
 
 
 def _rows(table: Tensor, rows: list[int]) -> Tensor:
-    """Some rows in order; the table itself, not a copy, where they are all."""
+    """Select rows in order; returns the table itself for all rows."""
     return table if len(rows) == len(table) else table[rows]
 
 
 def plan_prompts(
     groups: Sequence[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int, recompute: int = 0
 ) -> PromptPlan:
-    """Find what the prompts share with each other and with what a cache holds.
+    """Plan nodes for the prefixes that prompts share with each other and with a cache.
 
-    Neighbouring prompts that begin with the same `min_shared_tokens` or more share nodes, recursively (Hydragen,
-    section 3.3). Tokens that a row of the cache holds already are taken from it.
+    Neighbouring prompts with a common prefix of at least `min_shared_tokens` share nodes, recursively (Hydragen,
+    section 3.3). Tokens that the cache holds are reused.
 
     Args:
         groups: The prompts in row order.
-        stored: What the cache holds; its next segment will hold the new tokens.
-        min_shared_tokens: Shortest common run, at any depth, that is worth a node of its own.
-        recompute: So many last tokens of each prompt are computed even if the cache holds them: for their logits.
+        stored: The cache's prompts; the new tokens become its next segment.
+        min_shared_tokens: Minimum length of a shared node, at any depth.
+        recompute: Number of last tokens per prompt to compute even if cached, for their logits.
     """
     prompts = [group.tokens for group in groups]
     known = []

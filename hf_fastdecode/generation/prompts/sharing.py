@@ -1,4 +1,4 @@
-"""What prompts share with each other and with caches, and whether a call gains from it."""
+"""Finds the prefixes that prompts share, and decides whether sharing is faster than stock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("hf_fastdecode")
 
 
 class NotSharedError(Exception):
-    """A call that runs stock after its prompts were looked at; the message says why."""
+    """Raised when a call must run stock because of its prompts; the message is the reason."""
 
     def __init__(self, reason: str, level: int = logging.WARNING):
         super().__init__(reason)
@@ -35,13 +35,13 @@ class NotSharedError(Exception):
 
 @dataclass
 class Shared:
-    """What prompts share, before it is prefilled.
+    """The sharing plan of a call, before prefill.
 
     Attributes:
-        cache: Empty, or what an earlier cache holds.
+        cache: A new cache, or a fork of a given or kept one.
         groups: The prompts.
         plan: What to prefill into the cache.
-        known: Whether the cache held anything.
+        known: Whether the cache is a fork of a given or kept one.
     """
 
     cache: SharedContextCache
@@ -61,17 +61,17 @@ def find_shared(
     recompute: int = 0,
     reuse: bool = True,
 ) -> Shared:
-    """Find what prompts share with each other, with a given cache, or with those of earlier calls.
+    """Find the prefixes that prompts share with each other, a given cache, or kept prefixes.
 
     Args:
         model: The enabled model.
-        state: Options of `enable`, and what earlier calls prefilled.
-        call: The report.
+        state: Options and kept prefixes of the model.
+        call: The call's report.
         groups: The prompts in row order.
-        given: The caller's cache, if any, which must hold the beginning of every prompt.
-        max_suffix: Most tokens that a row will append.
+        given: The caller's cache, if any, which must hold a prefix of every prompt.
+        max_suffix: Maximum tokens appended per row.
         recompute: See `plan_prompts`.
-        reuse: Whether what earlier calls prefilled may be used, where the options ask for it.
+        reuse: Whether kept prefixes may be used, if the options allow it.
 
     Raises:
         ValueError: The given cache does not fit the prompts or the model.
@@ -86,37 +86,37 @@ def find_shared(
     for index, (group, known) in enumerate(zip(groups, plan.known_lengths, strict=True)):
         if given is not None and known == 0 and len(group.tokens) > recompute:
             raise ValueError(
-                f"prompt {index} does not begin with tokens of the cache; pass the whole text, with the part that the "
-                "cache holds"
+                f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
+                "part"
             )
     if base is not None:
         call.known_tokens = plan.known_lengths
     if given is not None:
-        _warn_of_little(given, groups, plan.known_lengths)
+        _warn_if_short_match(given, groups, plan.known_lengths)
     return Shared(cache, groups, plan, base is not None)
 
 
 def require_gain(
     model: PreTrainedModel, state: State, call: CallReport, found: Shared, max_suffix: int, *, asked: bool
 ) -> None:
-    """Have a call that gains nothing from sharing run stock, and fill in the report of one that does.
+    """Raise if sharing does not pay off; otherwise fill in the report.
 
     Args:
         model: The enabled model.
-        state: Options of `enable`.
-        call: The report, with the mode chosen.
-        found: What the prompts share.
-        max_suffix: Most tokens that a row will append.
-        asked: Whether the caller gave a cache of ours, which is then filled whatever it gains.
+        state: Options of the model.
+        call: The call's report, with the mode set.
+        found: The sharing plan.
+        max_suffix: Maximum tokens appended per row.
+        asked: Whether the caller gave a `SharedContextCache`, which forces sharing.
 
     Raises:
-        NotSharedError: The call gains nothing.
+        NotSharedError: Sharing does not pay off.
     """
     options, plan = state.options, found.plan
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
-    may_save = total if options.reuse_prefix else saved  # what is prefilled now, later calls may not have to
-    # Captured steps are faster than stock's whatever is shared.
+    may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
+    # Captured steps are faster than stock's even without sharing.
     if not asked and may_save < least and call.mode == "eager":
         raise NotSharedError(
             f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
@@ -131,8 +131,8 @@ def require_gain(
     call.cache = ref(found.cache)
 
 
-def most_at_once(options: Options, generation_config: GenerationConfig) -> int:
-    """Most tokens in one prefill pass."""
+def prefill_limit(options: Options, generation_config: GenerationConfig) -> int:
+    """Maximum tokens per prefill pass."""
     return min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
 
 
@@ -145,30 +145,30 @@ def keep_nodes(
     *,
     returned: bool,
 ) -> None:
-    """Prepare prefilled nodes for later calls: those of a cache that the caller gets, and those that are kept here."""
+    """Prepare prefilled nodes for later calls, in the returned cache and in the kept prefixes."""
     options = state.options
     if returned:  # the caller may keep the cache for further calls
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
-    if options.reuse_prefix and given is None:  # a given cache may hold what direct passes made of the tokens
+    if options.reuse_prefix and given is None:  # a given cache may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
             call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
     call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
 
 
 def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:
-    """The cost model's choice where it is plain decoding and outweighs what sharing saves of the prefill.
+    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill.
 
     Args:
         model: The model.
-        forest: What the prompts share.
-        new_tokens: Most tokens that a row will draw.
+        forest: The planned nodes.
+        new_tokens: Maximum new tokens per row.
     """
     if model.device.type != "cuda" or model.dtype.itemsize != 2:
         return None
     try:
         shape = KVShape.from_config(model.config)
-    except ValueError:  # layers of several kinds: no prediction
+    except ValueError:  # no prediction for mixed layers
         return None
 
     def times(window: int | None) -> dict[str, float]:
@@ -192,7 +192,7 @@ def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> 
 
 
 def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
-    """Refuse a cache of other weights: other shapes, or other numbers where it knows those that filled it."""
+    """Reject a cache of another model, by shape or fingerprint."""
     config = model.config.get_text_config(decoder=True)
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
@@ -214,7 +214,7 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
         )
 
 
-def _warn_of_little(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
+def _warn_if_short_match(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
     """Warn when a prompt diverges early from the given cache, e.g. because it was tokenized separately."""
     shortest = min(given.forest.context_lengths, default=0)
     for index, (group, length) in enumerate(zip(groups, known, strict=True)):

@@ -1,4 +1,4 @@
-"""Where decoding starts: the prompts' nodes prefilled once, and every row's first logits."""
+"""Start of decoding: shared prefill and the first logits of every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..steps.modes import State
 from ..support import input_reason
 from .prefill import prefill_nodes
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
-from .sharing import NotSharedError, Shared, find_shared, keep_nodes, most_at_once, require_gain
+from .sharing import NotSharedError, Shared, find_shared, keep_nodes, prefill_limit, require_gain
 from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
@@ -26,19 +26,19 @@ logger = logging.getLogger("hf_fastdecode")
 
 @dataclass
 class Start:
-    """What decoding starts from.
+    """State at the start of decoding.
 
     Attributes:
-        cache: The nodes, planted, with suffixes that hold `fed`.
-        logits: ``[rows, vocabulary]`` behind each prompt.
+        cache: The prefilled cache; suffixes hold `suffix_tokens`.
+        logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
-        fed: ``[rows, tokens]`` int64: the prompts' tokens that lie in suffixes; at most one.
+        suffix_tokens: ``[rows, tokens]`` int64: prompt tokens stored in suffixes rather than nodes; at most one.
     """
 
     cache: SharedContextCache
     logits: Tensor
     positions: Tensor
-    fed: Tensor
+    suffix_tokens: Tensor
 
 
 def start_shared(
@@ -49,18 +49,18 @@ def start_shared(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Start:
-    """Find what the prompts share, and prefill it once.
+    """Find the prefixes that prompts share, and prefill each once.
 
     Args:
         model: The enabled model.
-        state: Options of `enable`, and what earlier calls prefilled.
-        call: The report to fill in, with the mode chosen.
-        input_ids: ``[rows, width]``, expanded to all samples, as transformers' decoding loops take them.
-        generation_config: The call's own, with its lengths prepared.
-        model_kwargs: What `generate` prepared for the model.
+        state: Options and kept prefixes of the model.
+        call: The report to fill in, with the mode set.
+        input_ids: ``[rows, width]``, expanded to all samples, as passed to decoding loops.
+        generation_config: The call's generation config, with lengths prepared.
+        model_kwargs: Model arguments prepared by `generate`.
 
     Raises:
-        NotSharedError: The call runs stock.
+        NotSharedError: The call must run stock.
         ValueError: A given `SharedContextCache` does not fit the prompts or the model.
     """
     given = model_kwargs.get("past_key_values")
@@ -71,7 +71,7 @@ def start_shared(
         reason, level = str(error), logging.WARNING
     except NotSharedError as error:
         reason, level = str(error), error.level
-    # Raised anew: an error in a variable would keep this frame alive, and with it what stock stores for the call.
+    # Raise a new error: storing the caught one would keep this frame's tensors alive during the stock call.
     if given is not None:
         raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
     raise NotSharedError(reason, level)
@@ -90,35 +90,35 @@ def _start(
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
         raise NotSharedError(reason)
-    max_suffix = int(generation_config.max_length) - width  # which may be an integer of another library
+    max_suffix = int(generation_config.max_length) - width  # max_length may be another library's integer
     found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache
-    # Where the cache holds a whole prompt, or all but its last token, that token runs (again) as the first step.
-    feed_last = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
-    if feed_last:
+    # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
+    rerun_last_token = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
+    if rerun_last_token:
         groups = [PromptGroup(group.tokens[:-1], group.count) for group in groups]
         plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
         cache.state.max_suffix = max_suffix + 1
         found = Shared(cache, groups, plan, found.known)
     asked = isinstance(model_kwargs.get("past_key_values"), SharedContextCache)
     require_gain(model, state, call, found, max_suffix, asked=asked)
-    call.padded_length, call.context_width = width, width - feed_last
+    call.padded_length, call.context_width = width, width - rerun_last_token
     logits = prefill_nodes(
-        model, cache, plan, max_tokens=most_at_once(options, generation_config), length=width - feed_last
+        model, cache, plan, max_tokens=prefill_limit(options, generation_config), length=width - rerun_last_token
     )
     keep_nodes(model, state, call, cache, given, returned=bool(generation_config.return_dict_in_generate))
-    fed = input_ids[:, width - feed_last :]
+    suffix_tokens = input_ids[:, width - rerun_last_token :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
-    if feed_last or logits is None:
+    if rerun_last_token or logits is None:
         device = input_device(model)
         output = forward_pass(
             model,
-            input_ids=fed.to(device),
+            input_ids=suffix_tokens.to(device),
             position_ids=positions[:, None].to(device),
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
-        return Start(cache, output.logits[:, -1], positions + 1, fed)
+        return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, fed)
+    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)

@@ -1,4 +1,4 @@
-"""The tokens of a cache's rows in sorted order, in which the longest match of a new prompt is found by bisection."""
+"""Longest-prefix lookup over a cache's rows, by bisection of their sorted tokens."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _ITEM = 8  # bytes of an int64 id
 
 
 class StoredPrompts:
-    """The distinct paths of a cache's rows, and the tokens on them.
+    """Sorted tokens of the distinct paths of a cache's rows.
 
     Args:
-        cache: Of which no row holds a suffix.
+        cache: A cache with empty suffixes.
 
     Attributes:
-        next_segment: Number of the segment that the cache will store next.
+        next_segment: Number of the cache's next segment.
     """
 
     def __init__(self, cache: SharedContextCache):
         self.next_segment = len(cache.segment_tokens)
         self._paths = list(dict.fromkeys(cache.forest.paths))
-        # Bytes are sorted by memcmp. Any order does in which texts that begin alike are neighbours.
+        # Sorted as bytes by memcmp; any order works that makes texts with a common prefix neighbours.
         texts = [_bytes(cache.path_tokens(path)) for path in self._paths]
         self._numbers = sorted(range(len(texts)), key=texts.__getitem__)
         self._texts = [texts[number] for number in self._numbers]
         self._first: dict[tuple[int, int], int] = {}
 
     def longest_match(self, tokens: Tensor) -> tuple[Path, int]:
-        """The path that begins with most of these tokens, of several the cache's first one, and with how many."""
+        """The cache's first path with the longest common prefix, and the length of that prefix."""
         text = _bytes(tokens)
         length = self._longest(text)
         if length == 0:
@@ -50,20 +50,20 @@ class StoredPrompts:
         return self._paths[self._first[alike]], length
 
     def match_lengths(self, prompts: Sequence[Tensor]) -> list[int]:
-        """For each prompt, how many of its tokens a path begins with."""
+        """Longest common prefix of each prompt with any path."""
         return [self._longest(_bytes(tokens)) for tokens in prompts]
 
     def covers(self, other: StoredPrompts) -> bool:
-        """Whether each of the other cache's prompts begins one of these."""
+        """Whether every prompt of `other` is a prefix of a prompt here."""
         return all(any(near.startswith(text) for near in self._neighbours(text)) for text in other._texts)
 
     def _longest(self, text: bytes) -> int:
-        """The most tokens of a text that a path begins with."""
+        """Longest common prefix of a text with any path, in tokens."""
         ids = np.frombuffer(text, np.int64)
         return max((common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
 
     def _neighbours(self, text: bytes) -> list[bytes]:
-        """The texts before and after this one in sorted order, of which one has the longest common prefix with it."""
+        """The sorted texts before and after this one; one of them has the longest common prefix."""
         place = bisect_left(self._texts, text)
         return self._texts[max(0, place - 1) : place + 1]
 
@@ -73,7 +73,7 @@ def _bytes(tokens: Tensor) -> bytes:
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """How many numbers two arrays both begin with."""
+    """Length of the common prefix of two arrays."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     place = int(different.argmax()) if length else 0

@@ -1,1 +1,1 @@
-"""A decode step: run eagerly, from a CUDA graph, or from a graph of compiled layers."""
+"""Decode steps: eager, CUDA graph, or CUDA graph of compiled layers."""

@@ -1,7 +1,7 @@
-"""What captured steps hold on a device beside their graphs: streams, cuBLAS workspaces, outputs.
+"""Device memory of captured steps other than graphs: streams, cuBLAS workspaces, outputs.
 
-cuBLAS keeps a workspace for each stream that it was called on, 32 MiB on Hopper, and PyTorch frees none of them by
-itself. All captures of a device therefore run on the same few streams, one capture at a time.
+cuBLAS keeps one workspace per stream, 32 MiB on Hopper, which PyTorch does not free by itself. All captures of a
+device therefore use the same few streams, one capture at a time.
 """
 
 from __future__ import annotations
@@ -13,56 +13,55 @@ import torch
 from torch import Tensor
 
 CAPTURING = threading.RLock()
-"""Held while a step is captured: captures of all models share the streams of a device."""
+"""Held during a capture: all models share a device's capture streams."""
 
 _BRANCHES = 2
 
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that steps are captured on."""
+    """Stream for capturing steps."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Streams of a captured step's parallel branches."""
+    """Streams for parallel branches of a captured step."""
     return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
 
 
 class _Address:
-    """What `torch.as_tensor` asks of another library's array."""
+    """Exposes a tensor's memory by ``__cuda_array_interface__``, without ownership."""
 
     def __init__(self, tensor: Tensor):
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
             "strides": None,
-            "typestr": f"<i{tensor.itemsize}",  # there is none for bfloat16
+            "typestr": f"<i{tensor.itemsize}",  # no typestr for bfloat16
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A view of a contiguous CUDA tensor that does not keep its memory, so that a pool may give it to other captures.
+    """Non-owning view of a contiguous CUDA tensor, so that the pool can reuse its memory for other captures.
 
-    What is read through it is valid from a replay of the graph that writes it until the next replay of any graph in
-    the pool.
+    Its contents are valid from a replay of the graph that writes it until the next replay of any graph in the pool.
     """
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def reserve(size: int, device: torch.device) -> None:
-    """Let a graph's pool, while it is captured into, grow by blocks of powers of two, at least one of `size` bytes.
+    """Grow the pool of the graph under capture by a block of the next power of two of `size` bytes.
 
-    A block of the pool serves outputs that are no larger. If it grew by what each capture needs, captures of ever more
-    rows would hold the sum of their outputs; so they hold twice the largest.
+    Later captures reuse blocks for outputs up to that size, so captures of growing sizes hold twice the largest output
+    rather than the sum of all.
     """
     torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a CUDA device, with those that PyTorch has cached; 0 elsewhere."""
+    """Free bytes on a CUDA device, including PyTorch's cached memory; 0 on other devices."""
     if device.type != "cuda":
         return 0
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -70,8 +69,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_workspaces() -> None:
-    """Free cached memory, and cuBLAS workspaces where no CUDA graph is left that might hold the address of one."""
-    torch.cuda.empty_cache()  # with the pools of graphs that are gone
+    """Free cached memory, and cuBLAS workspaces unless a remaining CUDA graph might use them."""
+    torch.cuda.empty_cache()  # frees pools of deleted graphs
     if all(segment["segment_pool_id"] == (0, 0) for segment in torch.cuda.memory_snapshot()):
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

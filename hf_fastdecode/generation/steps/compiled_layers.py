@@ -1,8 +1,8 @@
 """Compiled decoder layers: one compilation serves all layers of a model.
 
-What `torch.compile` fuses is the small change around the matrix products: norms, rotary embedding, activations,
-residual sums. Attention stays out of it. The layers of a model run the same code on other weights, so the first
-layer's compilation is reused for the rest, once a layer's number is not taken for a constant.
+`torch.compile` fuses the pointwise code around the matrix products: norms, rotary embedding, activations, residual
+sums; attention is excluded. All layers run the same code on different weights, so the first layer's compilation is
+reused for the rest, provided that the layer index is not specialized as a constant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .projections import fusing
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's decoder layers, in order; empty when it is not built of them."""
+    """The model's decoder layers in order; empty if there is no such list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if (
@@ -36,14 +36,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return []
 
 
-@cache  # what was compiled for one model serves others only by the same backend
+@cache  # compilations are shared between models only for the same backend object
 def _backend(name: str, *, fused: bool) -> Callable[..., Any]:
     compile_graph: Callable[..., Any] = lookup_backend(name)
     return fusing(compile_graph) if fused else compile_graph
 
 
-# Where `nn.Module.compile` keeps what calls of a module run. It is neither pickled nor copied, and no check of whether
-# a model has changed looks at it.
+# Attribute in which `nn.Module.compile` stores the compiled call. It is not pickled, copied, or part of fingerprints.
 _CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
@@ -51,7 +50,7 @@ class CompiledLayers:
     """The compiled forward functions of a model's layer classes, kept between captures.
 
     Args:
-        backend: Of `torch.compile`.
+        backend: Backend of `torch.compile`.
     """
 
     def __init__(self, backend: str = "inductor"):
@@ -60,16 +59,16 @@ class CompiledLayers:
 
     @contextmanager
     def installed(self, model: PreTrainedModel, *, fused: bool = True) -> Iterator[None]:
-        """Within, this thread runs the model's layers compiled; other threads run them as they are.
+        """Context in which this thread runs the model's layers compiled; other threads are unaffected.
 
-        Every attribute is restored on leaving, also by an error.
+        Every attribute is restored on exit, also by an error.
 
         Args:
             model: The model.
-            fused: Compute projections of one input concurrently.
+            fused: Compute projections of the same input concurrently.
 
         Raises:
-            ValueError: The model is not built of layers that can be compiled one by one.
+            ValueError: The model has no list of decoder layers, or a layer has an instance-level `forward`.
         """
         layers = decoder_layers(model)
         if not layers:
@@ -79,7 +78,7 @@ class CompiledLayers:
             for layer in layers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
-                before = vars(layer).get(_CALL_ATTRIBUTE)  # where a user has compiled the layer
+                before = vars(layer).get(_CALL_ATTRIBUTE)  # set if the user has compiled the layer
                 call = _in_this_thread(self._compile(type(layer), fused), layer, before)
                 changed.append((layer, before))
                 vars(layer)[_CALL_ATTRIBUTE] = call
@@ -100,7 +99,7 @@ class CompiledLayers:
 
 
 def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any) -> Callable[..., Any]:
-    """What a layer calls: its compiled forward in this thread, in others what it called before."""
+    """Call the compiled forward in this thread, and the previous implementation in others."""
     ours = get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 """Decode steps captured in CUDA graphs, kept between calls.
 
-A captured step reads everything that differs between steps and calls from tables on the device (`StaticTables`), so
-one capture serves other prompts, lengths and samples within its bucket of rows. It is captured again only for more
-rows, more nodes or levels than its tables hold, a widest node that needs other launch parameters, rows that outgrow a
-sliding window it left out, or when the model's own state has changed.
+A captured step reads all per-step and per-call state from device tables (`StaticTables`), so one capture serves other
+prompts, lengths and sample counts in its bucket of rows. Another capture is needed only for more rows, more nodes or
+levels than the tables hold, a widest node that needs other launch parameters, rows that outgrow a sliding window, or
+changes of the model's state.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
 
 _MOST_STEPS = 32
-"""Captured steps that a model keeps: one of each size up to 1,024 rows is 18."""
+"""Maximum captured steps kept per model; one of each size up to 1,024 rows is 18."""
 
 
-class How(NamedTuple):
-    """What a captured step is captured with, beside its number of rows.
+class CaptureOptions(NamedTuple):
+    """Options of a capture, other than the number of rows.
 
     Attributes:
         compiled: Whether layers are compiled.
-        fused_rows: Most rows of a step that computes projections of one input concurrently.
-        arguments: What else the model's forward takes, by name.
+        fused_rows: Maximum rows for which projections of the same input run concurrently.
+        arguments: Further model arguments by name.
     """
 
     compiled: bool
@@ -50,12 +50,12 @@ class How(NamedTuple):
 
 
 def bucket(rows: int) -> int:
-    """Rows of the captured step that decodes `rows` rows: powers of two, and above 128 sizes between them."""
+    """Round up to a captured number of rows: powers of two, with sizes in between above 128."""
     power = 1 << max(0, rows - 1).bit_length()
     if power <= 128:
         return power
-    apart = max(64, power // 8)  # a product of up to 63 rows fewer takes as long
-    return -(-rows // apart) * apart
+    spacing = max(64, power // 8)  # a matrix product of up to 63 fewer rows takes as long
+    return -(-rows // spacing) * spacing
 
 
 class CapturedStep:
@@ -63,12 +63,12 @@ class CapturedStep:
 
     Args:
         model: The model.
-        rows: Rows of the step.
-        cache: The batch to capture with; others may follow.
+        rows: Number of rows.
+        cache: The batch to capture with; other batches can be loaded later.
         configs: The model's config objects, see `attention.interface.active`.
-        how: What it is captured with.
+        options: Options of the capture.
         compiled: The model's compiled layers.
-        pool: Memory pool that captures share, for their outputs too; they never run at the same time.
+        pool: Memory pool shared by all captures, including outputs; they never run concurrently.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class CapturedStep:
         rows: int,
         cache: SharedContextCache,
         configs: list[PreTrainedConfig],
-        how: How,
+        options: CaptureOptions,
         compiled: CompiledLayers,
         pool: Any,
     ):
         device = model.device
-        self.rows, self.how = rows, how
-        fused = rows <= how.fused_rows
+        self.rows, self.options = rows, options
+        fused = rows <= options.fused_rows
         stored = _storage(cache)
         kv_heads = stored[0].suffix.keys.shape[1]
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
@@ -97,14 +97,14 @@ class CapturedStep:
 
         ids, positions = self.ids, self.positions
 
-        def step() -> Tensor:  # without a reference to this object, whose memory is then freed with it
+        def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
             output = forward_pass(
                 model,
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=view,
                 return_dict=True,
-                **dict(how.arguments),
+                **dict(options.arguments),
             )
             return output.logits[:, -1].contiguous()
 
@@ -112,22 +112,22 @@ class CapturedStep:
         def ours() -> Iterator[None]:
             with ExitStack() as stack:
                 stack.enter_context(active(configs, lengths))
-                if how.compiled:
+                if options.compiled:
                     stack.enter_context(compiled.installed(model, fused=fused))
                 elif fused:
                     stack.enter_context(FusedProjections(model))
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":  # kernels are interpreted, in tests: the step runs uncaptured
+        if device.type != "cuda":  # tests with interpreted kernels run uncaptured
             self._step, self._ours = step, ours
         else:
-            # A pass writes the rows' new keys and values, at a place that the first real step writes again.
+            # The passes below write keys and values that the first real step overwrites.
             with CAPTURING, ours(), torch.cuda.device(device):
                 stream = capture_stream(device)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    size = step().nbytes  # compiles kernels and creates library handles, which a capture cannot
+                    size = step().nbytes  # warm-up: compiles kernels and creates library handles
                 torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -136,21 +136,21 @@ class CapturedStep:
             self.logits = unowned(logits)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the step as it was captured: with its windows, and what its tables hold."""
+        """Whether this batch can use the captured step: its windows and table sizes."""
         same_up_to = self.lengths.same_up_to
         longest = cache.longest_row(1)
         return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
 
     def load(self, cache: SharedContextCache) -> None:
-        """Decode this batch from now on."""
+        """Load a batch into the tables."""
         self.tables.load(cache.forest, _storage(cache), cache.suffix_length)
 
     def load_suffixes(self, cache: SharedContextCache) -> None:
-        """The batch's suffixes have moved."""
+        """Reload suffix addresses after a reallocation."""
         self.tables.load_suffixes(_storage(cache))
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One token for each row; the suffixes must have room for it.
+        """Run one step; the suffixes must have capacity for it.
 
         Args:
             ids: ``[batch]`` int64, batch up to `rows`.
@@ -182,14 +182,14 @@ def _storage(cache: SharedContextCache) -> list[LayerStorage]:
 class Captures:
     """The captured steps of one model.
 
-    One call at a time uses them: `lock` is held while it decodes. In ``mode="auto"`` calls of other threads run
-    eagerly meanwhile, in others they wait. The 32 steps that were used last are kept. They share one memory pool, also
-    for their logits, so that all of them hold a few times as much as the largest one.
+    One call at a time uses them and holds `lock` while it decodes. Concurrent calls run eagerly in ``mode="auto"``,
+    and wait in forced modes. The 32 most recently used steps are kept. They share one memory pool, including logits,
+    so together they hold a few times the memory of the largest one.
 
     Attributes:
         owner: The thread that holds the lock.
-        count: Captures made.
-        steps_asked: Most steps that the model's calls may have taken so far, this one included.
+        count: Number of captures made.
+        steps_asked: Steps requested by the model's calls so far, including the current one.
     """
 
     def __init__(self) -> None:
@@ -199,9 +199,9 @@ class Captures:
         self.count = 0
         self.steps_asked = 0
         self._failure: str | None = None
-        self._free = 0  # memory, at the beginning of the latest call
-        self._free_then: int | None = None  # and of the call whose capture failed, if it was for lack of memory
-        self._steps: list[CapturedStep] = []  # in the order of their last use
+        self._free = 0  # free memory at the start of the latest call
+        self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
+        self._steps: list[CapturedStep] = []  # least recently used first
         self._state: Hashable = None
         self._pool: Any = None
         self._has_workspaces = False
@@ -217,53 +217,53 @@ class Captures:
         model: PreTrainedModel,
         cache: SharedContextCache,
         configs: list[PreTrainedConfig],
-        how: How,
+        options: CaptureOptions,
     ) -> CapturedStep:
-        """A step that decodes this cache's rows, captured now when there is none; loaded with the cache.
+        """Get or capture a step for this cache's rows, and load the cache.
 
         Raises:
             KernelRefusalError: The kernels cannot compute the model's attention.
         """
         rows = bucket(cache.rows)
         for index, step in enumerate(self._steps):
-            if (step.rows, step.how) == (rows, how) and step.fits(cache):
+            if (step.rows, step.options) == (rows, options) and step.fits(cache):
                 step.load(cache)
                 self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
-        # Tensors made in a caller's inference mode could not be written outside of it.
+        # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, configs, how, self.compiled, self._pool)
+            step = CapturedStep(model, rows, cache, configs, options, self.compiled, self._pool)
         self._steps.append(step)
         del self._steps[:-_MOST_STEPS]
         self.count += 1
         return step
 
-    def sizes(self, how: How) -> set[int]:
-        """Buckets of rows whose steps were captured before, and kept."""
-        return {step.rows for step in self._steps if step.how == how}
+    def sizes(self, options: CaptureOptions) -> set[int]:
+        """Numbers of rows of the kept steps with these options."""
+        return {step.rows for step in self._steps if step.options == options}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
-        """Drop what was captured when the weights, modules or configs are no longer those."""
+        """Drop all captures if the weights, modules or configs have changed."""
         state = captured_state(model, configs)
         if state != self._state:
             self.clear()
             self._state = state
 
     def fail(self, reason: str, *, of_memory: bool) -> None:
-        """Note why a capture failed, and whether for lack of memory."""
+        """Record why a capture failed, and whether it ran out of memory."""
         self._failure, self._free_then = reason, self._free if of_memory else None
 
     def failure(self, device: torch.device) -> str | None:
-        """Why a capture failed, until `retry`, or until a call begins with more free memory where it lacked memory."""
+        """Why a capture failed. Reset by `retry`, or for lack of memory when a call starts with more of it."""
         self._free = free_memory(device)
         if self._free_then is not None and self._free > self._free_then:
             self.retry()
         return self._failure
 
     def retry(self) -> None:
-        """Forget that a capture failed."""
+        """Reset the recorded failure."""
         self._failure = self._free_then = None
 
     def clear(self) -> None:
@@ -272,21 +272,21 @@ class Captures:
         self.retry()
 
     def release(self) -> None:
-        """Drop all captures, and give back what the device holds for them, as far as it can. Never raises."""
+        """Drop all captures and free their device memory where possible. Never raises."""
         self.clear()
         self.compiled = CompiledLayers()
         if self._has_workspaces:
             self._has_workspaces = False
-            with suppress(RuntimeError):  # of an earlier kernel that failed
+            with suppress(RuntimeError):  # reported late for an earlier failed kernel
                 free_workspaces()
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """What a capture bakes in of a model: where its tensors lie, and what its modules and configs say on the host.
+    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
 
     Args:
         model: The model.
-        configs: The config objects of its modules.
+        configs: The config objects of the model's modules.
     """
     return (
         addresses(model.parameters()),
@@ -302,20 +302,20 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
     return tuple(
         (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
         for name, value in vars(config).items()
-        if name != "_attn_implementation_internal"  # another thread's pass may have it switched just now
+        if name != "_attn_implementation_internal"  # temporarily changed by passes of any thread
     )
 
 
 def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, Any]) -> str | None:
-    """Why this model's steps cannot be captured, or None when nothing is known against it."""
+    """Why this model's steps cannot be captured, or None if no reason is known."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return f"the model must lie on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
+        return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
     if model.dtype not in (torch.float16, torch.bfloat16):
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
-        return f"backend={backend!r} was asked for"
-    if torch.is_autocast_enabled(model.device.type):  # its casts of weights would be kept beyond the graph's replay
+        return f"backend={backend!r} was requested"
+    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
     for module in model.modules():
         if module is not model and own_method(module, "forward") is not None:

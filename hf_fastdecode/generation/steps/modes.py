@@ -1,4 +1,4 @@
-"""Which way a call's decode steps run: eagerly, by captured graphs, or by captured graphs of compiled layers."""
+"""Choice of the decode mode: eager, CUDA graph, or CUDA graph of compiled layers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from .runners import CapturedSteps, EagerSteps, Steps
 
 StepsMaker = Callable[[SharedContextCache], Steps]
 
-# A capture takes about as long as this many eager steps lose to captured ones, a compilation as long as so many
-# captured steps lose to compiled ones (H200, 7B; both counted over the calls of a model).
+# Break-even step counts of capturing and of compiling, summed over the calls of a model (H200, 7B).
 _STEPS_THAT_PAY_A_CAPTURE = 64
 _STEPS_THAT_PAY_A_COMPILATION = 4096
-# A bound on the length says little about where rows end.
+# Rows usually end before a large max_length.
 _MOST_STEPS_EXPECTED = 1024
 
 
 class State(Protocol):
-    """What of an enabled model's state decoding needs."""
+    """The part of an enabled model's state that decoding uses."""
 
     options: Options
     captures: Captures
     reused: ReusedPrefixes
 
-    def tell_once(self, message: str, level: int = logging.WARNING) -> None: ...
+    def log_once(self, message: str, level: int = logging.WARNING) -> None: ...
 
 
 def _fused_rows(option: str | bool, *, compiled: bool) -> int:
-    """Most rows of a captured step that computes projections of one input concurrently.
+    """Maximum rows for which captured steps compute projections of the same input concurrently.
 
-    With ``auto`` where it gains. H200, 7B, one by one and concurrently: 7.65 and 7.37 ms a step of 16 rows, 9.07 and
-    9.12 of 128; compiled, 4.94 and 4.95 of 16.
+    ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
+    and 9.12 ms of 128; compiled, 4.94 and 4.95 ms of 16.
     """
     if option == "auto":
         return 0 if compiled else 64
@@ -56,16 +55,16 @@ def _fused_rows(option: str | bool, *, compiled: bool) -> int:
 def steps_maker(
     model: PreTrainedModel, state: State, call: CallReport, arguments: dict[str, Any]
 ) -> Iterator[StepsMaker]:
-    """Within, the function makes what runs the decode steps of a cache's rows, in the mode that the report names.
+    """Context that yields a factory of step runners, in the mode chosen in the report.
 
     Args:
         model: The model.
         state: Its options and captures.
-        call: The report, with the mode chosen; what becomes of it is filled in.
-        arguments: What the model's forward takes beside tokens, positions and cache.
+        call: The report, with the mode set; updated if the mode changes.
+        arguments: Model arguments beyond tokens, positions and cache.
 
     Raises:
-        ValueError: The mode that the options force cannot run.
+        ValueError: A forced mode cannot run.
     """
 
     def eager(cache: SharedContextCache) -> Steps:
@@ -82,13 +81,13 @@ def steps_maker(
         yield eager
         return
     if not captures.lock.acquire(blocking=forced is not None):
-        call.mode, call.mode_reason = "eager", "another thread decodes with this model's captured steps"
+        call.mode, call.mode_reason = "eager", "another thread is using this model's captured steps"
         yield eager
         return
 
-    checked = False  # whether what was captured before is still of this model
+    checked = False  # whether earlier captures were checked against the model's state
 
-    def captured(cache: SharedContextCache, of_more: CapturedSteps | None = None) -> Steps:
+    def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         nonlocal checked
         compiled = call.mode == "compile"
         fused_rows = _fused_rows(state.options.fuse_projections, compiled=compiled)
@@ -99,10 +98,10 @@ def steps_maker(
             return CapturedSteps(
                 model, cache, arguments, captures, configs, captured, compiled=compiled, fused_rows=fused_rows
             )
-        except Exception as error:  # no memory, or whatever a model does that a capture forbids
-            if of_more is not None and of_more.go_on():
-                state.tell_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
-                return of_more
+        except Exception as error:  # out of memory, or an operation not allowed during capture
+            if larger is not None and larger.run_with_fewer_rows():
+                state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
+                return larger
             if _ran_out_of_memory(error):
                 captures.clear()
                 if isinstance(error, torch.OutOfMemoryError):
@@ -111,8 +110,8 @@ def steps_maker(
             if forced:
                 raise _cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        captures.fail(reason, of_memory=_tells_of_memory(reason))
-        state.tell_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
+        captures.fail(reason, of_memory=_is_memory_failure(reason))
+        state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
         call.mode, call.mode_reason = "eager", reason
         return eager(cache)
 
@@ -130,14 +129,14 @@ def _cannot_run(forced: str, reason: str) -> ValueError:
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is of PyTorch's allocator: ending a capture that ran out of memory raises another over it."""
+    """Whether PyTorch's allocator caused an error; ending the failed capture raises another on top of it."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _tells_of_memory(reason: str) -> bool:
-    """Whether CUDA or cuBLAS, which allocate for themselves, found too little memory."""
+def _is_memory_failure(reason: str) -> bool:
+    """Whether CUDA or cuBLAS, with their own allocations, ran out of memory."""
     return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
@@ -148,21 +147,21 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any], new_tokens: int) -> tuple[str, str]:
-    """How a call's decode steps run, and why.
+    """Choose the mode of a call's decode steps, with the reason.
 
     Args:
         model: The model.
         state: Its options and captures.
-        arguments: What the model's forward takes beside tokens, positions and cache.
-        new_tokens: Most tokens that a row will draw.
+        arguments: Model arguments beyond tokens, positions and cache.
+        new_tokens: Maximum new tokens per row.
 
     Raises:
-        ValueError: The mode that the options force cannot run.
+        ValueError: A forced mode cannot run.
     """
     options, captures = state.options, state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     if options.mode == "eager":
-        return "eager", "mode='eager' was asked for"
+        return "eager", "mode='eager' was requested"
     reason = capture_reason(model, options.backend, arguments)
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
@@ -173,7 +172,7 @@ def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any],
             "fuse_projections=True", f"{type(model).__name__} has no projections of one input side by side"
         )
     if options.mode != "auto":
-        return options.mode, f"mode={options.mode!r} was asked for"
+        return options.mode, f"mode={options.mode!r} was requested"
     forced = options.needs_capture
     if reason is None and forced is None:
         reason = captures.failure(model.device)

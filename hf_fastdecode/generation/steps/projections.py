@@ -1,11 +1,11 @@
-"""Projections of one input as concurrent matrix products, in captured steps.
+"""Concurrent projections of the same input in captured steps.
 
-In a decode step a product takes as long as its weights take to read, plus some microseconds in which the memory is not
-busy. Query, key and value projections multiply the same input, and so do gate and up projections: as parallel branches
-of the captured graph, one product begins while another ends.
+A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
+Query, key and value projections have the same input, and so do gate and up projections: as parallel branches of the
+captured graph, one product starts while another drains.
 
-Nothing of the user's moves: parameters keep their memory and modules stay in place, in every value of
-``fuse_projections``. Only passes of the capturing thread compute this way.
+Parameters keep their memory and modules stay in place for every value of ``fuse_projections``. Only passes of the
+capturing thread are affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of modules that multiply the same input, where they are members of one module."""
+"""Names of sibling modules that are applied to the same input."""
 
 
 def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -38,7 +38,7 @@ def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         with torch.cuda.stream(streams[index % len(streams)]):
             outputs.append(F.linear(inputs, weight, bias))
-    # Memory of a branch is reused by branches only, each of which first waits for all that `main` was given before.
+    # Branch memory is reused only by branches, each of which first waits for all earlier work of `main`.
     for stream in streams[1:]:
         main.wait_stream(stream)
     return outputs
@@ -50,7 +50,7 @@ _linears_op = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor inputs, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
 )
-"""The same as one node in the graphs of compiled layers."""
+"""`linears` as a single node in compiled graphs."""
 
 
 @_linears_op.register_fake
@@ -59,7 +59,7 @@ def _shapes(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 class _Group:
-    """Projections of one input; keeps the outputs for the latest input until each has been read."""
+    """Projections of the same input; caches the outputs for the latest input until each has been read."""
 
     def __init__(self, parts: Sequence[nn.Linear]):
         self.weights = [part.weight for part in parts]
@@ -81,9 +81,9 @@ class _Group:
 
 
 class FusedProjections(TorchFunctionMode):
-    """Within, this thread computes a model's projections of one input concurrently.
+    """Context in which this thread computes projections of the same input concurrently.
 
-    A function mode belongs to a thread and replaces no module, so passes of other threads see the model as it is.
+    A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
 
     Args:
         model: The model.
@@ -102,7 +102,7 @@ class FusedProjections(TorchFunctionMode):
 
 
 def has_projections(model: nn.Module) -> bool:
-    """Whether there are projections of one input to compute concurrently."""
+    """Whether the model has projections of the same input to compute concurrently."""
     return next(_groups(model), None) is not None
 
 
@@ -115,15 +115,15 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is `nn.Linear` itself, and nothing may change its inputs."""
+    """Whether it is exactly `nn.Linear`, without hooks."""
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def fusing(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile` that computes a graph's projections of one input by one operator.
+    """Wrap a `torch.compile` backend to replace projections of the same input by one operator.
 
     Args:
-        compile_graph: The backend that compiles the graph then.
+        compile_graph: The backend to wrap.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -136,7 +136,7 @@ def fusing(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _projections_of_one_input(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Linear products that can be computed where the first of them stands."""
+    """Groups of linear products of the same input that can be moved to the first of them."""
     by_input: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if _is_projection(node):
@@ -148,7 +148,7 @@ def _projections_of_one_input(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _is_projection(node: fx.Node) -> bool:
-    """Whether it is a linear product by inputs of the graph, as parameters are."""
+    """Whether it is a linear product with graph inputs, such as parameters, as weights."""
     if node.target is not F.linear or node.kwargs:
         return False
     return all(argument is None or _is_plain_input(argument) for argument in node.args[1:])
@@ -156,14 +156,14 @@ def _is_projection(node: fx.Node) -> bool:
 
 def _is_plain_input(node: Any) -> bool:
     is_input = isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
-    # Quantized and distributed weights, whose classes compute products in ways of their own, stay out.
+    # Quantized and distributed weights are tensor subclasses with their own products.
     return is_input and not is_traceable_wrapper_subclass(node.meta.get("example_value"))
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    """Whether products must not be moved across a node: it writes to its arguments, or begins or ends a mode.
+    """Whether products must not be moved across a node: it mutates arguments, or enters or exits a mode.
 
-    PyTorch's names tell which nodes do.
+    Recognised by PyTorch's naming conventions.
     """
     if not node.op.startswith("call"):
         return False

@@ -1,4 +1,4 @@
-"""A decode step: one token of every row through the model, eagerly or by a captured graph."""
+"""Step runners: one token of every row through the model, eagerly or by a captured graph."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
-from .cuda_graph import Captures, How, bucket
+from .cuda_graph import CaptureOptions, Captures, bucket
 
 _STEPS_OF_A_CAPTURE = 8
-"""About what a capture in the middle of a call costs, in steps of 128 rows (H200, 8B: 80 ms)."""
+"""Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
 
 _STEPS_OF_A_COMPILATION = 800
-"""The same where layers are compiled for it (H200, 8B: 5 s)."""
+"""The same with compilation of the layers (H200, 8B: 5 s)."""
 
 _ROWS_OF_A_STEP = 256
-"""A step takes about as long as so many more rows take by arithmetic alone (H200, 7B)."""
+"""Fixed cost of a step, in rows of arithmetic (H200, 7B)."""
 
 
 class Steps(Protocol):
-    """Runs the decode steps of one batch, and keeps its cache."""
+    """Runs the decode steps of one batch."""
 
     cache: SharedContextCache
 
@@ -35,21 +35,21 @@ class Steps(Protocol):
             positions: ``[rows]`` int64.
 
         Returns:
-            ``[rows, vocabulary]`` in the model's dtype, which the next step may overwrite.
+            ``[rows, vocabulary]`` in the model's dtype; the next step may overwrite it.
         """
         ...
 
     def select(self, rows: list[int]) -> Steps:
-        """What goes on with these rows only."""
+        """Compact the batch to these rows and return the runner for it."""
         ...
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
-        """Whether a batch that has shrunk to this many rows should be selected, for at most so many steps."""
+    def should_compact(self, rows: int, steps_left: int) -> bool:
+        """Whether to compact to `rows` active rows, with at most `steps_left` steps to go."""
         ...
 
 
 class EagerSteps:
-    """Steps by the model's own forward pass, operation by operation."""
+    """Runs steps by the model's eager forward pass."""
 
     def __init__(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]):
         self.model, self.cache, self.arguments = model, cache, arguments
@@ -58,9 +58,9 @@ class EagerSteps:
         return self.feed(ids[:, None], positions[:, None])
 
     def feed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Append several tokens ``[rows, tokens]`` to each row; the logits behind the last one."""
+        """Append several tokens ``[rows, tokens]`` per row; returns the logits after the last one."""
         device = self.model.device
-        if device.type != "meta" and ids.device != device:  # prompts may stay on the CPU
+        if device.type != "meta" and ids.device != device:  # prompts may be on the CPU
             ids, positions = ids.to(device), positions.to(device)
         output = forward_pass(
             self.model,
@@ -76,22 +76,22 @@ class EagerSteps:
         self.cache.select_rows(rows)
         return self
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
+    def should_compact(self, rows: int, steps_left: int) -> bool:
         return rows <= 3 * self.cache.rows // 4
 
 
 class CapturedSteps:
-    """Steps by captured graphs, one for each bucket of rows.
+    """Runs steps by captured graphs, one per bucket of rows.
 
     Args:
         model: The model.
         cache: The batch.
-        arguments: What its forward takes beside tokens, positions and cache.
+        arguments: Model arguments beyond tokens, positions and cache.
         captures: The model's captured steps.
-        configs: Its config objects.
-        remake: Makes the steps of a batch that has become smaller, or hands back those of more rows that it is given.
+        configs: The model's config objects.
+        remake: Creates the runner of a compacted batch, or returns the given larger one.
         compiled: Compile the layers.
-        fused_rows: Most rows of a step that computes projections of one input concurrently.
+        fused_rows: Maximum rows for which projections of the same input run concurrently.
     """
 
     def __init__(
@@ -108,52 +108,52 @@ class CapturedSteps:
     ):
         self.cache = cache
         self._captures, self._remake = captures, remake
-        self._how = How(compiled, fused_rows, tuple(sorted(arguments.items())))
-        self._goes_on = False
+        self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
+        self._oversized = False
         cache.reserve(cache.suffix_length + 1)
-        self._step = captures.find(model, cache, configs, self._how)
+        self._step = captures.find(model, cache, configs, self._options)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
-            layer.ran["decode"] = did + layer.stored.said
+            layer.ran["decode"] = did + layer.stored.report_suffix
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self.cache.reserve(self.cache.suffix_length + 1):
             self._step.load_suffixes(self.cache)
         logits = self._step(ids, positions)
-        self.cache.wrote(ids[:, None])
+        self.cache.record_captured_step(ids[:, None])
         return logits
 
     def select(self, rows: list[int]) -> Steps:
         self.cache.select_rows(rows)
         return self._remake(self.cache, self)
 
-    def go_on(self) -> bool:
-        """Run fewer rows by the steps of more to the end, since theirs cannot be captured; whether these can."""
+    def run_with_fewer_rows(self) -> bool:
+        """Keep this larger capture for a compacted batch that cannot be captured; returns whether it fits."""
         if not self._step.fits(self.cache):
             return False
         self._step.load(self.cache)
-        self._goes_on = True
+        self._oversized = True
         return True
 
-    def worthwhile(self, rows: int, steps_left: int) -> bool:
-        known = self._captures.sizes(self._how)
-        pay = pays(self._step.rows, bucket(rows), steps_left, known, compiled=self._how.compiled)
-        return pay and not self._goes_on
+    def should_compact(self, rows: int, steps_left: int) -> bool:
+        known = self._captures.sizes(self._options)
+        pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._options.compiled)
+        return pay and not self._oversized
 
 
-def pays(now: int, then: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
-    """Whether steps of another size save more time than it takes to have them.
+def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
+    """Whether switching to a smaller captured step saves more time than its capture costs.
 
     Args:
-        now: Rows of the captured steps.
-        then: Rows of those that would take their place.
-        steps_left: Steps that are left at most.
-        known: Sizes that were captured before.
-        compiled: Whether the layers are compiled. They are for the first size, for the second, now for any number of
-            rows, and for one row.
+        current: Rows of the current captured step.
+        smaller: Rows of the smaller one.
+        steps_left: Maximum remaining steps.
+        known: Sizes already captured.
+        compiled: Whether layers are compiled, which happens for the first size, for the second (then with dynamic
+            shapes), and for one row.
     """
-    if then >= now or then in known:
-        return then < now
-    compiles = compiled and (then == 1 or len(known - {1}) < 2)
+    if smaller >= current or smaller in known:
+        return smaller < current
+    compiles = compiled and (smaller == 1 or len(known - {1}) < 2)
     cost = _STEPS_OF_A_COMPILATION if compiles else _STEPS_OF_A_CAPTURE
-    return steps_left * (now - then) > cost * (128 + _ROWS_OF_A_STEP)
+    return steps_left * (current - smaller) > cost * (128 + _ROWS_OF_A_STEP)
