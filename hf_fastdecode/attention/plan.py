@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     """
 
     kv_heads: int
-    each: int
+    queries_per_kv_head: int
     head_dim: int
     windowed: bool
 
@@ -85,14 +85,14 @@ class Plan:
         if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
             self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
-        self._two_launches = replace(self.config, apart=False)
+        self._two_launches = replace(self.config, overlap_suffix=False)
         self._last_asked = 0, self.grid
         self._shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
         ]
         self._sizes = {
             "kv_heads": layout.kv_heads,
-            "queries": layout.each,
+            "queries": layout.queries_per_kv_head,
             "block_m": self.config.block_m,
             "block_n": self.config.block_n,
         }
@@ -101,7 +101,10 @@ class Plan:
     def needed(self) -> Capacity:
         """What a schedule's tables must hold."""
         return needed_capacity(
-            self._shapes, kv_heads=self.layout.kv_heads, queries=self.layout.each, block_m=self.config.block_m
+            self._shapes,
+            kv_heads=self.layout.kv_heads,
+            queries=self.layout.queries_per_kv_head,
+            block_m=self.config.block_m,
         )
 
     def programs(self, suffix_tokens: int) -> int:
@@ -110,7 +113,7 @@ class Plan:
         All of them, until suffixes are so long that it is faster to leave some multiprocessors to them: then the
         products of nodes and the bytes of suffixes take their time beside each other.
         """
-        if not self.config.apart or not suffix_tokens:
+        if not self.config.overlap_suffix or not suffix_tokens:
             return self.grid
         if suffix_tokens != self._last_asked[0]:  # by every layer of a step
             chosen = min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
@@ -133,7 +136,7 @@ class Plan:
         in_turn = nodes + max(0.0, suffixes - read_beside) / kernels.suffix_bandwidth
         # The third launch reads the partials that the second one has written. On its own it costs no more than
         # suffixes do that begin where nodes end.
-        merge = 8 * numbers * self.layout.each / kernels.suffix_bandwidth
+        merge = 8 * numbers * self.layout.queries_per_kv_head / kernels.suffix_bandwidth
         return max(in_turn, (self._node_bytes + suffixes) / kernels.bandwidth) + merge
 
     @cached_property
@@ -176,11 +179,13 @@ def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: in
     """Launch parameters for a layer over a forest, in steps of so many rows."""
     from ..kernels.forest_decode.api import choose_config
 
-    keys = layout.kv_heads * sum(node.span.length * -(-node.row_count * layout.each // 128) for node in forest.nodes)
+    keys = layout.kv_heads * sum(
+        node.span.length * -(-node.row_count * layout.queries_per_kv_head // 128) for node in forest.nodes
+    )
     return choose_config(
-        max((node.row_count for node in forest.nodes), default=1) * layout.each,
+        max((node.row_count for node in forest.nodes), default=1) * layout.queries_per_kv_head,
         layout.head_dim,
-        each=layout.each,
+        queries_per_kv_head=layout.queries_per_kv_head,
         rows=rows,
         kv_heads=layout.kv_heads,
         keys=keys // multiprocessors(device),

@@ -144,8 +144,8 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseSc
     if scores.softcap is not None:
         scores.need_plain("a soft cap")
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        each = keys[:, None], values[:, None]
-        part = plain_partial(query, *each, scores.scale, visible=visible, softcap=scores.softcap)
+        keys_and_values = keys[:, None], values[:, None]
+        part = plain_partial(query, *keys_and_values, scores.scale, visible=visible, softcap=scores.softcap)
     elif count == 1:
         # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
         one = query[:, :, 0].transpose(0, 1)

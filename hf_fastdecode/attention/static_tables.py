@@ -16,11 +16,11 @@ from ..kernels.failures import KernelFailedError
 from ..kernels.forest_decode.limits import refusal
 from ..kernels.forest_decode.schedule import Capacity, Schedule
 from .forest import Forest
+from .kernel_tables import node_addresses, run_kernels, suffix_addresses
 from .kv import Segment
 from .own_nodes import own_tokens, with_own_nodes, with_own_segments
 from .plan import Layout, Plan
 from .scoring import Scoring
-from .triton_ops import node_addresses, run_kernels, suffix_addresses
 
 _TOKENS_BETWEEN_LOOKS = 32
 """By so many suffixes grow until the schedules are looked at again."""
@@ -186,7 +186,11 @@ class StaticTables:
                 if reason := refusal(query, new_keys, new_values, []):
                     raise KernelRefusalError(reason)
                 plan = self._plan(self.forest, layout)
-                own = self.rows * layout.kv_heads * -(-layout.each // plan.config.block_m) if self._own_nodes else 0
+                own = (
+                    self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
+                    if self._own_nodes
+                    else 0
+                )
                 room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units + own))
                 programs = plan.programs(self._suffix_length - self._own_tokens)
                 self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))

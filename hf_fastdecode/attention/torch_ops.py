@@ -67,12 +67,12 @@ def forest_attention(
         )
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
     oldest = None if window is None else _oldest_seen(kv, queries, packed.shape[2], window)
-    total = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
+    merged = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        total = merge(total, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
-    value_dim = total.out.shape[-1]
-    total = Partial(total.out.reshape(rows, heads, queries, value_dim), total.lse.reshape(rows, heads, queries))
-    return total if sinks is None else with_sinks(total, sinks[:, None])
+        merged = merge(merged, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
+    value_dim = merged.out.shape[-1]
+    merged = Partial(merged.out.reshape(rows, heads, queries, value_dim), merged.lse.reshape(rows, heads, queries))
+    return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
 
 def _oldest_seen(kv: ForestKV, queries: int, packed: int, window: int) -> Tensor:
@@ -116,17 +116,23 @@ def _nodes_partial(
 ) -> Partial:
     """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
-    rows, kv_heads, each, _ = packed.shape
+    rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, group = len(nodes), rows // len(nodes)
     # The queries of a node's rows become those of one long sequence.
     side_by_side = (
-        packed.view(count, group, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, -1, packed.shape[-1])
+        packed.view(count, group, kv_heads, queries_per_kv_head, -1)
+        .transpose(1, 2)
+        .reshape(count, kv_heads, -1, packed.shape[-1])
     )
-    oldest = None if oldest is None else oldest.view(count, group * each)
+    oldest = None if oldest is None else oldest.view(count, group * queries_per_kv_head)
     out, lse = scores.seen_partial(side_by_side, keys, values, oldest)
     return Partial(
-        out.view(count, kv_heads, group, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1),
-        lse.reshape(count, kv_heads, group, each).transpose(1, 2).reshape(rows, kv_heads, each),
+        out.view(count, kv_heads, group, queries_per_kv_head, -1)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, queries_per_kv_head, -1),
+        lse.reshape(count, kv_heads, group, queries_per_kv_head)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, queries_per_kv_head),
     )
 
 
@@ -172,7 +178,7 @@ def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: DenseSco
 def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backend: str = "auto") -> str:
     """One line for reports: which operator attends to which part in `forest_attention` with these arguments."""
     rows, heads, queries, _ = query.shape
-    each = heads // kv.suffix.keys.shape[1] * queries
+    queries_per_kv_head = heads // kv.suffix.keys.shape[1] * queries
     shortest, longest = kv.suffix_bounds
 
     def operator(packed: int, keys: Tensor, values: Tensor) -> str:
@@ -183,10 +189,10 @@ def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backe
 
     parts = []
     for depth, level in enumerate(kv.forest.levels):
-        names = sorted({operator(node.row_count * each, *kv.node(node.span)) for node in level})
+        names = sorted({operator(node.row_count * queries_per_kv_head, *kv.node(node.span)) for node in level})
         tokens = sum(node.span.length for node in level)
         parts.append(f"{len(level)} node(s) of {tokens} tokens at depth {depth} by {'/'.join(names)}")
     own = [part[:, :, :longest] for part in kv.suffix]
-    suffix = operator(each, *own) if shortest == longest else "plain (unequal lengths)"
+    suffix = operator(queries_per_kv_head, *own) if shortest == longest else "plain (unequal lengths)"
     parts.append(f"{rows} suffixes by {suffix}")
     return ", ".join(parts) + ", merged by log-sum-exp"

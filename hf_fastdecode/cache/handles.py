@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention import torch_ops, triton_ops
+from ..attention import kernel_tables, torch_ops
 from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
@@ -37,8 +37,8 @@ class StoredLayer:
 
     def __init__(self, state: SharedState, storage: TokenStorage):
         self.state, self.storage = state, storage
-        self.nodes: triton_ops.NodeTable | None = None
-        self.own: triton_ops.SuffixTable | None = None
+        self.nodes: kernel_tables.NodeTable | None = None
+        self.own: kernel_tables.SuffixTable | None = None
         self.window: int | None = None
         self.said = ""
         self.ran: dict[str, str] = {}
@@ -117,12 +117,12 @@ class DecodeKV(SharedKV):
         forest, origins = tables.forest_with(self.layer.forest, own), self.layer.state.origins
         if self.layer.nodes is None or self.layer.nodes.forest is not forest:
             segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
-            self.layer.nodes = triton_ops.NodeTable(forest, segments, query.device)
+            self.layer.nodes = kernel_tables.NodeTable(forest, segments, query.device)
             nodes, rows = len(self.layer.forest.nodes), self.layer.forest.rows
             did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.said}"
             self.layer.ran["decode"] = did + self._why(query, scoring)
         if self.layer.own is None or self.layer.own.first != own:
-            self.layer.own = triton_ops.SuffixTable(self._suffix, own)
+            self.layer.own = kernel_tables.SuffixTable(self._suffix, own)
         return tables.attend(
             query,
             self.keys,
@@ -173,7 +173,7 @@ class DecodeKV(SharedKV):
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
         stored = [part for segment in (self._suffix, *self.layer.segments.values()) for part in segment]
-        return triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
+        return kernel_tables.refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _chooses(self, query: Tensor) -> bool:
         return self.layer.state.backend == "auto" and query.device.type == "cuda"

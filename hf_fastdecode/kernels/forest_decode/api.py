@@ -92,25 +92,27 @@ def forest_decode(
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
-    each = group * queries
+    queries_per_kv_head = group * queries
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    partials = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
+    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
-    apart = config.apart and depths > 0
+    overlap_suffix = config.overlap_suffix and depths > 0
     # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
-    block_p = 1 if each == 1 and not apart else max(16, triton.next_power_of_2(each))
-    tile = triton.next_power_of_2(each)
+    block_p = (
+        1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
+    )
+    tile = triton.next_power_of_2(queries_per_kv_head)
     own_out = own_lse = out
-    if apart or (depths > 0 and tile != block_p):
+    if overlap_suffix or (depths > 0 and tile != block_p):
         own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
     own_config = config.suffix or choose_suffix_config(
-        rows, kv_heads, group, queries, head_dim, apart=apart, shared_memory=memory
+        rows, kv_heads, group, queries, head_dim, overlap_suffix=overlap_suffix, shared_memory=memory
     )
     options: dict[str, Any] = {
         "GROUP": group,
@@ -137,11 +139,11 @@ def forest_decode(
             slots,
             lengths,
             *unit_tables,
-            *partials,
+            *workspace,
             own_out,
             own_lse,
             *results,
-            schedule.apart,
+            schedule.overlap_suffix,
             sinks if sinks is not None else out,
             origins if origins is not None else slots,
             rows,
@@ -162,20 +164,20 @@ def forest_decode(
             WINDOW=window is not None,
             SINKS=sinks is not None,
             ORIGINS=origins is not None,
-            APART=apart,
+            OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
             **options,
         )
-        if apart:
-            merging = choose_merge_config(each, head_dim)
+        if overlap_suffix:
+            merging = choose_merge_config(queries_per_kv_head, head_dim)
             merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
                 slots,
                 *unit_tables,
-                *partials,
+                *workspace,
                 own_out,
                 own_lse,
                 *results,
-                schedule.apart,
+                schedule.overlap_suffix,
                 rows,
                 kv_heads,
                 ROWS=merging.rows,

@@ -55,11 +55,11 @@ class Config:
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
-    apart: bool = False
+    overlap_suffix: bool = False
 
 
 # From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
-_APART = 512
+_MIN_OVERLAPPED_SUFFIXES = 512
 
 # From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay: whatever the
 # contexts, or where they are long.
@@ -75,7 +75,7 @@ def choose_config(
     head_dim: int,
     *,
     overlap: bool,
-    each: int = 1,
+    queries_per_kv_head: int = 1,
     rows: int = 1,
     kv_heads: int = 1,
     keys: int = 0,
@@ -98,15 +98,22 @@ def choose_config(
         shared_memory: Bytes that a program may take.
         device: Where the kernels will run; the current CUDA device when None.
     """
-    measured = 1 < each <= 8 and head_dim == 128  # with the suffixes' parameters for long contexts
+    measured = 1 < queries_per_kv_head <= 8 and head_dim == 128  # with the suffixes' parameters for long contexts
     wide = packed > 64 and head_dim in (64, 128) and not windowed
     keys = 0 if windowed else keys  # what a window leaves of them is not known, and mostly little
     if overlap and wide and _hopper_kernel_runs(device):
         suffixes = rows * kv_heads
         # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
-        apart = each > 1 and suffixes >= _APART
+        overlap_suffix = queries_per_kv_head > 1 and suffixes >= _MIN_OVERLAPPED_SUFFIXES
         waiting = 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE
-        return Config(128, block_n=128, stages=2, hopper=True, suffix=_WAITING if waiting else None, apart=apart)
+        return Config(
+            128,
+            block_n=128,
+            stages=2,
+            hopper=True,
+            suffix=_WAITING if waiting else None,
+            overlap_suffix=overlap_suffix,
+        )
     most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
     block_m = min(most, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
@@ -171,7 +178,7 @@ def choose_suffix_config(
     queries: int,
     head_dim: int,
     *,
-    apart: bool = False,
+    overlap_suffix: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
     """Launch parameters as measured on an H200.
@@ -185,10 +192,10 @@ def choose_suffix_config(
         apart: Whether it may run beside the nodes, where few multiprocessors are to be filled.
         shared_memory: Bytes that a program may take.
     """
-    programs, each = rows * kv_heads, group * queries
-    if apart:  # as many as there are on few multiprocessors would be
+    programs, queries_per_kv_head = rows * kv_heads, group * queries
+    if overlap_suffix:  # as many as there are on few multiprocessors would be
         programs = max(programs, _QUERIES[-2][0] + 1)
-    if each == 1:
+    if queries_per_kv_head == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
         held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
@@ -197,7 +204,7 @@ def choose_suffix_config(
     if kv_heads == 1 and programs <= 64:  # each program of the nodes' kernel leaves a partial of the same queries
         config = replace(config, merge=32)
     # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
-    wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
+    wide = triton.next_power_of_2(queries_per_kv_head) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
     while config.block_n > 16 and _suffix_bytes(config, head_dim) > shared_memory:
@@ -219,13 +226,13 @@ class MergeConfig(NamedTuple):
     merge: int
 
 
-def choose_merge_config(each: int, head_dim: int) -> MergeConfig:
+def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
     """Launch parameters for so many packed queries of a row.
 
     A program takes 16 packed queries, or one row's if those are more. A thread holds at most 64 numbers of the sum,
     and 64 of partials that are loaded at once.
     """
-    tile, width = triton.next_power_of_2(each), triton.next_power_of_2(head_dim)
+    tile, width = triton.next_power_of_2(queries_per_kv_head), triton.next_power_of_2(head_dim)
     rows = max(1, 16 // tile)
     numbers = rows * tile * width
     warps = min(8, max(4, numbers // 2048))

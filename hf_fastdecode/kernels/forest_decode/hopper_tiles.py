@@ -11,14 +11,16 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 
 @gluon.jit
-def begin_of(tile, length, BLOCK_N: gl.constexpr):
+def tile_start(tile, length, BLOCK_N: gl.constexpr):
     """The first token of a tile. The last one ends where its node does, and begins with tokens of the tile before
     unless it is the only one."""
     return gl.maximum(gl.minimum(tile * BLOCK_N, length - BLOCK_N), 0)
 
 
 @gluon.jit
-def _bring(rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+def _load_when_free(
+    rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr
+):
     """Copy a tile of rows to its place in a ring once that is free.
 
     ``plane`` and ``row`` are those of all memory, or the KV head and the token in a descriptor of a node.
@@ -53,22 +55,22 @@ def produce(
     piece = gl.program_id(0)
     count = 0
     # A program's first piece most often is of the first node, whose addresses need not wait for it.
-    known = 0
-    some = node_capacity > 0  # the table may be empty
-    key_address = gl.load(nodes, mask=some, other=0)
-    value_address = gl.load(nodes + node_capacity, mask=some, other=0)
-    stride = gl.load(nodes + 2 * node_capacity, mask=some, other=0)
+    loaded_node = 0
+    has_nodes = node_capacity > 0  # the table may be empty
+    key_address = gl.load(nodes, mask=has_nodes, other=0)
+    value_address = gl.load(nodes + node_capacity, mask=has_nodes, other=0)
+    stride = gl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
     while piece >= 0:
-        entry = pieces + piece * 16
-        node = gl.load(entry)
-        head = gl.load(entry + 1)
-        first = gl.load(entry + 3)
-        last = gl.load(entry + 4)
-        length = gl.load(entry + 5)
-        piece = gl.load(entry + 9)
+        piece_row = pieces + piece * 16
+        node = gl.load(piece_row)
+        head = gl.load(piece_row + 1)
+        first = gl.load(piece_row + 3)
+        last = gl.load(piece_row + 4)
+        length = gl.load(piece_row + 5)
+        piece = gl.load(piece_row + 9)
         if node >= 0:
-            if node != known:
-                known = node
+            if node != loaded_node:
+                loaded_node = node
                 key_address = gl.load(nodes + node)
                 value_address = gl.load(nodes + node_capacity + node)
                 stride = gl.load(nodes + 2 * node_capacity + node)
@@ -78,18 +80,18 @@ def produce(
             v_row = v_address // (2 * HEAD_DIM) - 1
             # The descriptor of all memory brings what fills a tile, begins with one of its rows and lies in one plane.
             whole_rows = (k_address | v_address) % (2 * HEAD_DIM) == 0
-            k_apart = k_row // PLANE != (k_row + length) // PLANE
-            v_apart = v_row // PLANE != (v_row + length) // PLANE
+            k_crosses_plane = k_row // PLANE != (k_row + length) // PLANE
+            v_crosses_plane = v_row // PLANE != (v_row + length) // PLANE
             inside = (k_address | v_address) >> ADDRESS_BITS == 0
-            if (length >= BLOCK_N) & whole_rows & inside & (not k_apart) & (not v_apart):
+            if (length >= BLOCK_N) & whole_rows & inside & (not k_crosses_plane) & (not v_crosses_plane):
                 k_plane = (k_row // PLANE).to(gl.int32)
                 v_plane = (v_row // PLANE).to(gl.int32)
                 k_from = (k_row % PLANE).to(gl.int32)
                 v_from = (v_row % PLANE).to(gl.int32)
                 for tile in range(first, last):
-                    begin = begin_of(tile, length, BLOCK_N)
-                    _bring(keys, memory, k_plane, k_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    _bring(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    begin = tile_start(tile, length, BLOCK_N)
+                    _load_when_free(keys, memory, k_plane, k_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _load_when_free(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1
             else:
                 # All such pieces' descriptors lie in the same memory: no copy may still read it. `count` does not tell
@@ -107,7 +109,7 @@ def produce(
                     v_base, [kv_heads, length, HEAD_DIM], [stride, HEAD_DIM, 1], [1, BLOCK_N, HEAD_DIM], box
                 )
                 for tile in range(first, last):
-                    begin = begin_of(tile, length, BLOCK_N)
-                    _bring(keys, k_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
-                    _bring(values, v_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    begin = tile_start(tile, length, BLOCK_N)
+                    _load_when_free(keys, k_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
+                    _load_when_free(values, v_descriptor, head, begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1

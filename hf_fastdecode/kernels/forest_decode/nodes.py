@@ -13,11 +13,11 @@ from ..failures import Kernel, launching
 from .config import Config
 from .limits import compute_capability
 from .memory import ADDRESS_BITS, PLANE, all_memory
+from .node_kernel import node_partials
 from .schedule import Schedule
-from .triton import node_partials
 
 
-class Partials(NamedTuple):
+class NodeWorkspace(NamedTuple):
     """What the pieces of a schedule left: its `unit_slots` says which are a unit's.
 
     Attributes:
@@ -50,7 +50,7 @@ def attend_nodes(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
-) -> Partials:
+) -> NodeWorkspace:
     """Partials of the nodes; arguments as for `forest_decode`.
 
     Raises:
@@ -61,14 +61,14 @@ def attend_nodes(
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     heads, queries, head_dim = query.shape[1:]
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    partials = Partials(
+    workspace = NodeWorkspace(
         torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
         torch.empty(schedule.piece_count, schedule.block_m, **fp32),
     )
     if not schedule.piece_count:
-        return partials
+        return workspace
     overlap = overlaps(query, schedule, config)
-    tensors = (query, nodes, schedule.pieces, *partials)
+    tensors = (query, nodes, schedule.pieces, *workspace)
     strides = query.stride()[:3]
     options: dict[str, Any] = {
         "GROUP": heads // kv_heads,
@@ -99,7 +99,7 @@ def attend_nodes(
                 WINDOW=window is not None,
                 num_warps=config.warps,
             )
-        return partials
+        return workspace
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
         if size > schedule.scratch.nbytes:
@@ -119,4 +119,4 @@ def attend_nodes(
 
     with launching(Kernel.HOPPER, query.device):
         copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
-    return partials
+    return workspace

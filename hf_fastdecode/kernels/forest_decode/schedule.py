@@ -89,7 +89,7 @@ class Schedule:
     row_offsets: Tensor
     row_tiles: Tensor
     contexts: Tensor
-    apart: Tensor
+    overlap_suffix: Tensor
     scratch: Tensor
     block_m: int
     block_n: int
@@ -105,7 +105,7 @@ class Schedule:
         Args:
             other: Made with the same capacity, rows, queries, blocks and grid.
         """
-        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "apart"):
+        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "overlap_suffix"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
@@ -200,7 +200,7 @@ def make_schedule(
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
         contexts=table(contexts),
-        apart=table(np.array([grid is not None and programs < grid])),
+        overlap_suffix=table(np.array([grid is not None and programs < grid])),
         scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
         block_m=block_m,
         block_n=block_n,

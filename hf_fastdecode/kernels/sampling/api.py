@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
-from .triton import sample_rows
+from .row_kernel import sample_rows
 
 _FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
 _INTEGERS = {"top_k": 0, "seed": 0, "step": 0, "min_new_tokens": 0, "pad_token_id": 0}
@@ -98,7 +98,7 @@ class Settings:
 
 
 class Form(NamedTuple):
-    """What a compilation is specialised to; see `triton.py`."""
+    """What a compilation is specialised to; see `row_kernel.py`."""
 
     vocab: int
     columns: int

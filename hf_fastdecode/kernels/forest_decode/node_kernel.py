@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The kernel of nodes, and the arithmetic that all kernels of forest decoding share.
 
 `node_partials` is a stream-K kernel (LeanAttention, section 4): the key tiles of all nodes, heads and query tiles are
@@ -35,27 +36,27 @@ def aligned(address, element: tl.constexpr):
 
 
 @triton.jit
-def scores_of(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Scores that `see` takes with `factor_of`: raw products, or capped scores."""
+def qk_scores(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores that `online_softmax_step` takes with `base2_scale`: raw products, or capped scores."""
     raw = tl.dot(query, tl.trans(keys))
     return cap_scores(raw * scale, soft_cap) if SOFT_CAP else raw
 
 
 @triton.jit
-def factor_of(scale, SOFT_CAP: tl.constexpr):
-    """From what `scores_of` returns to scores in base 2."""
+def base2_scale(scale, SOFT_CAP: tl.constexpr):
+    """From what `qk_scores` returns to scores in base 2."""
     return LOG2E if SOFT_CAP else scale * LOG2E
 
 
 @triton.jit
-def see(scores, factor, values, top, total, acc, element: tl.constexpr):
+def online_softmax_step(scores, scale_log2, values, row_max, row_sum, acc, element: tl.constexpr):
     """Online softmax: take scores ``[M, N]`` and values ``[N, D]`` into the running maximum (base 2), sum and mean."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    weights = tl.exp2(scores * factor - new_top[:, None])  # one multiply-add before the exponential
-    fade = tl.exp2(top - new_top)
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(element), values, acc * fade[:, None])
-    return new_top, total, acc
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_row_max[:, None])  # one multiply-add before the exponential
+    rescale = tl.exp2(row_max - new_row_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(element), values, acc * rescale[:, None])
+    return new_row_max, row_sum, acc
 
 
 @triton.jit
@@ -100,28 +101,28 @@ def node_partials(
 ):
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    each: tl.constexpr = GROUP * QUERIES
+    queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     element = query.dtype.element_ty
-    factor = factor_of(scale, SOFT_CAP)
+    scale_log2 = base2_scale(scale, SOFT_CAP)
     # A program's first piece most often is of the first node, whose addresses need not wait for it.
-    known = 0
-    some = node_capacity > 0  # the table may be empty
-    key_address = tl.load(nodes, mask=some, other=0)
-    value_address = tl.load(nodes + node_capacity, mask=some, other=0)
-    stride = tl.load(nodes + 2 * node_capacity, mask=some, other=0)
+    loaded_node = 0
+    has_nodes = node_capacity > 0  # the table may be empty
+    key_address = tl.load(nodes, mask=has_nodes, other=0)
+    value_address = tl.load(nodes + node_capacity, mask=has_nodes, other=0)
+    stride = tl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
     # Everything but the addresses stands in the piece's own row: fewer loads wait for each other.
-    entry = pieces + tl.program_id(0) * 16
-    node = tl.load(entry)
-    head = tl.load(entry + 1)
-    tile = tl.load(entry + 2)
-    first = tl.load(entry + 3)
-    last = tl.load(entry + 4)
-    length = tl.load(entry + 5)
-    row_start = tl.load(entry + 6)
-    row_count = tl.load(entry + 7)
-    slot = tl.load(entry + 8)
-    following = tl.load(entry + 9)
-    position = tl.load(entry + 10)
+    piece_row = pieces + tl.program_id(0) * 16
+    node = tl.load(piece_row)
+    head = tl.load(piece_row + 1)
+    tile = tl.load(piece_row + 2)
+    first = tl.load(piece_row + 3)
+    last = tl.load(piece_row + 4)
+    length = tl.load(piece_row + 5)
+    row_start = tl.load(piece_row + 6)
+    row_count = tl.load(piece_row + 7)
+    slot = tl.load(piece_row + 8)
+    following = tl.load(piece_row + 9)
+    position = tl.load(piece_row + 10)
     if PDL and not WINDOW and node == 0:
         # Nodes were written long before the kernel that this one overlaps: their first tile need not wait for it.
         line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
@@ -132,84 +133,85 @@ def node_partials(
     if PDL and node < 0:  # the grid is wider than the work; who waits for this kernel waits for those before it too
         tl.extra.cuda.gdc_wait()
     while node >= 0:
-        if node != known:
-            known = node
+        if node != loaded_node:
+            loaded_node = node
             key_address = tl.load(nodes + node)
             value_address = tl.load(nodes + node_capacity + node)
             stride = tl.load(nodes + 2 * node_capacity + node)
         keys = aligned(key_address + head * stride * (element.primitive_bitwidth // 8), element)
         values = aligned(value_address + head * stride * (element.primitive_bitwidth // 8), element)
 
-        # Packed query i belongs to row i // each; its head and position within the row are i % each.
+        # Packed query i belongs to row i // queries_per_kv_head; its head and position within the row are
+        # i % queries_per_kv_head.
         packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = row_start + packed // each
-        within = packed % each
-        where = (
+        row = row_start + packed // queries_per_kv_head
+        within = packed % queries_per_kv_head
+        query_at = (
             row.to(tl.int64) * query_row_stride
             + (head * GROUP + within // QUERIES) * query_head_stride
             + (within % QUERIES) * query_stride
         )
-        in_tile = packed < row_count * each
+        in_tile = packed < row_count * queries_per_kv_head
         if PDL:
             for line in tl.static_range(0, HEAD_DIM * 2, 128):
-                prefetch((query + where).to(tl.int64) + line, in_tile)
+                prefetch((query + query_at).to(tl.int64) + line, in_tile)
             # Dependents may start once every program is here; they read what earlier kernels wrote, so those must be
             # done.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        q = tl.load(query + where[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
+        q = tl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
 
-        top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        whole = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
+        full_tiles = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
         if WINDOW:  # the first key that each query sees; tiles before the first of them all are skipped
             own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
             oldest = own + within % QUERIES - window + 1 - position
             first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
         step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # a node may hold more numbers than 32 bits count
-        for key_tile in tl.range(first, whole, num_stages=STAGES):
+        for key_tile in tl.range(first, full_tiles, num_stages=STAGES):
             if HEAD_DIM == BLOCK_D:
                 k = tl.load(keys + key_tile * step + tile_at)
                 v = tl.load(values + key_tile * step + tile_at)
             else:
                 k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
                 v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
-            scores = scores_of(q, k, scale, soft_cap, SOFT_CAP)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
             if WINDOW:
                 key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
-            top, total, acc = see(scores, factor, v, top, total, acc, element)
-        if whole < last:
-            seen = whole * BLOCK_N + tl.arange(0, BLOCK_N) < length
-            k = tl.load(keys + whole * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-            v = tl.load(values + whole * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-            scores = scores_of(q, k, scale, soft_cap, SOFT_CAP)
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
+        if full_tiles < last:
+            seen = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N) < length
+            k = tl.load(keys + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            v = tl.load(values + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             if WINDOW:
-                last_key = whole * BLOCK_N + tl.arange(0, BLOCK_N)
+                last_key = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
                 scores = tl.where(last_key[None, :] >= oldest[:, None], scores, -float("inf"))
-            top, total, acc = see(scores, factor, v, top, total, acc, element)
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
 
         at_row = slot * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         # Under a window a query may see nothing of a piece.
-        saw = total > 0
-        total = tl.where(saw, total, 1.0)
-        tl.store(partial_lse + at_row, tl.where(saw, top + tl.log2(total), -float("inf")), mask=in_tile)
-        result = acc * (1.0 / total)[:, None]
+        has_keys = row_sum > 0
+        row_sum = tl.where(has_keys, row_sum, 1.0)
+        tl.store(partial_lse + at_row, tl.where(has_keys, row_max + tl.log2(row_sum), -float("inf")), mask=in_tile)
+        result = acc * (1.0 / row_sum)[:, None]
         kept = in_tile[:, None] & in_dim[None, :]
         tl.store(partial_out + at_row[:, None] * HEAD_DIM + dims[None, :], result, mask=kept)
 
-        entry = pieces + tl.maximum(following, 0) * 16
-        node = tl.where(following >= 0, tl.load(entry), -1)
-        head = tl.load(entry + 1)
-        tile = tl.load(entry + 2)
-        first = tl.load(entry + 3)
-        last = tl.load(entry + 4)
-        length = tl.load(entry + 5)
-        row_start = tl.load(entry + 6)
-        row_count = tl.load(entry + 7)
-        slot = tl.load(entry + 8)
-        following = tl.load(entry + 9)
-        position = tl.load(entry + 10)
+        piece_row = pieces + tl.maximum(following, 0) * 16
+        node = tl.where(following >= 0, tl.load(piece_row), -1)
+        head = tl.load(piece_row + 1)
+        tile = tl.load(piece_row + 2)
+        first = tl.load(piece_row + 3)
+        last = tl.load(piece_row + 4)
+        length = tl.load(piece_row + 5)
+        row_start = tl.load(piece_row + 6)
+        row_count = tl.load(piece_row + 7)
+        slot = tl.load(piece_row + 8)
+        following = tl.load(piece_row + 9)
+        position = tl.load(piece_row + 10)

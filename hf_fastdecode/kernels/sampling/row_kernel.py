@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One program samples one row: one pass over its logits, and another only where the first draw was in doubt.
 
 The row is a table of chunks times columns: token ``chunk * columns + column``. A pass leaves the probability mass of
@@ -19,7 +20,21 @@ Tokens rank by value, then by index, which is the order of a stable sort.
 import triton
 import triton.language as tl
 
-from .passes import COUNT, LOG2E, LOW, LOWEST, MASS, MOMENT, NOTHING, columns_of, inside, rank, read, scan, total_of
+from .row_passes import (
+    COUNT,
+    LOG2E,
+    LOW,
+    LOWEST,
+    MASS,
+    MOMENT,
+    NO_TOKEN,
+    column_totals,
+    is_left,
+    order_and_mass,
+    read,
+    row_total,
+    scan,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -36,36 +51,36 @@ def _uniforms(seed, step, row_id, turn):
 
 
 @triton.jit
-def _place(mass, uniform, SIZE: tl.constexpr):
+def _sample_index(mass, uniform, SIZE: tl.constexpr):
     """The place where the running sum of ``mass`` passes ``uniform`` times its total; never one without mass."""
     reach = tl.cumsum(mass.to(tl.float64), 0)
     places = tl.arange(0, SIZE)
     target = tl.max(reach, 0) * uniform
     # Should rounding leave no place beyond the target, the last one with any mass is taken.
-    rank = tl.where(reach > target, places, 2 * SIZE - places)
-    found = tl.min(tl.where(mass > 0, rank, 2 * SIZE), 0)
+    preference = tl.where(reach > target, places, 2 * SIZE - places)
+    found = tl.min(tl.where(mass > 0, preference, 2 * SIZE), 0)
     return tl.where(found < SIZE, found, 2 * SIZE - found) % SIZE
 
 
 @triton.jit
-def _draw(source, scale, mass, names, bounds, uniforms, TILED: tl.constexpr, FORM: tl.constexpr):
+def _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED: tl.constexpr, FORM: tl.constexpr):
     """Draw a token among those left, ``mass`` being their columns'. Returns it, its value and its raw logit."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     CHUNKS: tl.constexpr = FORM.chunks
     WIDTH: tl.constexpr = FORM.tile
     if TILED:
-        column = tl.load(names + _place(mass, uniforms[0], WIDTH))
+        column = tl.load(tile_columns + _sample_index(mass, uniforms[0], WIDTH))
     else:
-        column = _place(mass, uniforms[0], COLUMNS)
+        column = _sample_index(mass, uniforms[0], COLUMNS)
     chunk = tl.arange(0, CHUNKS)
     token = chunk * COLUMNS + column
     raw, value = read(source, token, token < VOCAB, FORM)
-    order, weight = rank(value, scale, FORM)
-    left = inside(order, weight, token, bounds, FORM) & (token < VOCAB)
+    order, weight = order_and_mass(value, scale, FORM)
+    left = is_left(order, weight, token, bounds, FORM) & (token < VOCAB)
     # Relative to the column's own largest, lest everything underflows.
     high = tl.max(tl.where(left, value, LOW), 0)
-    drawn = _place(tl.where(left, tl.exp2((value - high) * scale[1]), 0.0), uniforms[1], CHUNKS)
+    drawn = _sample_index(tl.where(left, tl.exp2((value - high) * scale[1]), 0.0), uniforms[1], CHUNKS)
     value_drawn = tl.max(tl.where(chunk == drawn, value, -float("inf")), 0)
     raw_drawn = tl.max(tl.where(chunk == drawn, raw, -float("inf")), 0)
     return drawn * COLUMNS + column, value_drawn, raw_drawn
@@ -79,7 +94,7 @@ def _key(x, FORM: tl.constexpr):
 
 
 @triton.jit
-def _least_of(key, FORM: tl.constexpr):
+def _from_key(key, FORM: tl.constexpr):
     """The least float of this key."""
     bits = key << FORM.empty_bits
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -92,7 +107,7 @@ def _middle(low, high):
 
 
 @triton.jit
-def _threshold(source, scale, tile, bounds, low, goal, WHAT: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
+def _threshold(source, scale, tile, bounds, low, goal, SUMMAND: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
     """The largest float such that the tokens left at or above it reach ``goal`` in mass or number, by bisection.
 
     It is at least that of the key ``low``. An exact hit of a number ends the search at a float that separates as well.
@@ -101,17 +116,17 @@ def _threshold(source, scale, tile, bounds, low, goal, WHAT: tl.constexpr, TILED
     high = _key(peak, FORM) + 1
     reached = goal - 1.0
     middle = _middle(low, high)
-    while (middle > low) & ((WHAT != COUNT) | (reached != goal)):
-        trial = (_least_of(middle, FORM), -1, least, peak, centre, spread)
-        reached = total_of(source, scale, tile, trial, WHAT, TILED, FORM)
+    while (middle > low) & ((SUMMAND != COUNT) | (reached != goal)):
+        trial = (_from_key(middle, FORM), -1, least, peak, centre, spread)
+        reached = row_total(source, scale, tile, trial, SUMMAND, TILED, FORM)
         low = tl.where(reached >= goal, middle, low)
         high = tl.where(reached >= goal, high, middle)
         middle = _middle(low, high)
-    return _least_of(low, FORM)
+    return _from_key(low, FORM)
 
 
 @triton.jit
-def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.constexpr):
+def _top_p_pivot(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.constexpr):
     """The pivot behind which top-p cuts: the tokens before it are the fewest that reach the mass ``goal``."""
     VOCAB: tl.constexpr = FORM.vocab
     _, _, least, peak, centre, spread = bounds
@@ -119,10 +134,10 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     pivot = tl.maximum(_threshold(source, scale, tile, bounds, lowest, goal, MASS, TILED, FORM), bounds[0])
     above = (pivot, VOCAB, least, peak, centre, spread)
     with_ties = (pivot, tl.where(pivot > bounds[0], -1, bounds[1]), least, peak, centre, spread)
-    count_above = total_of(source, scale, tile, above, COUNT, TILED, FORM)
-    mass_above = total_of(source, scale, tile, above, MASS, TILED, FORM)
-    ties = total_of(source, scale, tile, with_ties, COUNT, TILED, FORM) - count_above
-    tie_mass = total_of(source, scale, tile, with_ties, MASS, TILED, FORM) - mass_above
+    count_above = row_total(source, scale, tile, above, COUNT, TILED, FORM)
+    mass_above = row_total(source, scale, tile, above, MASS, TILED, FORM)
+    ties = row_total(source, scale, tile, with_ties, COUNT, TILED, FORM) - count_above
+    tie_mass = row_total(source, scale, tile, with_ties, MASS, TILED, FORM) - mass_above
     keep = tl.clamp(tl.ceil((goal - mass_above) / (tie_mass / ties)), 1.0, ties)
     low = with_ties[1] + 0
     high = VOCAB + 0 * low
@@ -130,14 +145,16 @@ def _nucleus(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.co
     while (high - low > 1) & (keep < ties):
         middle = low + (high - low) // 2
         trial = (pivot, middle, least, peak, centre, spread)
-        beyond = total_of(source, scale, tile, trial, COUNT, TILED, FORM) - count_above
+        beyond = row_total(source, scale, tile, trial, COUNT, TILED, FORM) - count_above
         low = tl.where(beyond > keep, middle, low)
         high = tl.where(beyond > keep, high, middle)
     return pivot, tl.where(keep < ties, high, low)
 
 
 @triton.jit
-def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: tl.constexpr, FORM: tl.constexpr):
+def _draw_until_kept(
+    source, scale, tile, tile_columns, mass, column_max, bounds, shares, key, TILED: tl.constexpr, FORM: tl.constexpr
+):
     """Draw until the filters keep the token. Returns it and its raw logit.
 
     ``mass`` is that of the columns; no token of a column has a larger value than ``tops``.
@@ -147,12 +164,12 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
     pivot, pivot_token, least, peak, centre, spread = bounds
     if FORM.typical:
         if top_p < 1.0:
-            whole_mass = total_of(source, scale, tile, bounds, MASS, TILED, FORM)
-            pivot, pivot_token = _nucleus(source, scale, tile, bounds, top_p * whole_mass, TILED, FORM)
+            whole_mass = row_total(source, scale, tile, bounds, MASS, TILED, FORM)
+            pivot, pivot_token = _top_p_pivot(source, scale, tile, bounds, top_p * whole_mass, TILED, FORM)
         least = tl.maximum(least, min_p)
         bounds = (pivot, pivot_token, least, peak, centre, spread)
-        mass = columns_of(source, scale, tile, bounds, MASS, TILED, FORM)
-        moment = total_of(source, scale, tile, bounds, MOMENT, TILED, FORM)
+        mass = column_totals(source, scale, tile, bounds, MASS, TILED, FORM)
+        moment = row_total(source, scale, tile, bounds, MOMENT, TILED, FORM)
         centre = moment / tl.sum(mass, 0)  # the entropy, less the surprise of the most likely token
         bounds = (pivot, pivot_token, least, peak, centre, spread)
         goal = typical_p * tl.sum(mass, 0)
@@ -161,40 +178,40 @@ def _settle(source, scale, tile, names, mass, tops, bounds, shares, key, TILED: 
         goal = top_p * tl.sum(mass, 0)
         selective = top_p < 1.0
     uniforms = _uniforms(seed, step, row_id, tl.full([], 0, tl.int32))
-    token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
-    order, weight = rank(value, scale, FORM)
-    light = weight < min_p
-    doubt = light | selective
+    token, value, raw = _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED, FORM)
+    order, weight = order_and_mass(value, scale, FORM)
+    below_min_p = weight < min_p
+    undecided = below_min_p | selective
     if not TILED and not FORM.typical:
         # Columns whose maximum ranks behind the token hold nothing that ranks before it.
-        before = tl.sum(tl.where(tops >= value, mass, 0.0), 0) - weight
-        doubt = light | (selective & (before > goal * 0.99999))
+        before = tl.sum(tl.where(column_max >= value, mass, 0.0), 0) - weight
+        undecided = below_min_p | (selective & (before > goal * 0.99999))
     turn = tl.full([], 1, tl.int32)
-    while doubt:
+    while undecided:
         if FORM.typical:
             spread = tl.abs((peak - order) - centre)
         else:
-            least = tl.where(light, min_p, least)
-            pivot = tl.where(light, pivot, order)
-            pivot_token = tl.where(light, pivot_token, token)
+            least = tl.where(below_min_p, min_p, least)
+            pivot = tl.where(below_min_p, pivot, order)
+            pivot_token = tl.where(below_min_p, pivot_token, token)
         bounds = (pivot, pivot_token, least, peak, centre, spread)
-        mass = columns_of(source, scale, tile, bounds, MASS, TILED, FORM)
+        mass = column_totals(source, scale, tile, bounds, MASS, TILED, FORM)
         before = tl.sum(mass, 0)
         # Written so that what is not a number, and an empty set, end the loop; the turns are bounded lest any rounding
         # hangs the device. Even a filter that keeps a mass of 1e-30 takes 70 turns on average.
-        doubt = (light | (before >= goal)) & (before > 0) & (turn < 1000)
-        if doubt:
+        undecided = (below_min_p | (before >= goal)) & (before > 0) & (turn < 1000)
+        if undecided:
             uniforms = _uniforms(seed, step, row_id, turn)
-            token, value, raw = _draw(source, scale, mass, names, bounds, uniforms, TILED, FORM)
-            order, weight = rank(value, scale, FORM)
-            light = weight < min_p
-            doubt = light | selective
+            token, value, raw = _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED, FORM)
+            order, weight = order_and_mass(value, scale, FORM)
+            below_min_p = weight < min_p
+            undecided = below_min_p | selective
             turn += 1
     return token, raw
 
 
 @triton.jit
-def _best_columns(tops, top_k, names, FORM: tl.constexpr):
+def _best_columns(column_max, top_k, tile_columns, FORM: tl.constexpr):
     """Name the best columns, at least ``top_k`` of them unless there are fewer, and return how many there are.
 
     They are written to ``names``, in ascending order, only if the tile has room. Returns also a key which the
@@ -202,7 +219,7 @@ def _best_columns(tops, top_k, names, FORM: tl.constexpr):
     """
     COLUMNS: tl.constexpr = FORM.columns
     WIDTH: tl.constexpr = FORM.tile
-    keys = _key(tops, FORM)
+    keys = _key(column_max, FORM)
     low = tl.min(keys, 0)
     high = tl.max(keys, 0) + 1
     count = tl.full([], COLUMNS, tl.int32)
@@ -215,7 +232,7 @@ def _best_columns(tops, top_k, names, FORM: tl.constexpr):
         middle = _middle(low, high)
     if count <= WIDTH:
         chosen = (keys >= low).to(tl.int32)
-        tl.store(names + tl.cumsum(chosen, 0) - 1, tl.arange(0, COLUMNS), mask=chosen > 0)
+        tl.store(tile_columns + tl.cumsum(chosen, 0) - 1, tl.arange(0, COLUMNS), mask=chosen > 0)
         tl.debug_barrier()
     return count, low
 
@@ -263,54 +280,58 @@ def sample_rows(
         marks = seen + row_id.to(tl.int64) * seen_stride
         source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, penalty, 1.0 / penalty)
 
-        tops, mass, raw_tops, raw_mass, best = scan(source, factor, FORM)
-        top = tl.max(tops, 0)
-        raw_top = tl.max(raw_tops, 0)
-        normaliser = raw_top + tl.log2(tl.sum(raw_mass * tl.exp2((raw_tops - raw_top) * LOG2E), 0)) * LN2
+        column_max, mass, raw_column_max, raw_mass, best_chunk = scan(source, factor, FORM)
+        row_max = tl.max(column_max, 0)
+        raw_row_max = tl.max(raw_column_max, 0)
+        normaliser = raw_row_max + tl.log2(tl.sum(raw_mass * tl.exp2((raw_column_max - raw_row_max) * LOG2E), 0)) * LN2
 
         if FORM.greedy:
-            choice = tl.where(tops == top, best * COLUMNS + tl.arange(0, COLUMNS), 2147483647)
+            choice = tl.where(column_max == row_max, best_chunk * COLUMNS + tl.arange(0, COLUMNS), 2147483647)
             token = tl.min(choice, 0)
             raw = tl.load(logits + row.to(tl.int64) * row_stride + token).to(tl.float32)
         else:
-            scale = (top, factor, inverse_temperature)
-            mass *= tl.exp2((tops - top) * factor)
-            peak = rank(top, scale, FORM)[0]
+            scale = (row_max, factor, inverse_temperature)
+            mass *= tl.exp2((column_max - row_max) * factor)
+            peak = order_and_mass(row_max, scale, FORM)[0]
             infinity = tl.full([], float("inf"), tl.float32)
             zero = tl.full([], 0.0, tl.float32)
             bounds = (-infinity, VOCAB, zero, peak, zero, infinity)
             shares = (top_p, min_p, typical_p)
             key = (seed, step, row_id)
-            names = scratch + row.to(tl.int64) * WIDTH
+            tile_columns = scratch + row.to(tl.int64) * WIDTH
             count = tl.full([], COLUMNS, tl.int32)
             floor = _key(tl.full([], LOWEST, tl.float32), FORM)
             low = floor
             if FORM.top_k and top_k > 0:
-                order_tops = rank(tops, scale, FORM)[0]
-                count, low = _best_columns(order_tops, top_k, names, FORM)
+                column_order = order_and_mass(column_max, scale, FORM)[0]
+                count, low = _best_columns(column_order, top_k, tile_columns, FORM)
             if FORM.top_k and (top_k > 0) & (count <= WIDTH):
                 place = tl.arange(0, WIDTH)
-                columns = tl.load(names + place, mask=place < count, other=0)
+                columns = tl.load(tile_columns + place, mask=place < count, other=0)
                 tile_token = tl.arange(0, CHUNKS)[:, None] * COLUMNS + columns[None, :]
                 valid = (tile_token < VOCAB) & (place < count)[None, :]
                 tile_value = read(source, tile_token, valid, FORM)[1]
-                tile_order, tile_weight = rank(tile_value, scale, FORM)
+                tile_order, tile_weight = order_and_mass(tile_value, scale, FORM)
                 tile = (tl.where(valid, tile_order, -infinity), tl.where(valid, tile_weight, 0.0), tile_token)
                 at = _threshold(source, scale, tile, bounds, low, top_k.to(tl.float32), COUNT, True, FORM)
                 tile_bounds = (at, -1, zero, peak, zero, infinity)
-                tile_mass = columns_of(source, scale, tile, tile_bounds, MASS, True, FORM)
-                token, raw = _settle(source, scale, tile, names, tile_mass, tops, tile_bounds, shares, key, True, FORM)
+                tile_mass = column_totals(source, scale, tile, tile_bounds, MASS, True, FORM)
+                token, raw = _draw_until_kept(
+                    source, scale, tile, tile_columns, tile_mass, column_max, tile_bounds, shares, key, True, FORM
+                )
             else:
                 if FORM.top_k and top_k > 0:
                     pivot = _threshold(source, scale, None, bounds, floor, top_k.to(tl.float32), COUNT, False, FORM)
                     bounds = (pivot, -1, zero, peak, zero, infinity)
-                    mass = columns_of(source, scale, None, bounds, MASS, False, FORM)
-                token, raw = _settle(source, scale, None, names, mass, tops, bounds, shares, key, False, FORM)
+                    mass = column_totals(source, scale, None, bounds, MASS, False, FORM)
+                token, raw = _draw_until_kept(
+                    source, scale, None, tile_columns, mass, column_max, bounds, shares, key, False, FORM
+                )
 
         # Where no token is left, the first one stands for none, and its log-probability is not a number.
-        token = tl.where(top > NOTHING, token, 0)
+        token = tl.where(row_max > NO_TOKEN, token, 0)
         tl.store(tokens + row, token.to(tl.int64))
-        tl.store(logprobs + row, tl.where(top > NOTHING, raw - normaliser, float("nan")))
+        tl.store(logprobs + row, tl.where(row_max > NO_TOKEN, raw - normaliser, float("nan")))
         if FORM.penalty:
             word = marks + token // 32
             tl.store(word, tl.load(word) | (1 << (token % 32)))
