@@ -1,4 +1,4 @@
-"""The names of what can attend in a step; apart from the operators, since commands check them before torch loads."""
+"""Names of attention backends, in a module without torch, because commands check them before it loads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
 """PyTorch's operators: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
 
-What some queries of one call see and others do not is two matrix products under any of them: the small causal square
-among a row's last tokens, and keys at the edge of a window.
+Masked parts are always two matrix products: the small causal square among a row's last tokens, and keys at the edge of
+a window.
 """
 
 ALL_BACKENDS = ("auto", "triton", *BACKENDS[1:])
-"""What `hf_fastdecode.enable` takes: those, and this package's kernels."""
+"""Backends of `hf_fastdecode.enable`: PyTorch's operators and this package's kernels."""
 
 BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
-"""Environment variable that stands in for ``backend=`` where that is ``auto``."""
+"""Environment variable that replaces ``backend="auto"``."""
 
 
 def backend_of_environment() -> str | None:
-    """The backend that the variable forces, or None where it is not set, empty or ``auto``."""
+    """The backend forced by the environment; None when the variable is unset, empty or ``auto``."""
     given = os.environ.get(BACKEND_VARIABLE, "")
     return None if given in ("", "auto") else given

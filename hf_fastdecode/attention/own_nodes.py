@@ -1,8 +1,7 @@
-"""Long suffixes attended to as nodes of one row each, where they lie.
+"""Own nodes: long suffixes attended to as nodes of one row each, without a copy.
 
-The suffix kernel runs one program for each row and KV head. As long as these are too few to fill the GPU, all but the
-last tokens of every suffix are shown to the node kernel, which cuts all keys into equal shares, whatever their rows: a
-node below each row's path, whose span is the head of the row's own suffix. Nothing is copied.
+The suffix kernel runs one program per row and KV head. While these are too few to fill the GPU, the head of every
+suffix becomes a node below its row's path, for the node kernel, which divides all keys equally whatever their rows.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from .forest import Forest, Node, Span
 from .kv import Segment
 
 STEP: Final = 128
-"""Tokens by which own nodes grow: a suffix kernel then reads fewer than so many tokens of a row."""
+"""Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
 
 _NARROW: Final = 16
-"""Packed queries of the smallest tile."""
+"""Packed queries of the smallest query tile."""
 
 
 def may_have_own_nodes(rows: int, kv_heads: int, group: int, device: torch.device) -> bool:
     """Whether rows gain from own nodes once their suffixes are long.
 
-    They do until the suffix kernel's programs, one for each row and KV head, fill the GPU. A node that all rows share
-    may need query tiles that are wider than a row; these are wasted on own nodes, which then gain only where half of
-    the multiprocessors would else be idle. (Measured on an H200: 16 rows of 4,096 tokens, 32 KV heads of one query
-    head each: 280 us, without own nodes 350; 8 KV heads of four: 96 and 82.)
+    They do until the suffix kernel's programs, one per row and KV head, fill the GPU. Where rows share a node, its
+    query tiles may be wider than one row and are mostly padding for own nodes; these then gain only while half of the
+    multiprocessors would be idle. (Measured on an H200: 16 rows of 4,096 tokens, 32 KV heads of one query head each:
+    280 us, without own nodes 350; 8 KV heads of four: 96 and 82.)
 
     Args:
         rows: Rows of the step.
         kv_heads: KV heads of the layer.
-        group: Query heads for each.
-        device: Where it runs.
+        group: Query heads per KV head.
+        device: Device of the layer.
     """
     fills = 4.0 if rows * group <= _NARROW else 0.5
     return rows * kv_heads <= fills * multiprocessors(device)
 
 
 def own_tokens(suffix_length: int) -> int:
-    """How many leading tokens of a suffix are attended to as a node, where own nodes are used."""
+    """Leading tokens of a suffix that become its own node."""
     return suffix_length // STEP * STEP
 
 
 def with_own_nodes(forest: Forest, tokens: int) -> Forest:
-    """The forest with a node of so many tokens below every row's path; the same one for 0 tokens."""
+    """The forest with a node of `tokens` tokens below every row's path; the same object for 0 tokens."""
     if not tokens:
         return forest
     own = [Node(Span(_segment(row), 0, tokens), row, 1, len(path)) for row, path in enumerate(forest.paths)]
@@ -55,10 +54,10 @@ def with_own_nodes(forest: Forest, tokens: int) -> Forest:
 
 
 def with_own_segments(segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment) -> Mapping[int, Segment]:
-    """Storage by number, in which the spans of own nodes are found too.
+    """Segments by number, with those of own nodes added.
 
     Args:
-        segments: Of the other nodes.
+        segments: Segments of the shared nodes.
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
     """
     shared = segments if isinstance(segments, Mapping) else dict(enumerate(segments))
@@ -67,5 +66,5 @@ def with_own_segments(segments: Sequence[Segment] | Mapping[int, Segment], suffi
 
 
 def _segment(row: int) -> int:
-    """The number that stands for a row's suffix; segments of nodes count from 0 up."""
+    """Segment number of a row's suffix: negative, because shared segments count from 0."""
     return -1 - row

@@ -1,4 +1,4 @@
-"""The operator: one decode step of one layer over a forest, in two launches or three."""
+"""`forest_decode`: attention of one layer in one decode step over a forest, in two or three launches."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def forest_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
 
-    Query ``j`` sees its row's nodes, the suffix as it was, and new tokens ``0..j``. Nothing that differs between
-    steps, or between calls with as many rows, is an argument on the host: keys and values are found through device
-    addresses, so that a captured CUDA graph serves other prompts, lengths and storage.
+    Query ``j`` sees its row's nodes, the suffix before this step, and new tokens ``0..j``. Everything that differs
+    between steps is read on the device, keys and values through their addresses, so that a captured CUDA graph serves
+    other prompts, lengths and storage.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
         new_values: The same shape, likewise.
         nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
-            values, and elements from one KV head to the next in both; multiples of 16 bytes. The table, the schedule
-            and the nodes must have been written before the kernel that precedes this call in the stream, which may
-            still run when they are read.
+            values, and elements from one KV head to the next in both; multiples of 16 bytes. Table, schedule
+            and nodes must be complete before the preceding kernel in the stream starts, because they are read while
+            it may still run (PDL).
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
             values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
-        slots: ``[rows]`` int32: where in there each row's suffix lies; a row with -1 takes no part, its output is 0.
+        slots: ``[rows]`` int32: slot of each row's suffix; -1 for an inactive row, whose output is 0.
         lengths: ``[rows]`` int32: tokens in each suffix before this step.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
-        config: Launch parameters; its blocks are the schedule's.
+        config: Launch parameters, with the block sizes of the schedule.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        window: When given, a query sees only so many tokens of its row, of which it is itself the last: first those of
-            the nodes, in order of depth, then the suffix and the new ones.
-        sinks: ``[heads]`` fp32: when given, a score of each query head that adds to the softmax's denominator, and to
-            the log-sum-exp, but stands for no key.
-        origins: ``[rows, at least the longest suffix]`` int32, contiguous: when given, the slot that holds each token
-            of each row's suffix, in the place of the row's own. New tokens go to the row's own slot.
+        window: When given, a query sees only the last ``window`` tokens up to its own, counted over nodes in order of
+            depth, suffix and new tokens.
+        sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
+            softmax's denominator and the log-sum-exp.
+        origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
+            row's suffix (beam search). New tokens are written to the row's own slot.
         return_lse: Also return the log-sum-exp.
 
     Returns:
@@ -73,10 +73,10 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]`` fp32.
 
     Raises:
-        ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
-            the Hopper kernel.
-        KernelFailedError: A kernel cannot be compiled or launched here. Nothing of the step is lost: it can be run
-            again, by others too.
+        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with the Hopper
+            kernel.
+        KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
+            configuration or backend.
     """
     check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = query.shape
@@ -101,7 +101,7 @@ def forest_decode(
     overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
     overlap_suffix = config.overlap_suffix and depths > 0
-    # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
+    # Tensor cores need at least 16 queries; padded partials go through memory to be merged without the padding.
     block_p = (
         1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
     )

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`node_partials` for Hopper GPUs (compute capability 9.0) and many packed queries, where arithmetic is the limit.
+"""Warp-specialised `node_partials` for Hopper GPUs (compute capability 9.0) and compute-bound query tiles.
 
-One warp brings key and value tiles to shared memory with the bulk tensor copy engine; two groups of four warps each
-hold 64 packed queries and compute. The products of one tile overlap the exponentials of another, within a group
-and between the two (FlashAttention-3, section 3). Written in Gluon, Triton's language with explicit layouts.
+A producer warp loads key and value tiles to shared memory by TMA; two consumer warpgroups compute 64 packed queries
+each. The matrix products of one tile overlap the exponentials of another, within a warpgroup and between the two
+(FlashAttention-3, section 3). Written in Gluon, Triton's language with explicit layouts.
 """
 
 from triton.experimental import gluon
@@ -22,13 +22,13 @@ from .node_kernel import LOG2E, cap_scores, prefetch
 
 @gluon.jit
 def _row_sums_per_thread(weights, BLOCK_N: gl.constexpr):
-    """Sums over the columns that one thread holds, ``[64, 4]``: a row's four threads add theirs up at the end."""
+    """Row sums over the columns of one thread, ``[64, 4]``; a row's four threads are added up at the end."""
     return gl.sum(gl.sum(gl.reshape(weights, [64, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _mask_last_tile(scores, columns, tile, length, BLOCK_N: gl.constexpr):
-    """Scores of the last tile, with -inf for tokens behind the node's end, or that the tile before has seen."""
+    """Mask the last tile: -inf for tokens past the node's end, and for those of the tile before."""
     token = tile_start(tile, length, BLOCK_N) + columns
     return gl.where(((token >= tile * BLOCK_N) & (token < length))[None, :], scores, -float("inf"))
 
@@ -40,7 +40,7 @@ def _consume(
     keys,
     values,
     numbers,
-    WARPGROUP: gl.constexpr,  # of the groups of 64 packed queries in the tile
+    WARPGROUP: gl.constexpr,  # index of the 64 packed queries in the tile
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -50,7 +50,7 @@ def _consume(
     SOFT_CAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Four warps that attend 64 packed queries to the tiles."""
+    """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
     scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
     k_ring, k_full, k_free = keys
@@ -94,12 +94,12 @@ def _consume(
             if PDL:
                 for line in gl.static_range(0, HEAD_DIM * 2, 128):
                     prefetch((query + query_at).to(gl.int64) + line, in_tile)
-                # Dependents may start once every program is here; they read what earlier kernels wrote, so those must
-                # be done. Nodes were written long before, so that the producer need not wait.
+                # PDL: dependents also rely on earlier kernels, so wait before releasing them. Nodes are older, so the
+                # producer need not wait.
                 gdc_wait()
                 gdc_launch_dependents()
             q = gl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None], other=0.0)
-            group_barrier()  # the last piece's products have read the queries before
+            group_barrier()  # all products of the previous piece have read its queries
             q_memory.store(q)
             fence_async_shared()
             group_barrier()
@@ -146,7 +146,7 @@ def _consume(
                 row_sum = row_sum * gl.convert_layout(rescale, row_sum_layout)[:, None] + _row_sums_per_thread(
                     s, BLOCK_N
                 )
-                # This wait's branch also keeps the arithmetic above it before the next one: it overlaps the product.
+                # Its branch also keeps the arithmetic above before the next wait, where it overlaps the product.
                 mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=at + 1 < last)
                 o = warpgroup_mma_wait(0, [o_next])
                 mbarrier.arrive(v_free.index(v_stage), count=1)
@@ -167,18 +167,18 @@ def _consume(
             o_at += gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))[None, :]
             o = o * gl.convert_layout(1.0 / row_sum, o_rows)[:, None]
             gl.store(partial_out + o_at, o, mask=(tile * BLOCK_M + o_row < row_count * queries_per_kv_head)[:, None])
-        elif PDL:  # who waits for this kernel waits for those before it too
+        elif PDL:  # dependents also rely on earlier kernels, so wait even without work
             gdc_wait()
 
 
 @gluon.jit
 def hopper_node_partials(
-    query,  # these as those of `node_partials`; head_dim is 64 or 128
+    query,  # as in `node_partials`, up to partial_lse; head_dim is 64 or 128
     nodes,
     pieces,
     partial_out,
     partial_lse,
-    memory,  # descriptor of all memory, see `all_memory`
+    memory,  # TMA descriptor of all memory, see `all_memory`
     node_capacity,
     kv_heads,
     scale,
@@ -213,7 +213,7 @@ def hopper_node_partials(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
-    # Of 504 registers for three groups of four warps, those that compute take 240 each.
+    # Of 504 registers per thread over three warpgroups, each consumer takes 240.
     tensors = (query, pieces, partial_out, partial_lse)
     keys = (k_ring, k_full, k_free)
     values = (v_ring, v_full, v_free)

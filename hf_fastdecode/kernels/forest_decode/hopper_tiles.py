@@ -1,19 +1,18 @@
 # mypy: ignore-errors
-"""How `hopper_node_partials` gets its tiles: one warp asks the bulk tensor copy engine for them ahead of time."""
+"""Producer warp of `hopper_node_partials`: loads key and value tiles by TMA ahead of time."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# Names that Gluon has changed. Remove the first when Triton >= 3.7 is required, the second when Triton >= 3.8 is.
+# Renamed in Gluon. Remove the first when Triton >= 3.7 is required, the second when Triton >= 3.8 is.
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
 def tile_start(tile, length, BLOCK_N: gl.constexpr):
-    """The first token of a tile. The last one ends where its node does, and begins with tokens of the tile before
-    unless it is the only one."""
+    """First token of a tile; the last tile ends at the node's end and overlaps the tile before, if there is one."""
     return gl.maximum(gl.minimum(tile * BLOCK_N, length - BLOCK_N), 0)
 
 
@@ -21,9 +20,9 @@ def tile_start(tile, length, BLOCK_N: gl.constexpr):
 def _load_when_free(
     rings, descriptor, plane, row, count, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Copy a tile of rows to its place in a ring once that is free.
+    """Load a tile of rows into its stage of a ring once that is free.
 
-    ``plane`` and ``row`` are those of all memory, or the KV head and the token in a descriptor of a node.
+    ``plane`` and ``row`` are those of `all_memory`, or KV head and token for a descriptor of a node.
     """
     ring, full, free = rings
     stage = count % STAGES
@@ -48,13 +47,13 @@ def produce(
     PLANE: gl.constexpr,
     ADDRESS_BITS: gl.constexpr,
 ):
-    """The warp that brings tiles: it runs ahead of those that compute by as many tiles as the rings hold."""
+    """Producer warp: runs ahead of the consumers by up to `STAGES` tiles."""
     pieces = tensors[1]
     element: gl.constexpr = tensors[0].dtype.element_ty
     box: gl.constexpr = gl.NVMMASharedLayout(keys[0].index(0).layout.swizzle_byte_width, 16, rank=3)
     piece = gl.program_id(0)
     count = 0
-    # A program's first piece most often is of the first node, whose addresses need not wait for it.
+    # Most first pieces are of node 0: load its addresses without waiting for the piece.
     loaded_node = 0
     has_nodes = node_capacity > 0  # the table may be empty
     key_address = gl.load(nodes, mask=has_nodes, other=0)
@@ -78,7 +77,7 @@ def produce(
             v_address = value_address + head * stride * 2
             k_row = k_address // (2 * HEAD_DIM) - 1
             v_row = v_address // (2 * HEAD_DIM) - 1
-            # The descriptor of all memory brings what fills a tile, begins with one of its rows and lies in one plane.
+            # The descriptor of all memory serves nodes that fill a tile, are aligned to its rows and lie in one plane.
             whole_rows = (k_address | v_address) % (2 * HEAD_DIM) == 0
             k_crosses_plane = k_row // PLANE != (k_row + length) // PLANE
             v_crosses_plane = v_row // PLANE != (v_row + length) // PLANE
@@ -94,8 +93,8 @@ def produce(
                     _load_when_free(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1
             else:
-                # All such pieces' descriptors lie in the same memory: no copy may still read it. `count` does not tell
-                # which copies do, so that all are waited for.
+                # These pieces' descriptors share one place in memory: wait for all copies in flight, since `count`
+                # does not tell which of them read it.
                 for back in gl.static_range(1, STAGES + 1):
                     past = count - back
                     mbarrier.wait(keys[1].index(past % STAGES), past // STAGES & 1, pred=past >= 0)

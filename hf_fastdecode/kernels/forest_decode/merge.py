@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Merging of partials, in the order of the schedule: the same input and shape give the same bits."""
+"""Merge of node and suffix partials, in the fixed order of the schedule, so that results are bitwise reproducible."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,10 @@ from .node_kernel import LN2
 def locate_pieces(
     row, head, within, valid_query, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M: tl.constexpr
 ):
-    """Where the partials of queries lie: the first slot, how many follow, and the query's row in each.
+    """Locate the partials of queries at one depth: first slot, number of pieces, and row in the query tile.
 
-    ``within`` are the queries' places among the packed queries of their row and KV head; those that are not ``real``
-    have no partials.
+    ``within`` are the queries' indices among the packed queries of their row and KV head; queries that are not valid
+    have no pieces.
     """
     unit = tl.load(row_units + depth * rows + row)
     tiles = tl.load(row_tiles + depth * rows + row)
@@ -40,7 +40,7 @@ def locate_first_depths(
     BLOCK_M: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """`locate_pieces` the first two depths, for `merge_depths`: asked for before the partials are there."""
+    """`locate_pieces` of the first two depths, loaded before the partials are ready; for `merge_depths`."""
     first, count, row_in_tile = locate_pieces(
         row, head, within, valid_query, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
     )
@@ -54,7 +54,7 @@ def locate_first_depths(
 
 @triton.jit
 def merge_partial(lse, part, row_max, row_sum, acc):
-    """Take a partial (base 2) of queries into their running maximum, sum and mean: ``[P]``, ``[P]``, ``[P, D]``."""
+    """Merge a partial (base 2) into row max ``[P]``, row sum ``[P]`` and accumulator ``[P, D]``."""
     new_row_max = tl.maximum(row_max, lse)
     rescale = tl.exp2(row_max - new_row_max)
     weight = tl.exp2(lse - new_row_max)
@@ -76,11 +76,11 @@ def merge_pieces(
     BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """`merge_partial` of one depth's pieces, in their order."""
+    """Merge the pieces of one depth, in order."""
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     for start in range(0, tl.max(count, 0), MERGE):
-        for index in tl.static_range(MERGE):  # loads that do not wait for each other
+        for index in tl.static_range(MERGE):  # independent loads
             here = start + index < count
             at = (first + start + index).to(tl.int64) * BLOCK_M + row_in_tile
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
@@ -93,13 +93,13 @@ def merge_pieces(
 
 @triton.jit
 def merge_depths(
-    first,  # these six of `locate_first_depths`
+    first,  # these six from `locate_first_depths`
     count,
     row_in_tile,
     next_first,
     next_count,
     next_row_in_tile,
-    row,  # these and the tables as there
+    row,  # these and the tables as in `locate_first_depths`
     head,
     within,
     valid_query,
@@ -119,7 +119,7 @@ def merge_depths(
     MERGE: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """`merge_pieces` of all depths, in their order."""
+    """Merge the pieces of all depths, in order."""
     for depth in tl.static_range(DEPTHS):
         if depth == 1:
             first, count, row_in_tile = next_first, next_count, next_row_in_tile
@@ -146,7 +146,7 @@ def merge_depths(
 
 @triton.jit
 def merge_suffixes(
-    slots,  # these as those of `attend_suffixes`, which left its partials here
+    slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse
     row_units,
     row_offsets,
     row_tiles,
@@ -170,10 +170,10 @@ def merge_suffixes(
     DEPTHS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # rows per program
 ):
-    if tl.load(overlap_suffix) == 0:  # they are merged
-        if PDL:  # who waits for this waits for them too
+    if tl.load(overlap_suffix) == 0:  # the suffix kernel has merged
+        if PDL:  # dependents also rely on earlier kernels, so wait even without work
             tl.extra.cuda.gdc_wait()
         return
     head = tl.program_id(0) % kv_heads

@@ -1,10 +1,9 @@
 # mypy: ignore-errors
-"""The kernel of nodes, and the arithmetic that all kernels of forest decoding share.
+"""Node kernel: stream-K attention over the nodes of a forest, and the online softmax of all decode kernels.
 
-`node_partials` is a stream-K kernel (LeanAttention, section 4): the key tiles of all nodes, heads and query tiles are
-cut into shares for a fixed grid, see `schedule`. The queries of all rows of a node, and of a group of query heads,
-fill the rows of a tensor-core tile, so that a key tile is read once for all of them. Every piece leaves an fp32
-partial in the workspace.
+The key tiles of all nodes, heads and query tiles are cut into equal shares for a fixed grid (LeanAttention, section 4;
+`schedule`). The queries of all rows of a node, and of a group of query heads, form one query tile, so that a key tile
+is read once for all of them. Every piece writes an fp32 partial to the workspace.
 """
 
 import triton
@@ -12,12 +11,12 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # a running maximum before anything was seen: no infinity, which less itself is no number
+LOWEST = tl.constexpr(-1e30)  # initial row max: finite, because -inf - (-inf) is NaN
 
 
 @triton.jit
 def cap_scores(scores, cap):
-    """``cap * tanh(scores / cap)``: near 0 by its series, where the logistic function would lose digits."""
+    """``cap * tanh(scores / cap)``, near 0 by its Taylor series, where the logistic form loses digits."""
     x = scores / cap
     far = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
     y = x * x
@@ -28,29 +27,29 @@ def cap_scores(scores, cap):
 
 @triton.jit
 def aligned(address, element: tl.constexpr):
-    """A pointer from an address that is a multiple of 16, which the compiler must know to load 16 bytes at a time.
+    """A pointer from an address that is a multiple of 16, with the hint that allows 16-byte loads.
 
-    The hint stands on the conversion: on a sum of pointer and offset it is lost when another offset is added to that.
+    The hint is on the conversion, because on a sum it is lost when another offset is added.
     """
     return tl.multiple_of(tl.cast(address, tl.pointer_type(element)), 16)
 
 
 @triton.jit
 def qk_scores(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Scores that `online_softmax_step` takes with `base2_scale`: raw products, or capped scores."""
+    """Scores before `base2_scale`: raw products, or with a soft cap scaled and capped ones."""
     raw = tl.dot(query, tl.trans(keys))
     return cap_scores(raw * scale, soft_cap) if SOFT_CAP else raw
 
 
 @triton.jit
 def base2_scale(scale, SOFT_CAP: tl.constexpr):
-    """From what `qk_scores` returns to scores in base 2."""
+    """Factor from `qk_scores` to scores in base 2."""
     return LOG2E if SOFT_CAP else scale * LOG2E
 
 
 @triton.jit
 def online_softmax_step(scores, scale_log2, values, row_max, row_sum, acc, element: tl.constexpr):
-    """Online softmax: take scores ``[M, N]`` and values ``[N, D]`` into the running maximum (base 2), sum and mean."""
+    """Online softmax: add scores ``[M, N]`` and values ``[N, D]`` to row max (base 2), row sum and accumulator."""
     new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_row_max[:, None])  # one multiply-add before the exponential
     rescale = tl.exp2(row_max - new_row_max)
@@ -61,7 +60,7 @@ def online_softmax_step(scores, scale_log2, values, row_max, row_sum, acc, eleme
 
 @triton.jit
 def prefetch(addresses, wanted):
-    """Have the 128 bytes at each address brought to L2, where wanted."""
+    """Prefetch the 128 bytes at each address to L2, where wanted."""
     tl.inline_asm_elementwise(
         "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -75,20 +74,20 @@ def prefetch(addresses, wanted):
 @triton.jit
 def node_partials(
     query,  # [rows, heads, queries, head_dim]
-    nodes,  # [3, node_capacity] int64: addresses of a node's keys, of its values, elements between its KV heads
+    nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
-    partial_lse,  # [pieces, BLOCK_M] fp32, in base 2 as all in the workspace: nothing is rounded on the way
-    contexts,  # [rows] int32: tokens of a row's nodes; this, the next and `window` only with WINDOW
-    lengths,  # [rows] int32: tokens in a row's suffix before the new ones
+    partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
+    contexts,  # [rows] int32: tokens of a row's nodes; like the next and `window` only with WINDOW
+    lengths,  # [rows] int32: tokens in a row's suffix before this step
     node_capacity,
     scale,
     soft_cap,
-    window,  # a query sees so many tokens, of which it is the last
+    window,  # a query sees the last `window` tokens up to its own
     query_row_stride,
     query_head_stride,
     query_stride,
-    GROUP: tl.constexpr,  # query heads of a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -104,13 +103,13 @@ def node_partials(
     queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     element = query.dtype.element_ty
     scale_log2 = base2_scale(scale, SOFT_CAP)
-    # A program's first piece most often is of the first node, whose addresses need not wait for it.
+    # Most first pieces are of node 0: load its addresses without waiting for the piece.
     loaded_node = 0
     has_nodes = node_capacity > 0  # the table may be empty
     key_address = tl.load(nodes, mask=has_nodes, other=0)
     value_address = tl.load(nodes + node_capacity, mask=has_nodes, other=0)
     stride = tl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
-    # Everything but the addresses stands in the piece's own row: fewer loads wait for each other.
+    # A piece's row holds all but the addresses, so that few loads depend on each other.
     piece_row = pieces + tl.program_id(0) * 16
     node = tl.load(piece_row)
     head = tl.load(piece_row + 1)
@@ -124,13 +123,13 @@ def node_partials(
     following = tl.load(piece_row + 9)
     position = tl.load(piece_row + 10)
     if PDL and not WINDOW and node == 0:
-        # Nodes were written long before the kernel that this one overlaps: their first tile need not wait for it.
+        # Nodes are older than the kernel that this one overlaps: prefetch their first tile before it ends.
         line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
         skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
         wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
         prefetch(key_address + skip + line, wanted)
         prefetch(value_address + skip + line, wanted)
-    if PDL and node < 0:  # the grid is wider than the work; who waits for this kernel waits for those before it too
+    if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
         tl.extra.cuda.gdc_wait()
     while node >= 0:
         if node != loaded_node:
@@ -155,8 +154,7 @@ def node_partials(
         if PDL:
             for line in tl.static_range(0, HEAD_DIM * 2, 128):
                 prefetch((query + query_at).to(tl.int64) + line, in_tile)
-            # Dependents may start once every program is here; they read what earlier kernels wrote, so those must be
-            # done.
+            # PDL: dependents also rely on earlier kernels, so wait before releasing them.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         q = tl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
@@ -165,12 +163,12 @@ def node_partials(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         full_tiles = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
-        if WINDOW:  # the first key that each query sees; tiles before the first of them all are skipped
+        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
             own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
             oldest = own + within % QUERIES - window + 1 - position
             first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
-        step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # a node may hold more numbers than 32 bits count
+        step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # offsets in a node may exceed 32 bits
         for key_tile in tl.range(first, full_tiles, num_stages=STAGES):
             if HEAD_DIM == BLOCK_D:
                 k = tl.load(keys + key_tile * step + tile_at)
@@ -195,7 +193,7 @@ def node_partials(
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
 
         at_row = slot * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        # Under a window a query may see nothing of a piece.
+        # Under a window, a query may see no key of a piece.
         has_keys = row_sum > 0
         row_sum = tl.where(has_keys, row_sum, 1.0)
         tl.store(partial_lse + at_row, tl.where(has_keys, row_max + tl.log2(row_sum), -float("inf")), mask=in_tile)

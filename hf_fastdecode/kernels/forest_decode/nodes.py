@@ -1,4 +1,4 @@
-"""The first launch of a decode step: every node attended to by all of its rows."""
+"""Launch of the node kernel: the first of a decode step, attention of all rows over their nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .schedule import Schedule
 
 
 class NodeWorkspace(NamedTuple):
-    """What the pieces of a schedule left: its `unit_slots` says which are a unit's.
+    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces.
 
     Attributes:
         out: ``[pieces, block_m, head_dim]`` fp32.
@@ -30,10 +30,7 @@ class NodeWorkspace(NamedTuple):
 
 
 def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
-    """Whether the kernels of a step may start while the one before still runs, and wait where they need its results.
-
-    (Programmatic dependent launch.)
-    """
+    """Whether kernels of a step start before the previous one ends (programmatic dependent launch, PDL)."""
     if not (config.overlap and schedule.piece_count > 0 and query.is_cuda):
         return False
     return compute_capability(query.device) >= (9, 0)
@@ -51,10 +48,10 @@ def attend_nodes(
     soft_cap: float | None = None,
     window: int | None = None,
 ) -> NodeWorkspace:
-    """Partials of the nodes; arguments as for `forest_decode`.
+    """Launch the node kernel; arguments as for `forest_decode`.
 
     Raises:
-        ValueError: There is a window, and the configuration is of the Hopper kernel.
+        ValueError: A window is combined with the Hopper kernel.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if window is not None and config.hopper:
@@ -79,7 +76,7 @@ def attend_nodes(
         "SOFT_CAP": soft_cap is not None,
         "STAGES": config.stages,
         "PDL": overlap,
-        "enable_fp_fusion": True,  # Triton 3.9 warns where this is left to its default, which 3.10 changes
+        "enable_fp_fusion": True,  # Triton 3.9 warns about the default, which 3.10 changes
     }
     if overlap:
         options["launch_pdl"] = True
@@ -118,5 +115,5 @@ def attend_nodes(
         hopper_node_partials[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
 
     with launching(Kernel.HOPPER, query.device):
-        copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
+        copy_context().run(launch)  # keeps Triton's allocator as it was outside
     return workspace

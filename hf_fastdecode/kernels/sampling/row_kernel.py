@@ -1,20 +1,19 @@
 # mypy: ignore-errors
-"""One program samples one row: one pass over its logits, and another only where the first draw was in doubt.
+"""Sampling kernel: one program per row, one pass over its logits, further passes only where a draw may be rejected.
 
-The row is a table of chunks times columns: token ``chunk * columns + column``. A pass leaves the probability mass of
-every column in registers, so drawing needs no further pass: a column is drawn by its mass, then its few tokens are
-read and one of them is drawn.
+A row is read as a table of chunks times columns: token ``chunk * columns + column``. A pass leaves the mass of every
+column in registers, so that a draw needs no further pass: first a column by its mass, then one of its few tokens,
+which are read again.
 
-Top-p and typical-p need no threshold: a token is drawn from all that are left, and a pass measures the mass which the
-filter ranks before it. That tells whether the filter keeps the token. If not, the filter keeps nothing that ranks
-behind it either, and the pass has left the column masses of what ranks before it, from which the next is drawn. A
-filter that keeps the mass p takes 1 + ln(1/p) such passes on average, 1.05 for p = 0.95, and none where the columns
-of the first pass prove that the token stays. (Rejection as in FlashInfer's sampling kernels.)
+Top-p and typical-p draw by rejection, like FlashInfer's sampling kernels: a token is drawn from all that are left,
+and a pass sums the mass ranked before it, which decides whether the filter keeps it. If not, the filter keeps nothing
+ranked behind it either, and the next draw is from the column masses of that pass. A filter that keeps the mass p takes
+1 + ln(1/p) such passes on average, 1.05 for p = 0.95, and none where the first pass proves that the token is kept.
 
-Top-k compares the columns' largest values: the best k columns hold the best k tokens. These columns, the tile, fit
-in registers, and all that follows top-k happens there.
+Top-k compares column maxima: the best k columns hold the best k tokens. These columns, the *tile*, fit in registers,
+where all filters after top-k run.
 
-Tokens rank by value, then by index, which is the order of a stable sort.
+Tokens rank by value, then by index, as in a stable sort.
 """
 
 import triton
@@ -41,7 +40,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _uniforms(seed, step, row_id, turn):
-    """Two uniform numbers in [0, 1) of 53 bits each, which depend on nothing but the arguments."""
+    """Two uniform numbers in [0, 1) of 53 bits, by Philox from the arguments alone."""
     low = (step & 0xFFFFFFFF).to(tl.uint32)
     high = ((step >> 32) & 0xFFFFFFFF).to(tl.uint32)
     a, b, c, d = tl.philox(seed, row_id.to(tl.uint32), turn.to(tl.uint32), low, high)
@@ -52,11 +51,11 @@ def _uniforms(seed, step, row_id, turn):
 
 @triton.jit
 def _sample_index(mass, uniform, SIZE: tl.constexpr):
-    """The place where the running sum of ``mass`` passes ``uniform`` times its total; never one without mass."""
+    """Inverse CDF: the first index where cumulative mass exceeds ``uniform`` times the total; never one of mass 0."""
     reach = tl.cumsum(mass.to(tl.float64), 0)
     places = tl.arange(0, SIZE)
     target = tl.max(reach, 0) * uniform
-    # Should rounding leave no place beyond the target, the last one with any mass is taken.
+    # If rounding leaves no index beyond the target, take the last one with mass.
     preference = tl.where(reach > target, places, 2 * SIZE - places)
     found = tl.min(tl.where(mass > 0, preference, 2 * SIZE), 0)
     return tl.where(found < SIZE, found, 2 * SIZE - found) % SIZE
@@ -64,7 +63,7 @@ def _sample_index(mass, uniform, SIZE: tl.constexpr):
 
 @triton.jit
 def _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED: tl.constexpr, FORM: tl.constexpr):
-    """Draw a token among those left, ``mass`` being their columns'. Returns it, its value and its raw logit."""
+    """Draw one of the tokens left, given their column masses; returns the token, its value and its raw logit."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     CHUNKS: tl.constexpr = FORM.chunks
@@ -78,7 +77,7 @@ def _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED: tl.constex
     raw, value = read(source, token, token < VOCAB, FORM)
     order, weight = order_and_mass(value, scale, FORM)
     left = is_left(order, weight, token, bounds, FORM) & (token < VOCAB)
-    # Relative to the column's own largest, lest everything underflows.
+    # Relative to the column's max, because all masses may underflow relative to the row's.
     high = tl.max(tl.where(left, value, LOW), 0)
     drawn = _sample_index(tl.where(left, tl.exp2((value - high) * scale[1]), 0.0), uniforms[1], CHUNKS)
     value_drawn = tl.max(tl.where(chunk == drawn, value, -float("inf")), 0)
@@ -88,29 +87,29 @@ def _draw(source, scale, mass, tile_columns, bounds, uniforms, TILED: tl.constex
 
 @triton.jit
 def _key(x, FORM: tl.constexpr):
-    """Integers ordered as the floats are, without the bits that 16-bit logits leave empty; both zeros are one."""
+    """Integer key in the order of floats, without the trailing zero bits of 16-bit logits; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> FORM.empty_bits
 
 
 @triton.jit
 def _from_key(key, FORM: tl.constexpr):
-    """The least float of this key."""
+    """The smallest float of a key."""
     bits = key << FORM.empty_bits
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low, high):
-    """Their mean, rounded down, where the sum may overflow."""
+    """Mean, rounded down, without overflow."""
     return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
 @triton.jit
 def _threshold(source, scale, tile, bounds, low, goal, SUMMAND: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
-    """The largest float such that the tokens left at or above it reach ``goal`` in mass or number, by bisection.
+    """Bisection for the largest float such that the tokens left at or above it reach ``goal`` in mass or number.
 
-    It is at least that of the key ``low``. An exact hit of a number ends the search at a float that separates as well.
+    The search starts at the key ``low``. A count that is hit exactly ends it at a float that separates as well.
     """
     _, _, least, peak, centre, spread = bounds
     high = _key(peak, FORM) + 1
@@ -127,7 +126,7 @@ def _threshold(source, scale, tile, bounds, low, goal, SUMMAND: tl.constexpr, TI
 
 @triton.jit
 def _top_p_pivot(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: tl.constexpr):
-    """The pivot behind which top-p cuts: the tokens before it are the fewest that reach the mass ``goal``."""
+    """The pivot of top-p: the tokens before it are the fewest that reach the mass ``goal``."""
     VOCAB: tl.constexpr = FORM.vocab
     _, _, least, peak, centre, spread = bounds
     lowest = _key(tl.maximum(bounds[0], LOWEST), FORM)
@@ -141,7 +140,7 @@ def _top_p_pivot(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: t
     keep = tl.clamp(tl.ceil((goal - mass_above) / (tie_mass / ties)), 1.0, ties)
     low = with_ties[1] + 0
     high = VOCAB + 0 * low
-    # Of the ties the last are kept; find the index that `keep` of them exceed.
+    # Of ties, the last by index are kept: find the index that `keep` of them exceed.
     while (high - low > 1) & (keep < ties):
         middle = low + (high - low) // 2
         trial = (pivot, middle, least, peak, centre, spread)
@@ -155,9 +154,9 @@ def _top_p_pivot(source, scale, tile, bounds, goal, TILED: tl.constexpr, FORM: t
 def _draw_until_kept(
     source, scale, tile, tile_columns, mass, column_max, bounds, shares, key, TILED: tl.constexpr, FORM: tl.constexpr
 ):
-    """Draw until the filters keep the token. Returns it and its raw logit.
+    """Draw until the filters keep the token; returns the token and its raw logit.
 
-    ``mass`` is that of the columns; no token of a column has a larger value than ``tops``.
+    ``mass`` is per column; no token of a column has a value above its ``column_max``.
     """
     top_p, min_p, typical_p = shares
     seed, step, row_id = key
@@ -183,7 +182,7 @@ def _draw_until_kept(
     below_min_p = weight < min_p
     undecided = below_min_p | selective
     if not TILED and not FORM.typical:
-        # Columns whose maximum ranks behind the token hold nothing that ranks before it.
+        # Columns whose max ranks behind the token hold nothing ranked before it.
         before = tl.sum(tl.where(column_max >= value, mass, 0.0), 0) - weight
         undecided = below_min_p | (selective & (before > goal * 0.99999))
     turn = tl.full([], 1, tl.int32)
@@ -197,8 +196,8 @@ def _draw_until_kept(
         bounds = (pivot, pivot_token, least, peak, centre, spread)
         mass = column_totals(source, scale, tile, bounds, MASS, TILED, FORM)
         before = tl.sum(mass, 0)
-        # Written so that what is not a number, and an empty set, end the loop; the turns are bounded lest any rounding
-        # hangs the device. Even a filter that keeps a mass of 1e-30 takes 70 turns on average.
+        # NaN and an empty set end the loop; the bound on turns keeps rounding from hanging the device. A filter that
+        # keeps a mass of 1e-30 takes 70 turns on average.
         undecided = (below_min_p | (before >= goal)) & (before > 0) & (turn < 1000)
         if undecided:
             uniforms = _uniforms(seed, step, row_id, turn)
@@ -212,10 +211,10 @@ def _draw_until_kept(
 
 @triton.jit
 def _best_columns(column_max, top_k, tile_columns, FORM: tl.constexpr):
-    """Name the best columns, at least ``top_k`` of them unless there are fewer, and return how many there are.
+    """Select the best columns, at least ``top_k`` of them unless there are fewer; returns their number.
 
-    They are written to ``names``, in ascending order, only if the tile has room. Returns also a key which the
-    ``top_k``-th value, if there is one, reaches.
+    They are written to ``tile_columns``, in ascending order, if the tile holds them. Also returns a lower bound on the
+    key of the ``top_k``-th value.
     """
     COLUMNS: tl.constexpr = FORM.columns
     WIDTH: tl.constexpr = FORM.tile
@@ -244,7 +243,7 @@ def sample_rows(
     numbers,  # [5] fp32: temperature, top_p, min_p, typical_p, repetition penalty
     integers,  # [5] int64: top_k, seed, step, min_new_tokens, pad token
     eos_ids,  # [eos] int64
-    seen,  # [row ids, words] int32: bit t % 32 of word t // 32 says that the row has token t
+    seen,  # [row ids, words] int32: bit t % 32 of word t // 32 is set when the row has token t
     scratch,  # [rows, tile] int32
     tokens,  # [rows] int64
     logprobs,  # [rows] fp32
@@ -261,7 +260,7 @@ def sample_rows(
     row_id = tl.load(row_ids + row)
     skipped = row_id < 0
     if FORM.penalty:
-        skipped |= row_id >= seen_rows  # it would mark tokens in memory that is not its own
+        skipped |= row_id >= seen_rows  # out of bounds of `seen`
     if skipped:
         tl.store(tokens + row, tl.load(integers + 4))
         tl.store(logprobs + row, 0.0)
@@ -328,7 +327,7 @@ def sample_rows(
                     source, scale, None, tile_columns, mass, column_max, bounds, shares, key, False, FORM
                 )
 
-        # Where no token is left, the first one stands for none, and its log-probability is not a number.
+        # Where no token is left: token 0, with a log-probability of NaN.
         token = tl.where(row_max > NO_TOKEN, token, 0)
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(logprobs + row, tl.where(row_max > NO_TOKEN, raw - normaliser, float("nan")))

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""Reading a row of logits, and sums over it: the passes of the sampling kernel."""
+"""Passes of the sampling kernel over a row of logits: maxima, masses and filtered sums per column."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOW = tl.constexpr(-1.0e38)  # stands for -inf and NaN: differences of such values are still numbers
-NO_TOKEN = tl.constexpr(-1.0e30)  # a value below this is no token's
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite
+LOW = tl.constexpr(-1.0e38)  # replaces -inf and NaN: finite, because -inf - (-inf) is NaN
+NO_TOKEN = tl.constexpr(-1.0e30)  # a row max below this means that no token is left
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32
 
 MASS = tl.constexpr(0)
 COUNT = tl.constexpr(1)
@@ -16,13 +16,13 @@ MOMENT = tl.constexpr(2)
 
 @triton.jit
 def read(source, token, valid, FORM: tl.constexpr):
-    """Logits as the model gave them, and after penalty and suppression; both fp32."""
+    """Raw logits, and logits after penalty and suppression, in fp32."""
     logits, seen, eos_ids, early, penalty, inverse_penalty = source
     if valid is None:
         given = tl.load(logits + token).to(tl.float32)
     else:
         given = tl.load(logits + token, mask=valid, other=-float("inf")).to(tl.float32)
-    raw = tl.where(given > LOW, given, LOW)  # not a maximum: Triton's versions differ in what that makes of NaN
+    raw = tl.where(given > LOW, given, LOW)  # not tl.maximum, whose NaN result depends on Triton's version
     value = raw
     if FORM.penalty:
         if valid is None:
@@ -40,7 +40,7 @@ def read(source, token, valid, FORM: tl.constexpr):
 
 @triton.jit
 def order_and_mass(value, scale, FORM: tl.constexpr):
-    """What tokens are ordered by, and their masses relative to the peak's.
+    """The value that orders tokens, and the mass ``exp(value - row_max)`` at the temperature.
 
     16-bit logits keep their order and their ties when divided by the temperature; others may not.
     """
@@ -51,7 +51,7 @@ def order_and_mass(value, scale, FORM: tl.constexpr):
 
 @triton.jit
 def is_left(order, weight, token, bounds, FORM: tl.constexpr):
-    """Which tokens are left: they rank before the pivot, weigh enough, and are typical enough."""
+    """Mask of the tokens that all filters keep: before the pivot, heavy enough, and typical enough."""
     pivot, pivot_token, least, peak, centre, spread = bounds
     left = ((order > pivot) | ((order == pivot) & (token > pivot_token))) & (weight >= least)
     if FORM.typical:
@@ -61,7 +61,7 @@ def is_left(order, weight, token, bounds, FORM: tl.constexpr):
 
 @triton.jit
 def _summand(order, weight, bounds, SUMMAND: tl.constexpr):
-    """What is summed of each token: its mass, one, or its mass times the distance from the peak."""
+    """The summand of each token: its mass, one, or its mass times the distance from the peak."""
     if SUMMAND == COUNT:
         return tl.full(weight.shape, 1.0, tl.float32)
     if SUMMAND == MOMENT:
@@ -71,7 +71,7 @@ def _summand(order, weight, bounds, SUMMAND: tl.constexpr):
 
 @triton.jit
 def _sum_chunks(order, weight, token, bounds, SUMMAND: tl.constexpr, FORM: tl.constexpr):
-    """`_summand` of the tokens that are left, summed over chunks (axis 0)."""
+    """Column sums of `_summand` over the tokens that are left (axis 0 is chunks)."""
     return tl.sum(
         tl.where(is_left(order, weight, token, bounds, FORM), _summand(order, weight, bounds, SUMMAND), 0.0), 0
     )
@@ -79,7 +79,7 @@ def _sum_chunks(order, weight, token, bounds, SUMMAND: tl.constexpr, FORM: tl.co
 
 @triton.jit
 def column_totals(source, scale, tile, bounds, SUMMAND: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
-    """`_sum_chunks` for every column: by a pass over the row, or from the tile."""
+    """Sum `_summand` per column, by a pass over the row or from the tile in registers."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     GROUP: tl.constexpr = FORM.group
@@ -105,7 +105,7 @@ def column_totals(source, scale, tile, bounds, SUMMAND: tl.constexpr, TILED: tl.
 
 @triton.jit
 def row_total(source, scale, tile, bounds, SUMMAND: tl.constexpr, TILED: tl.constexpr, FORM: tl.constexpr):
-    """The sum of `column_totals`."""
+    """Sum `_summand` over the row."""
     if TILED:
         order, weight, token = tile
         summand = _summand(order, weight, bounds, SUMMAND)
@@ -115,7 +115,7 @@ def row_total(source, scale, tile, bounds, SUMMAND: tl.constexpr, TILED: tl.cons
 
 @triton.jit
 def _update_columns(source, turn, state, factor, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Take a group of chunks into the columns' maxima and sums."""
+    """Online softmax per column: add a group of chunks to the column maxima and masses."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     GROUP: tl.constexpr = FORM.group
@@ -142,7 +142,7 @@ def _update_columns(source, turn, state, factor, FORM: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def scan(source, factor, FORM: tl.constexpr):
-    """The first pass: columns' largest values and masses relative to them, likewise of raw logits, and best chunks."""
+    """First pass: per column, max and mass of processed and of raw logits, and the chunk of the max."""
     VOCAB: tl.constexpr = FORM.vocab
     COLUMNS: tl.constexpr = FORM.columns
     GROUP: tl.constexpr = FORM.group
