@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.kernel_tables import NodeTable
+from ..attention.launch.kernel_tables import NodeTable
+from ..attention.launch.plan import Layout, Plan
 from ..attention.partial import Partial, empty_partial, merge
-from ..attention.plan import Layout, Plan
 from ..attention.scoring import Scoring
 from ..kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
 from ..kernels.forest_decode.schedule import Schedule

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..attention import kernel_tables, torch_ops
-from ..attention.dispatch import KERNELS, Heads
-from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
+from ..attention.launch import kernel_tables
+from ..attention.launch.dispatch import KERNELS, Heads
+from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
+from ..attention.torch_operators import torch_ops
 from ..kernels.installed import triton_is_installed
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .op_cases import OpCase

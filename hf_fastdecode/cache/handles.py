@@ -6,15 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention import kernel_tables, torch_ops
-from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.operators import cannot_run
-from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
-from ..attention.prefill_ops import Run, causal_attention
+from ..attention.launch import kernel_tables
+from ..attention.launch.dispatch import KERNELS, Choice, Heads
+from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
+from ..attention.torch_operators import torch_ops
+from ..attention.torch_operators.operators import cannot_run
+from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.failures import KernelFailedError
 from .state import SharedState
 from .storage import TokenStorage

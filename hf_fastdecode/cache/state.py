@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..attention import kernel_tables
 from ..attention.forest import Forest, Path, Span
+from ..attention.launch import kernel_tables
 from .origins import SuffixOrigins
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention import plan as plans
-from hf_fastdecode.attention import static_tables
-from hf_fastdecode.attention.costs import _H200, estimated_costs
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kernel_tables import node_addresses
 from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.attention.launch import plan as plans
+from hf_fastdecode.attention.launch import static_tables
+from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
+from hf_fastdecode.attention.launch.kernel_tables import node_addresses
+from hf_fastdecode.attention.launch.plan import Layout, Plan
+from hf_fastdecode.attention.launch.static_tables import LayerStorage, StaticTables
 from hf_fastdecode.attention.scoring import Scoring
-from hf_fastdecode.attention.static_tables import LayerStorage, StaticTables
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 

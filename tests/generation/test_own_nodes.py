@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention import kernel_tables, own_nodes, static_tables
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
+from hf_fastdecode.attention.launch import kernel_tables, own_nodes, static_tables
+from hf_fastdecode.attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
 from hf_fastdecode.generation.steps import modes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
-from hf_fastdecode.attention.kernel_tables import NodeTable, SuffixTable
 from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.launch.kernel_tables import NodeTable, SuffixTable
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule

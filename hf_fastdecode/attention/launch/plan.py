@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.forest_decode.cut import BUNDLE
-from ..kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
-from ..kernels.forest_decode.schedule import (
+from ...kernels.forest_decode.cut import BUNDLE
+from ...kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from ...kernels.forest_decode.schedule import (
     Capacity,
     NodeShape,
     Schedule,
@@ -19,12 +19,12 @@ from ..kernels.forest_decode.schedule import (
     make_schedule,
     needed_capacity,
 )
+from ..forest import Forest
+from ..scoring import Scoring
 from .costs import costs_of
-from .forest import Forest
-from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.forest_decode.api import Config
+    from ...kernels.forest_decode.api import Config
 
 
 # Launch parameters that depend on context lengths.
@@ -176,7 +176,7 @@ class Plan:
 
 def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: int) -> Config:
     """Launch parameters of a layer over a forest, for steps of `rows` rows."""
-    from ..kernels.forest_decode.api import choose_config
+    from ...kernels.forest_decode.api import choose_config
 
     keys = layout.kv_heads * sum(
         node.span.length * -(-node.row_count * layout.queries_per_kv_head // 128) for node in forest.nodes

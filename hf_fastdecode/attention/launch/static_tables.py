@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.failures import KernelFailedError
-from ..kernels.forest_decode.limits import refusal
-from ..kernels.forest_decode.schedule import Capacity, Schedule
-from .forest import Forest
+from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.limits import refusal
+from ...kernels.forest_decode.schedule import Capacity, Schedule
+from ..forest import Forest
+from ..kv import Segment
+from ..scoring import Scoring
 from .kernel_tables import node_addresses, run_kernels, suffix_addresses
-from .kv import Segment
 from .own_nodes import own_tokens, with_own_nodes, with_own_segments
 from .plan import Layout, Plan
-from .scoring import Scoring
 
 _TOKENS_BETWEEN_LOOKS = 32
 """Suffix tokens between two updates of the schedules."""

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.failures import KernelFailedError
-from ..kernels.forest_decode.limits import refusal
-from ..kernels.forest_decode.schedule import Schedule
+from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.limits import refusal
+from ...kernels.forest_decode.schedule import Schedule
+from ..forest import Forest
+from ..kv import Segment
+from ..scoring import Scoring
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
-from .forest import Forest
-from .kv import Segment
 from .own_nodes import with_own_nodes
 from .plan import Layout, Plan
-from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.forest_decode.api import Config
+    from ...kernels.forest_decode.api import Config
 
 __all__ = [
     "ForestTables",
@@ -213,7 +213,7 @@ def run_kernels(
     origins: Tensor | None = None,
 ) -> Tensor:
     """`forest_decode` on tensors of any strides and any device; arguments and result as there."""
-    from ..kernels.forest_decode.api import forest_decode
+    from ...kernels.forest_decode.api import forest_decode
 
     if query.stride(-1) != 1:
         query = query.contiguous()

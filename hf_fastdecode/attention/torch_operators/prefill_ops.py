@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..partial import Partial, merge
 from .operators import DenseScores, dense_partial, plain_partial, with_sinks
-from .partial import Partial, merge
 
 _WINDOWED_QUERIES = 512
 """Queries of a windowed prefill per call, over the keys that any of them sees."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..partial import Partial, empty_partial, merge
 from .backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
-from .partial import Partial, empty_partial, merge
 
 # On an H200, cuDNN overtakes flash over a long context from 512 packed queries with 32 KV heads, between 512 and 4096
 # with eight, and not by 8192 with one; below, flash is faster because it splits the keys. cuDNN plans each new shape

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..forest import Forest, Node
 from .costs import Costs, costs_of
-from .forest import Forest, Node
 
 _QUERY_TILE = 128  # packed queries that read a node's keys at once, in all candidates
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .forest import Node
-from .kv import ForestKV
+from ..forest import Node
+from ..kv import ForestKV
+from ..partial import Partial, merge
 from .operators import DenseScores, choose_operator, plain_partial, with_sinks
-from .partial import Partial, merge
 
 
 def forest_attention(

@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from ..kernels.forest_decode.limits import multiprocessors
-from .forest import Forest, Node, Span
-from .kv import Segment
+from ...kernels.forest_decode.limits import multiprocessors
+from ..forest import Forest, Node, Span
+from ..kv import Segment
 
 STEP: Final = 128
 """Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
