@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.backends import ALL_BACKENDS
+from hf_fastdecode.attention.torch_operators.backends import ALL_BACKENDS
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
 

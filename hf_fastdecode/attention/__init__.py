@@ -1,1 +1,1 @@
-"""The algebra of shared-context attention: partials, forests, and the operators that compute them."""
+"""Shared-context attention: partials, forests, and the operators that compute them."""

@@ -1,10 +1,10 @@
 """The forest: which rows share which runs of tokens.
 
 A *node* is a run of tokens whose keys and values are stored once and attended to by a contiguous range of rows. Nodes
-nest: below a node that all rows share lie nodes for groups of those rows, to any depth, with any lengths and group
-sizes (Hydragen, section 3.3). What a row adds alone is its *suffix*, which the cache keeps apart.
+nest to any depth, with any lengths and group sizes (Hydragen, section 3.3). A row's own tokens are its *suffix*, which
+the cache stores separately.
 
-A forest is a small, immutable description on the host. It says where a node's tokens lie (`Span`), not what they hold.
+A forest is a small, immutable description on the host: where a node's tokens are stored (`Span`), not which they are.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Forest:
 
     @cached_property
     def batches(self) -> tuple[tuple[tuple[Node, ...], ...], ...]:
-        """Each level cut into runs of *alike* nodes: neighbours in rows and evenly spaced in one segment, as long and
-        for as many rows, so that one call with a batch dimension serves them."""
+        """Each level in runs of *alike* nodes, served by one batched call: neighbours of equal length and row count,
+        evenly spaced in one segment."""
         return tuple(tuple(_alike(level)) for level in self.levels)
 
     @cached_property
@@ -128,7 +128,7 @@ class Forest:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By depth, for each row: the tokens on its path above that depth."""
+        """By depth, for each row, the number of tokens on its path above that depth."""
         above, starts = [0] * self.rows, []
         for level in self.levels:
             starts.append(tuple(above))
@@ -139,7 +139,7 @@ class Forest:
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens held by the nodes, each stored token counted once, however many nodes show it."""
+        """Number of distinct stored tokens of all nodes; spans of several nodes may overlap."""
         return sum(stop - start for start, stop in self._covered())
 
     def _covered(self) -> list[tuple[int, int]]:
@@ -179,12 +179,12 @@ class Forest:
     def select_rows(self, rows: Sequence[int]) -> Forest:
         """The forest whose row ``i`` is this forest's row ``rows[i]``; rows may repeat, move, or be left out.
 
-        Nothing stored moves. Rows of one node that end up apart make two nodes that show the same span.
+        Storage does not change. Rows of one node that are no longer neighbours get two nodes of the same span.
         """
         return Forest.from_paths([self.paths[row] for row in rows])
 
     def drop_last(self, tokens: Sequence[int]) -> Forest:
-        """The forest in which row ``i`` has lost the last ``tokens[i]`` tokens of its path."""
+        """The forest without the last ``tokens[i]`` tokens of row ``i``'s path."""
         if min(tokens, default=0) < 0:
             raise ValueError(f"a row can lose 0 tokens or more, got {min(tokens)}")
         kept = [
@@ -229,7 +229,7 @@ def path_slice(path: Path, start: int, stop: int) -> Path:
 
 
 def joined(path: Iterable[Span]) -> Path:
-    """The path with empty spans left out and spans that follow each other in storage made one."""
+    """The path without empty spans, and with adjacent spans of one segment merged."""
     spans: list[Span] = []
     for span in path:
         last = spans[-1] if spans else None
@@ -263,7 +263,7 @@ def _continues(run: list[Node], node: Node) -> bool:
 
 
 def _shared_tokens(upper: Path, lower: Path) -> int:
-    """The tokens that two joined paths both begin with."""
+    """Length of the common prefix of two joined paths."""
     tokens = 0
     for left, right in zip(upper, lower, strict=False):
         if (left.segment, left.start) != (right.segment, right.start):

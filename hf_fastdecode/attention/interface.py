@@ -1,9 +1,9 @@
-"""The adapter to transformers: one attention function and one mask function in its official registries.
+"""Adapter to transformers: an attention function and a mask function in its official registries.
 
 A cache layer's ``update`` may return any object, and attention classes hand it to the attention function as ``key``.
-Ours returns a `SharedKV`, which knows where its keys lie; the attention function asks it to attend. The mask function
-likewise returns a `SlidingWindow` in the place of a mask that hides what is too old. A model's configs name the two
-functions only inside `active`, which it enters for the forward passes that carry a shared-context cache.
+Ours returns a `SharedKV`, whose `attend` the attention function calls. The mask function likewise returns a
+`SlidingWindow` instead of a mask tensor. A model's configs name the two functions only inside `active`, which is
+entered for forward passes with a shared-context cache.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .autocast import cast, no_autocast
 from .scoring import Scoring
 
 ATTENTION_NAME = "hf_fastdecode"
-"""The name under which the two functions stand in transformers' registries."""
+"""Name of the two functions in transformers' registries."""
 
-# What attention classes hand on beside the arguments that the operators know, without an effect on causal attention.
+# Further arguments of attention classes, without an effect on causal attention.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 
 
 class UnsupportedAttentionError(Exception):
-    """A layer computes attention in a way that shared context cannot; the caller falls back to stock decoding."""
+    """A layer's attention is not supported with shared context; the caller falls back to stock decoding."""
 
 
 class NotATensorError(UnsupportedAttentionError, AttributeError):
-    """Code that knows only tensors got hold of what stands for them in passes with a shared-context cache."""
+    """Code that expects tensors got the placeholder of a shared-context cache."""
 
     def __init__(self, what: str, whose: str):
         super().__init__(
@@ -50,7 +50,7 @@ class NotATensorError(UnsupportedAttentionError, AttributeError):
 
 
 class _NotATensor:
-    _what: ClassVar[str]  # stands for these
+    _what: ClassVar[str]  # the tensors that it replaces
 
     def __getattr__(self, name: str) -> Any:
         raise NotATensorError(repr(name), self._what)  # reached only for attributes that do not exist
@@ -61,7 +61,7 @@ class _NotATensor:
 
 
 class SharedKV(_NotATensor, ABC):
-    """What a shared-context cache layer returns from ``update`` in the place of key and value tensors."""
+    """Returned by ``update`` of a shared-context cache layer instead of key and value tensors."""
 
     _what = "keys and values"
 
@@ -72,7 +72,7 @@ class SharedKV(_NotATensor, ABC):
 
 @dataclass(frozen=True)
 class SlidingWindow(_NotATensor):
-    """What `shared_context_mask` returns in the place of a mask by which a query sees so many tokens only."""
+    """Returned by `shared_context_mask` instead of a sliding-window mask tensor."""
 
     _what: ClassVar[str] = "masks"
     size: int
@@ -80,12 +80,12 @@ class SlidingWindow(_NotATensor):
 
 @dataclass
 class RowLengths:
-    """How long rows get in the passes inside `active`, and for which other lengths these passes would be the same.
+    """The longest row of the forward passes inside `active`, and the lengths for which they would be the same.
 
     Attributes:
-        longest: Tokens of the longest row by the end of the call. A window at least this long shows all of every row,
-            and is left out.
-        same_up_to: The shortest window that was left out: with longer rows it would count. None without one.
+        longest: Tokens of the longest row by the end of the call. A window at least this long hides nothing, and
+            is left out.
+        same_up_to: The shortest window that was left out, which would bind for longer rows; None without one.
     """
 
     longest: int
@@ -99,12 +99,12 @@ class RowLengths:
         return None
 
 
-# Of the pass under way; None outside `active`, so also in other threads.
+# Of the current forward pass; None outside `active`, hence in other threads.
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
 
 
 def require_active() -> None:
-    """Refuse a forward pass that would write to a shared-context cache and could not read it.
+    """Raise in forward passes that would write to a shared-context cache without being able to read it.
 
     Raises:
         NotATensorError: The caller runs outside of `active`.
@@ -114,10 +114,10 @@ def require_active() -> None:
 
 
 class _Switched:
-    """Configs that name our functions at the moment, with what they named before and how many passes want it so.
+    """Reference-counted switch of configs to our functions, with what they named before.
 
-    Passes of several threads, or of models that share a config, overlap in any order: the first one in switches a
-    config, the last one out switches it back.
+    Passes of several threads, or of models that share a config, overlap in any order: the first to enter switches a
+    config, the last to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Switched:
                 config._attn_implementation_internal = before
 
     def before(self, config: PreTrainedConfig) -> str:
-        """What a switched config named; the default when nothing was named."""
+        """The attention implementation that a switched config named before, ``sdpa`` by default."""
         with self._lock:
             return self._entries.get(id(config), (None, 0))[0] or "sdpa"
 
@@ -149,11 +149,11 @@ _switched = _Switched()
 
 @contextmanager
 def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
-    """Route the attention of modules with these configs through this module; restored on leaving, also by an error.
+    """Route the attention of modules with these configs through this module; restores them on exit.
 
     Args:
         configs: The distinct config objects that the model's attention layers and mask creation read.
-        lengths: How long the cache's rows get.
+        lengths: The longest row of the call.
     """
     entered: list[PreTrainedConfig] = []
     token = _lengths.set(lengths)
@@ -168,7 +168,7 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
         _lengths.reset(token)
 
 
-# Which layer reads which memory is no part of a compiled layer.
+# Not compiled: a compiled layer must not depend on the cache's storage.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shared_context_attention(
     module: nn.Module,
@@ -184,7 +184,7 @@ def shared_context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: lets the cache layer attend where it holds shared context.
+    """Attention function: calls `SharedKV.attend` of the cache layer.
 
     Args:
         module: The attention layer.
@@ -198,13 +198,13 @@ def shared_context_attention(
         sliding_window: Window of the layer, if any; where it binds, the mask's must be the same.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True; the module's attribute of that name, if any, when None.
-        kwargs: Arguments of other attention functions: None, False, or without an effect on causal attention.
+        kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
         ``[batch, queries, heads, head_dim]`` and None (no attention weights).
 
     Raises:
-        UnsupportedAttentionError: The layer asks for something the operators do not compute.
+        UnsupportedAttentionError: The operators do not support the layer's attention.
     """
     lengths = _lengths.get()
     if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
@@ -271,17 +271,17 @@ def shared_context_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The mask function: makes no mask, after checking that the model asks for causal attention, windowed or not.
+    """Mask function: checks that the model asks for causal attention, windowed or not, and makes no mask.
 
     Args:
-        args: What every mask function takes first; lengths say all of it here.
-        mask_function: The rule of which key a query sees.
+        args: Positional arguments of every mask function, for stock passes only.
+        mask_function: Says which keys a query sees.
         local_size: Window or chunk length of a local attention layer, if any.
-        allow_is_causal_skip: transformers clears it when the model puts another rule over the causal one.
-        kwargs: What other mask functions take.
+        allow_is_causal_skip: transformers clears it when the model adds another rule to the causal one.
+        kwargs: Arguments of other mask functions.
 
     Returns:
-        None for plain causal attention, also where no row outgrows the window, else a `SlidingWindow`.
+        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`.
 
     Raises:
         UnsupportedAttentionError: The mask is neither causal nor that of a sliding window.
@@ -311,7 +311,7 @@ def shared_context_mask(
 
 
 def _window_of_every_layer(config: Any) -> int | None:
-    """The window that transformers' cache keeps in every layer, for configs that name no types of layers."""
+    """The window that transformers' cache applies to every layer, for configs without ``layer_types``."""
     if getattr(config, "layer_types", None) is not None:
         return None
     sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -319,7 +319,7 @@ def _window_of_every_layer(config: Any) -> int | None:
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether a mask function shows a query the last `window` tokens up to its own; chunks end at other places."""
+    """Whether a mask function is a sliding window of `window` tokens, and not one of chunks."""
     # On the CPU, whatever the default device: a graph may be under capture.
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)

@@ -1,4 +1,4 @@
-"""The keys and values of one layer over a forest, as the attention operators take them."""
+"""Keys and values of one layer over a forest: arguments of the attention operators."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Segment(NamedTuple):
     values: Tensor
 
     def view(self, span: Span) -> Segment:
-        """The span's part of the segment, without a copy."""
+        """A view of the span."""
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
 
 
 @dataclass(frozen=True)
 class ForestKV:
-    """One layer's keys and values: the nodes' once, and each row's suffix.
+    """One layer's keys and values: each node's once, and each row's suffix.
 
     Attributes:
         forest: Which rows attend to which spans.
         segments: Storage that the forest's spans point into, by number.
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each of keys and values; row ``i`` holds
-            ``suffix_lengths[i]`` tokens from the start, what lies behind them is undefined.
-        suffix_lengths: Tokens in each row's suffix; one number when all are as long.
+            ``suffix_lengths[i]`` tokens from the start; the rest is undefined.
+        suffix_lengths: Tokens in each row's suffix; one number when all are equal.
     """
 
     forest: Forest

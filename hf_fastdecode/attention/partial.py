@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Attention over one set of keys.
+    """Attention over a set of keys, with the log-sum-exp by which it merges.
 
     Attributes:
         out: ``[..., head_dim]``, fp32 (fp64 for fp64 inputs): the weighted mean of the values; 0 for an empty set.
@@ -36,8 +36,8 @@ def empty_partial(
 def merge(first: Partial, *rest: Partial) -> Partial:
     """Merge partials over disjoint key sets into the partial over their union.
 
-    ``lse = logaddexp(lse_a, lse_b)`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, where a part
-    that is empty (``lse = -inf``) weighs nothing, and the union of empty sets stays empty.
+    ``lse = logaddexp(lse_a, lse_b)`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, where an
+    empty part (``lse = -inf``) has weight 0, and the union of empty sets stays empty.
 
     Args:
         first: A partial; all arguments have broadcastable shapes and one dtype.

@@ -1,8 +1,8 @@
-"""The prefix tree of sequences in a fixed order, from their lengths and what each has in common with the next.
+"""Prefix tree of sequences in a fixed order, from their lengths and the common prefixes of neighbours.
 
-What several neighbouring sequences have in common is the least of what each has in common with the next one, so the
-contents are compared once, neighbour with neighbour. The tree follows from those numbers in time linear in the number
-of sequences (by their Cartesian tree: Vuillemin, "A unifying look at data structures", 1980).
+The common prefix of several neighbours is the shortest of those of adjacent pairs, so contents are compared only
+pairwise. The tree follows in time linear in the number of sequences, by a Cartesian tree (Vuillemin, "A unifying look
+at data structures", 1980).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Run:
         start: The first token.
         stop: The last token + 1.
         parent: The run that ends where this one starts; None where it starts at 0.
-        depth: Runs on the way to this one.
+        depth: Number of ancestors.
     """
 
     first: int
@@ -38,7 +38,7 @@ class PrefixTree:
 
     Attributes:
         runs: By depth, then by sequence; no run is empty.
-        deepest: For each sequence, the run that it ends with; None for an empty one.
+        deepest: The last run of each sequence; None for an empty one.
     """
 
     runs: tuple[Run, ...]
@@ -46,12 +46,12 @@ class PrefixTree:
 
 
 def prefix_tree(lengths: Sequence[int], shared: Sequence[int], *, least: int = 1) -> PrefixTree:
-    """Build the tree.
+    """Build the prefix tree.
 
     Args:
-        lengths: Of each sequence, the number of tokens.
-        shared: Of each sequence but the last, the tokens that the next one begins with too.
-        least: Shortest run, at least 1, that several sequences share; shorter ones each gets for itself.
+        lengths: Tokens of each sequence.
+        shared: Length of the common prefix of each sequence, but the last, with the next.
+        least: Shortest run, at least 1, that sequences share; shorter ones stay part of each sequence's own run.
     """
     runs: list[Run] = []
     deepest: list[Run | None] = [None] * len(lengths)
@@ -73,10 +73,10 @@ def prefix_tree(lengths: Sequence[int], shared: Sequence[int], *, least: int = 1
 
 
 def _cartesian_tree(values: Sequence[int]) -> tuple[int | None, list[int | None], list[int | None]]:
-    """The index of the least value, and for each index that of the least one in its part to the left and right."""
+    """Cartesian tree: index of the minimum, and for each index its left and right child."""
     left: list[int | None] = [None] * len(values)
     right: list[int | None] = [None] * len(values)
-    spine: list[int] = []  # from the least value so far down to the last one
+    spine: list[int] = []  # right spine: from the minimum so far to the last value
     for index, value in enumerate(values):
         while spine and values[spine[-1]] > value:
             left[index] = spine.pop()

@@ -1,4 +1,4 @@
-"""The specification: attention over a forest in fp64, one row at a time, exactly as the words define it."""
+"""Reference (the specification): attention over a forest in fp64, one row at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forest_attention(
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
         window: When given, a query sees only the last ``window`` tokens up to its own position.
-        sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
+        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
 
     Returns:
         ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, both fp64.

@@ -1,4 +1,4 @@
-"""What a layer does to the scores of its attention, beside the products that make them."""
+"""Options of a layer's attention scores: scale, soft cap, sliding window and sinks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer weighs the keys of a row.
+    """Score options of a layer.
 
     Attributes:
         scale: Factor on the scores.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only so many tokens of its row, of which it is itself the last.
-        sinks: ``[heads]`` fp32: when given, a score of each query head that adds to the softmax's denominator, but
-            stands for no key.
+        window: When given, a query sees only the last ``window`` tokens of its row up to its own.
+        sinks: ``[heads]`` fp32: when given, one more score per query head in the softmax's denominator, without
+            a value.
     """
 
     scale: float

@@ -1,7 +1,7 @@
 """The constants of the dispatcher's cost model, fitted to rows of operators.
 
-``python -m hf_fastdecode.bench.calibrate ROWS.csv`` prints what to paste into ``attention/costs.py``, and how well the
-model then tells the time and the winner.
+``python -m hf_fastdecode.bench.calibrate ROWS.csv`` prints what to paste into ``attention/launch/costs.py``, and how
+well the model then tells the time and the winner.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated
 import torch
 import typer
 
-from ..attention.costs import Candidate, Costs, estimated_costs
-from ..attention.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from ..attention.forest import Forest
+from ..attention.launch.costs import Candidate, Costs, estimated_costs
+from ..attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from ..measurement.rows import Row, read_rows
 from .op_cases import NodeSpec
 from .op_inputs import make_forest

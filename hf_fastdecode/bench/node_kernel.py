@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..attention.launch.kernel_tables import NodeTable
+from ..attention.launch.plan import Layout, Plan
 from ..attention.partial import Partial, empty_partial, merge
-from ..attention.plan import Layout, Plan
 from ..attention.scoring import Scoring
-from ..attention.triton_ops import NodeTable
-from ..kernels.forest_decode.nodes import Partials, attend_nodes
+from ..kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
 from ..kernels.forest_decode.schedule import Schedule
 from .op_inputs import OpInputs
 
@@ -52,7 +52,7 @@ class Pieces:
 
     inputs: OpInputs
     schedule: Schedule
-    partials: Partials
+    workspace: NodeWorkspace
 
     def result(self) -> Tensor:
         """The pieces and the new token's own partial, merged: ``[rows, heads, 1, head_dim]``."""
@@ -80,8 +80,8 @@ class Pieces:
         for index in range(int(count.max())):
             here = index < count
             at = torch.where(here, first + index, 0), query % schedule.block_m
-            lse = self.partials.lse[at] * math.log(2)
-            out = self.partials.out[at]
+            lse = self.workspace.lse[at] * math.log(2)
+            out = self.workspace.out[at]
             found.append(Partial(torch.where(here[..., None], out, 0.0), torch.where(here, lse, -torch.inf)))
         return found
 

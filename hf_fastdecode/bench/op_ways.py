@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..attention import torch_ops, triton_ops
-from ..attention.dispatch import KERNELS, Heads
-from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
+from ..attention.launch import kernel_tables
+from ..attention.launch.dispatch import KERNELS, Heads
+from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
+from ..attention.torch_operators import torch_ops
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .op_cases import OpCase
@@ -88,10 +89,10 @@ def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 def _kernels_are_chosen(inputs: OpInputs) -> bool:
     case, query = inputs.case, inputs.query
-    if triton_ops.refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
+    if kernel_tables.refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
         return False
     heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
-    return triton_ops.ForestTables().choice(inputs.forest, heads, query.device).name == KERNELS
+    return kernel_tables.ForestTables().choice(inputs.forest, heads, query.device).name == KERNELS
 
 
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
@@ -101,15 +102,15 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
         sets: Inputs of a case.
         own_nodes: Attend to long suffixes as nodes, as the package does.
     """
-    tables = triton_ops.ForestTables()
+    tables = kernel_tables.ForestTables()
 
     def call(inputs: OpInputs) -> Call:
         case, device, before = inputs.case, inputs.query.device, inputs.case.suffix - 1
         few = own_nodes and may_have_own_nodes(case.rows, case.kv_heads, case.heads // case.kv_heads, device)
         own = own_tokens(before) if few else 0
         segments = with_own_segments([inputs.segment], inputs.suffix)
-        nodes = triton_ops.NodeTable(tables.forest_with(inputs.forest, own), segments, device)
-        suffix, scoring = triton_ops.SuffixTable(inputs.suffix, own), Scoring(inputs.scale)
+        nodes = kernel_tables.NodeTable(tables.forest_with(inputs.forest, own), segments, device)
+        suffix, scoring = kernel_tables.SuffixTable(inputs.suffix, own), Scoring(inputs.scale)
         return lambda: tables.attend(inputs.query, *inputs.new, nodes, suffix, before, scoring)
 
     return [call(inputs) for inputs in sets]

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ..attention.partial import Partial, merge
 from ..kernels.forest_decode.limits import shared_memory
-from ..kernels.forest_decode.merge import take_part
-from ..kernels.forest_decode.triton import LOG2E, LOWEST, scores_of, see
+from ..kernels.forest_decode.merge import merge_partial
+from ..kernels.forest_decode.node_kernel import LOG2E, LOWEST, online_softmax_step, qk_scores
 from .node_kernel import new_token
 from .op_inputs import OpInputs
 
@@ -44,12 +44,12 @@ def _context_partials(
     head = tl.program_id(1) % kv_heads
     split = tl.program_id(1) // kv_heads
     packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = packed < rows * GROUP
+    valid_query = packed < rows * GROUP
     at = (packed // GROUP * kv_heads + head) * GROUP + packed % GROUP
     dims = tl.arange(0, HEAD_DIM)
-    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=real[:, None], other=0.0)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     first = split * tiles_of_split * BLOCK_N
     last = tl.minimum(length, first + tiles_of_split * BLOCK_N)
@@ -58,12 +58,16 @@ def _context_partials(
         place = head.to(tl.int64) * head_stride + token[:, None] * HEAD_DIM + dims[None, :]
         k = tl.load(keys + place, mask=(token < length)[:, None], other=0.0)
         v = tl.load(values + place, mask=(token < length)[:, None], other=0.0)
-        scores = tl.where((token < length)[None, :], scores_of(q, k, scale, 0.0, False), -float("inf"))
-        top, total, acc = see(scores, scale * LOG2E, v, top, total, acc, query.dtype.element_ty)
+        scores = tl.where((token < length)[None, :], qk_scores(q, k, scale, 0.0, False), -float("inf"))
+        row_max, row_sum, acc = online_softmax_step(
+            scores, scale * LOG2E, v, row_max, row_sum, acc, query.dtype.element_ty
+        )
     at = split * rows * kv_heads * GROUP + at
-    tl.store(partial_lse + at, top + tl.log2(total), mask=real)
+    tl.store(partial_lse + at, row_max + tl.log2(row_sum), mask=valid_query)
     tl.store(
-        partial_out + at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=real[:, None]
+        partial_out + at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :],
+        acc / row_sum[:, None],
+        mask=valid_query[:, None],
     )
 
 
@@ -87,27 +91,29 @@ def _suffixes_and_merge(
 ):
     row_and_head = tl.program_id(0).to(tl.int64)  # row * kv_heads + head
     within = tl.arange(0, BLOCK_P)
-    real = within < GROUP
+    valid_query = within < GROUP
     dims = tl.arange(0, HEAD_DIM)
     at = row_and_head * GROUP + within
-    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=real[:, None], other=0.0)
-    top = tl.full([BLOCK_P], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_P], tl.float32)
+    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+    row_max = tl.full([BLOCK_P], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_P], tl.float32)
     acc = tl.zeros([BLOCK_P, HEAD_DIM], tl.float32)
     for start in tl.range(0, length, BLOCK_N, num_stages=2):
         token = start + tl.arange(0, BLOCK_N)
         place = (row_and_head * length + token)[:, None] * HEAD_DIM + dims[None, :]
         k = tl.load(keys + place, mask=(token < length)[:, None], other=0.0)
         v = tl.load(values + place, mask=(token < length)[:, None], other=0.0)
-        scores = tl.where((token < length)[None, :], scores_of(q, k, scale, 0.0, False), -float("inf"))
-        top, total, acc = see(scores, scale * LOG2E, v, top, total, acc, query.dtype.element_ty)
+        scores = tl.where((token < length)[None, :], qk_scores(q, k, scale, 0.0, False), -float("inf"))
+        row_max, row_sum, acc = online_softmax_step(
+            scores, scale * LOG2E, v, row_max, row_sum, acc, query.dtype.element_ty
+        )
     for split in range(splits):
         part_at = split * (rows * kv_heads * GROUP) + at
-        lse = tl.load(partial_lse + part_at, mask=real, other=-float("inf"))
-        part = tl.load(partial_out + part_at[:, None] * HEAD_DIM + dims[None, :], mask=real[:, None], other=0.0)
-        top, total, acc = take_part(lse, part, top, total, acc)
-    result = acc / total[:, None]
-    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=real[:, None])
+        lse = tl.load(partial_lse + part_at, mask=valid_query, other=-float("inf"))
+        part = tl.load(partial_out + part_at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+        row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
+    result = acc / row_sum[:, None]
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=valid_query[:, None])
 
 
 class Splits(NamedTuple):

@@ -11,8 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.autocast import cast
 from ..attention.interface import SharedKV
+from ..attention.launch.static_tables import StaticTables
 from ..attention.scoring import Scoring
-from ..attention.static_tables import StaticTables
 
 
 class CapturedCache(Cache):

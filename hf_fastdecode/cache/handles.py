@@ -6,15 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention import torch_ops, triton_ops
-from ..attention.dispatch import KERNELS, Choice, Heads
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.operators import cannot_run
-from ..attention.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
-from ..attention.prefill_ops import Run, causal_attention
+from ..attention.launch import kernel_tables
+from ..attention.launch.dispatch import KERNELS, Choice, Heads
+from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
 from ..attention.scoring import Scoring
+from ..attention.torch_operators import torch_ops
+from ..attention.torch_operators.operators import cannot_run
+from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.failures import KernelFailedError
 from .state import SharedState
 from .storage import TokenStorage
@@ -37,8 +38,8 @@ class StoredLayer:
 
     def __init__(self, state: SharedState, storage: TokenStorage):
         self.state, self.storage = state, storage
-        self.node_table: triton_ops.NodeTable | None = None
-        self.suffix_table: triton_ops.SuffixTable | None = None
+        self.node_table: kernel_tables.NodeTable | None = None
+        self.suffix_table: kernel_tables.SuffixTable | None = None
         self.window: int | None = None
         self.report_suffix = ""
         self.ran: dict[str, str] = {}
@@ -117,12 +118,12 @@ class DecodeKV(SharedKV):
         forest, origins = tables.forest_with(self.layer.forest, own), self.layer.state.origins
         if self.layer.node_table is None or self.layer.node_table.forest is not forest:
             segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
-            self.layer.node_table = triton_ops.NodeTable(forest, segments, query.device)
+            self.layer.node_table = kernel_tables.NodeTable(forest, segments, query.device)
             nodes, rows = len(self.layer.forest.nodes), self.layer.forest.rows
             did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.report_suffix}"
             self.layer.ran["decode"] = did + self._why(query, scoring)
         if self.layer.suffix_table is None or self.layer.suffix_table.first != own:
-            self.layer.suffix_table = triton_ops.SuffixTable(self._suffix, own)
+            self.layer.suffix_table = kernel_tables.SuffixTable(self._suffix, own)
         return tables.attend(
             query,
             self.keys,
@@ -173,7 +174,7 @@ class DecodeKV(SharedKV):
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
         stored = [part for segment in (self._suffix, *self.layer.segments.values()) for part in segment]
-        return triton_ops.refusal(query, self.keys, self.values, stored, scoring.sinks)
+        return kernel_tables.refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _chooses(self, query: Tensor) -> bool:
         return self.layer.state.backend == "auto" and query.device.type == "cuda"

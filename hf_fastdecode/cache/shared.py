@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ..attention.backends import ALL_BACKENDS
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
 from ..attention.kv import Segment
+from ..attention.torch_operators.backends import ALL_BACKENDS
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import SharedContextLayer

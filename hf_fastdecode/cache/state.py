@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..attention import triton_ops
 from ..attention.forest import Forest, Path, Span
+from ..attention.launch import kernel_tables
 from .origins import SuffixOrigins
 
 
@@ -50,7 +50,7 @@ class SharedState:
     origins: SuffixOrigins | None = None
     max_suffix: int | None = None
     backend: str = "auto"
-    tables: triton_ops.ForestTables = field(default_factory=triton_ops.ForestTables)
+    tables: kernel_tables.ForestTables = field(default_factory=kernel_tables.ForestTables)
     packed: Sequence[PrefillItem] = ()
     segment_lengths: list[int] = field(default_factory=list)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.backends import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
+from ..attention.torch_operators.backends import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
 """Values of ``mode=``."""

@@ -1,1 +1,1 @@
-"""GPU kernels: one folder an operator, each with its interface, its schedule and its Triton code."""
+"""GPU kernels: one folder per operator."""

@@ -1,4 +1,4 @@
-"""Kernels that could not be compiled or launched: each is tried once on a device, and then left alone."""
+"""Records kernels that failed to compile or launch, so that each is tried once per device."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Kernel(Enum):
 
 
 class KernelFailedError(RuntimeError):
-    """A kernel could not be compiled or launched; the message says why, and `failure` knows it from now on."""
+    """A kernel failed to compile or launch; the message gives the reason, which `failure` returns from now on."""
 
 
 _failures: dict[tuple[Kernel, torch.device], str] = {}
 
 
 def failure(kernel: Kernel, device: torch.device) -> str | None:
-    """Why a kernel cannot run on a device, or None when it did or was not tried."""
+    """The reason why a kernel failed on a device; None when it ran or was not tried."""
     return _failures.get((kernel, device))
 
 
 @contextmanager
 def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
-    """Within, a kernel is compiled and launched. Its first error is logged; later attempts fail at once.
+    """Wrap the compilation and launch of a kernel: log its first error, and fail at once on later attempts.
 
     Raises:
         KernelFailedError: It cannot be compiled or launched on this device.
-        torch.OutOfMemoryError: There is no memory for it now, which tells nothing about the kernel.
+        torch.OutOfMemoryError: No memory now; this is not recorded as a failure of the kernel.
     """
     name, other = kernel.value
     if (known := failure(kernel, device)) is not None:
@@ -47,8 +47,8 @@ def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton and the drivers below it raise anything
-        if "out of memory" in str(error):  # the CUDA driver's, for a kernel's code
+    except Exception as error:  # Triton and the drivers raise errors of any type
+        if "out of memory" in str(error):  # raised by the CUDA driver when it loads a kernel
             raise torch.OutOfMemoryError(str(error)) from error
         reason = f"{name} cannot run on {device}: {_in_one_line(error)}"
         _failures[kernel, device] = reason
@@ -57,7 +57,7 @@ def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The first line of what first went wrong: a CompilationError itself begins with the kernel's source."""
+    """The first line of the root cause; a CompilationError itself begins with the kernel's source."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(getattr(error, "error_message", None) or error).strip().splitlines()

@@ -1,4 +1,4 @@
-"""Whether the kernels' compiler is there."""
+"""Whether Triton is installed, and whether it interprets kernels."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def triton_is_installed() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels, as it does on a CPU when it is told to."""
+    """Whether Triton interprets kernels (``TRITON_INTERPRET=1``), which also works on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

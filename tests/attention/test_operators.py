@@ -13,10 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_fastdecode.attention.backends import BACKENDS
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.operators import BackendError, choose_operator, dense_partial, plain_partial
-from hf_fastdecode.attention.torch_ops import describe, forest_attention
+from hf_fastdecode.attention.torch_operators.backends import BACKENDS
+from hf_fastdecode.attention.torch_operators.operators import (
+    BackendError,
+    choose_operator,
+    dense_partial,
+    plain_partial,
+)
+from hf_fastdecode.attention.torch_operators.torch_ops import describe, forest_attention
 
 from .forests import DTYPE_NAMES, LOW_AND_FULL, assert_error_rule, last_queries_see, make_inputs
 

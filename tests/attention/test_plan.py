@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention import plan as plans
-from hf_fastdecode.attention import static_tables
-from hf_fastdecode.attention.costs import _H200, estimated_costs
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.attention.launch import plan as plans
+from hf_fastdecode.attention.launch import static_tables
+from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
+from hf_fastdecode.attention.launch.kernel_tables import node_addresses
+from hf_fastdecode.attention.launch.plan import Layout, Plan
+from hf_fastdecode.attention.launch.static_tables import LayerStorage, StaticTables
 from hf_fastdecode.attention.scoring import Scoring
-from hf_fastdecode.attention.static_tables import LayerStorage, StaticTables
-from hf_fastdecode.attention.triton_ops import node_addresses
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
@@ -24,13 +24,13 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
 
 CPU = torch.device("cpu")
-GQA = Layout(kv_heads=8, each=4, head_dim=128, windowed=False)
+GQA = Layout(kv_heads=8, queries_per_kv_head=4, head_dim=128, windowed=False)
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Plans as a GPU of 132 multiprocessors would have them, for the launch parameters that a list holds."""
-    config = [Config(128, block_n=128, stages=2, hopper=True, apart=True)]
+    config = [Config(128, block_n=128, stages=2, hopper=True, overlap_suffix=True)]
     monkeypatch.setattr(plans, "decode_config", lambda *_: config[0])
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(plans, "costs_of", lambda _: estimated_costs(132, 4.8e12))
@@ -56,7 +56,7 @@ def test_longer_suffixes_leave_fewer_programs_to_nodes(on_hopper, rows, context)
 
 
 def test_kernels_that_take_turns_use_all_programs(on_hopper):
-    on_hopper[0] = replace(on_hopper[0], apart=False)
+    on_hopper[0] = replace(on_hopper[0], overlap_suffix=False)
     plan = Plan(one_context(512, 8192), GQA, CPU)
     assert {plan.programs(length) for length in (0, 256, 10**6)} == {132}
 
@@ -127,7 +127,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     tables.load(forests[0], storage, 20)
     step()
     known = next(iter(tables._schedules.values()))
-    assert known.plan.config.apart
+    assert known.plan.config.overlap_suffix
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -149,13 +149,13 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
                 assert torch.isfinite(out).all()
             tables.grow()
         assert known.programs == programs
-        assert bool(known.tables.apart.item()) == (programs < 132)
+        assert bool(known.tables.overlap_suffix.item()) == (programs < 132)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
     """Schedules change twice while rows decode, and the tokens stay stock's."""
-    on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True, suffix=SuffixConfig(merge=2))
+    on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
     monkeypatch.setattr(static_tables, "_TOKENS_BETWEEN_LOOKS", 2)
@@ -203,14 +203,14 @@ def test_captured_steps_keep_their_tiles(on_hopper):
     keys, values = (torch.cat([shared[i], suffixes[i][:, :, :4]], 2).repeat_interleave(2, 1) for i in range(2))
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.25)
     torch.testing.assert_close(out, expected)
-    for changes in ({"block_m": 32}, {"warps": 8}, {"per_sm": 2}, {"apart": True}, {"hopper": True}):
+    for changes in ({"block_m": 32}, {"warps": 8}, {"per_sm": 2}, {"overlap_suffix": True}, {"hopper": True}):
         on_hopper[0] = replace(captured, **changes)
         assert not tables.fits(one_context(rows, 20))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
-    on_hopper[0] = Config(16, block_n=16, overlap=False, apart=True)
+    on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
     seen = []
     monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens)
@@ -227,11 +227,11 @@ def test_only_wide_groups_are_attended_to_apart(monkeypatch):
 
     monkeypatch.setattr(config, "_hopper_kernel_runs", lambda _: True)
     choose = config.choose_config
-    assert choose(512, 128, each=4, rows=64, kv_heads=8, overlap=True).apart
-    assert not choose(512, 128, each=4, rows=63, kv_heads=8, overlap=True).apart
-    assert not choose(4096, 128, each=1, rows=64, kv_heads=8, overlap=True).apart
-    assert not choose(512, 128, each=4, rows=64, kv_heads=8, overlap=True, windowed=True).apart
-    assert not choose(512, 80, each=4, rows=64, kv_heads=8, overlap=True).apart
+    assert choose(512, 128, queries_per_kv_head=4, rows=64, kv_heads=8, overlap=True).overlap_suffix
+    assert not choose(512, 128, queries_per_kv_head=4, rows=63, kv_heads=8, overlap=True).overlap_suffix
+    assert not choose(4096, 128, queries_per_kv_head=1, rows=64, kv_heads=8, overlap=True).overlap_suffix
+    assert not choose(512, 128, queries_per_kv_head=4, rows=64, kv_heads=8, overlap=True, windowed=True).overlap_suffix
+    assert not choose(512, 80, queries_per_kv_head=4, rows=64, kv_heads=8, overlap=True).overlap_suffix
 
 
 def test_tiles_shrink_to_what_a_device_holds():
@@ -270,8 +270,8 @@ def chosen(forest: Forest, layout: Layout):
     return plans.decode_config(forest, layout, torch.device("cuda"), forest.rows)
 
 
-MHA = Layout(kv_heads=32, each=1, head_dim=128, windowed=False)
-MQA = Layout(kv_heads=1, each=8, head_dim=128, windowed=False)
+MHA = Layout(kv_heads=32, queries_per_kv_head=1, head_dim=128, windowed=False)
+MQA = Layout(kv_heads=1, queries_per_kv_head=8, head_dim=128, windowed=False)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(on_an_h200, l
         (8, GQA, 16384),
         (8, GQA._replace(head_dim=64), None),
         (8, GQA._replace(kv_heads=7), None),
-        (2, GQA._replace(each=16), None),  # several queries of a row
-        (20, GQA._replace(each=1), None),
+        (2, GQA._replace(queries_per_kv_head=16), None),  # several queries of a row
+        (20, GQA._replace(queries_per_kv_head=1), None),
         (1, GQA, None),
     ],
 )
@@ -312,7 +312,7 @@ def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, ro
         (65, MQA, 8192),
         (64, MQA, None),
         (129, MQA, None),
-        (128, MQA._replace(each=16), None),
+        (128, MQA._replace(queries_per_kv_head=16), None),
         (128, MQA._replace(head_dim=64), None),
         (128, MQA._replace(windowed=True), None),
         (128, GQA, None),
@@ -325,7 +325,7 @@ def test_suffixes_of_few_heads_wait_while_long_contexts_are_read(on_an_h200, row
 
 
 def test_where_contexts_begin_to_be_long_for_wide_nodes(on_an_h200):
-    options = {"each": 8, "rows": 128, "kv_heads": 1, "overlap": True}
+    options = {"queries_per_kv_head": 8, "rows": 128, "kv_heads": 1, "overlap": True}
     assert on_an_h200.choose_config(1024, 128, keys=191, **options).suffix is None
     assert on_an_h200.choose_config(1024, 128, keys=192, **options).suffix == on_an_h200._WAITING
 
@@ -341,7 +341,7 @@ def test_how_long_a_forest_is_counts_what_each_node_takes(on_an_h200):
 def test_what_suits_long_contexts_needs_a_device_that_holds_it():
     from hf_fastdecode.kernels.forest_decode.config import _BESIDE, choose_config
 
-    options = {"each": 4, "rows": 8, "kv_heads": 8}
+    options = {"queries_per_kv_head": 4, "rows": 8, "kv_heads": 8}
     chosen = [
         choose_config(32, 128, keys=keys, overlap=overlap, shared_memory=memory * 1024, **options).suffix
         for keys, overlap, memory in ((768, True, 200), (767, True, 200), (768, False, 200), (768, True, 199))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Span
-from hf_fastdecode.attention.operators import BackendError
-from hf_fastdecode.attention.prefill_ops import Run, causal_attention
+from hf_fastdecode.attention.torch_operators.operators import BackendError
+from hf_fastdecode.attention.torch_operators.prefill_ops import Run, causal_attention
 
 from .exactness import FP64, PROPERTY
 from .forests import DTYPE_NAMES, LOW_AND_FULL, assert_error_rule, make_inputs, pytorch_causal_attention, some_sinks
@@ -163,7 +163,7 @@ def test_windowed_prefill_keeps_the_error_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows that end in the run and at every depth above it; what no query sees is not read."""
-    monkeypatch.setattr("hf_fastdecode.attention.prefill_ops._WINDOWED_QUERIES", 8)
+    monkeypatch.setattr("hf_fastdecode.attention.torch_operators.prefill_ops._WINDOWED_QUERIES", 8)
     query, keys, values, earlier = prefill_inputs((20, 1, 17), 31, (6, 2), 64, dtype, device)
     scoring = {"softcap": softcap, "window": window, "sinks": some_sinks(6, device) if with_sinks else None}
     every_key, every_value = (

@@ -5,8 +5,8 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from hf_fastdecode.attention.costs import Candidate, Costs
-from hf_fastdecode.attention.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
+from hf_fastdecode.attention.launch.costs import Candidate, Costs
+from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from hf_fastdecode.bench.calibrate import fit, literal, main, measured, report
 from hf_fastdecode.bench.op_cases import OP_SETS
 from hf_fastdecode.bench.op_inputs import make_forest

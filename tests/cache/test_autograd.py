@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.operators import BackendError
+from hf_fastdecode.attention.torch_operators.operators import BackendError
 
 from ..tiny_models import ragged_prompts, tiny_model
 

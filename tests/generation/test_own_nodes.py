@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention import own_nodes, static_tables, triton_ops
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
+from hf_fastdecode.attention.launch import kernel_tables, own_nodes, static_tables
+from hf_fastdecode.attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
 from hf_fastdecode.generation.steps import modes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -25,7 +25,7 @@ def short_steps(monkeypatch):
     monkeypatch.setattr(own_nodes, "STEP", 4)
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     seen: list[Forest] = []
-    for module in (triton_ops, static_tables):
+    for module in (kernel_tables, static_tables):
         extended = module.with_own_nodes
 
         def note(forest, tokens, extended=extended):

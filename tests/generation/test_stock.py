@@ -9,8 +9,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.dispatch import Choice
 from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.launch.dispatch import Choice
 from hf_fastdecode.generation.prompts import sharing
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model

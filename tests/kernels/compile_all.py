@@ -31,9 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.plan import Layout, Plan
+from hf_fastdecode.attention.launch.kernel_tables import run_kernels
+from hf_fastdecode.attention.launch.plan import Layout, Plan
 from hf_fastdecode.attention.scoring import Scoring
-from hf_fastdecode.attention.triton_ops import run_kernels
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.triton_ops import NodeTable, SuffixTable
+from hf_fastdecode.attention.launch.kernel_tables import NodeTable, SuffixTable
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
@@ -25,17 +25,17 @@ def decode(
     capacity: Capacity | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
-    leave: bool = True,
+    fewer_programs: bool = True,
     origins: Tensor | None = None,
 ):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong.
 
     With `origins` ``[rows, tokens]``, which name each slot once for a token, earlier tokens are stored there.
-    Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `leave`.
+    Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `fewer_programs`.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    each = heads // kv_heads * queries
+    queries_per_kv_head = heads // kv_heads * queries
     before = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device) - queries
     at = before[:, None] + torch.arange(queries, device=query.device)
     index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
@@ -51,11 +51,11 @@ def decode(
         else:
             tokens = torch.arange(origins.shape[1], device=query.device)
             whole.movedim(2, 1)[origins.long(), tokens] = part[:, :, : len(tokens)].movedim(2, 1)
-    widest = max((node.row_count for node in kv.forest.nodes), default=1) * each
+    widest = max((node.row_count for node in kv.forest.nodes), default=1) * queries_per_kv_head
     config = config or choose_config(
         widest,
         head_dim,
-        each=each,
+        queries_per_kv_head=queries_per_kv_head,
         rows=rows,
         kv_heads=kv_heads,
         overlap=query.is_cuda and compute_capability(query.device) >= (9, 0),
@@ -67,10 +67,10 @@ def decode(
         [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
         rows,
         kv_heads=kv_heads,
-        queries=each,
+        queries=queries_per_kv_head,
         block_m=config.block_m,
         block_n=config.block_n,
-        programs=max(1, grid * 2 // 3) if config.apart and leave else grid,
+        programs=max(1, grid * 2 // 3) if config.overlap_suffix and fewer_programs else grid,
         device=query.device,
         capacity=capacity,
         grid=grid,
@@ -98,10 +98,15 @@ def decode(
 
 
 def check(
-    query: Tensor, kv: ForestKV, *, softcap: float | None = None, config: Config | None = None, leave: bool = True
+    query: Tensor,
+    kv: ForestKV,
+    *,
+    softcap: float | None = None,
+    config: Config | None = None,
+    fewer_programs: bool = True,
 ) -> None:
-    out, lse = decode(query, kv, softcap=softcap, config=config, leave=leave)
-    again, lse_again = decode(query, kv, softcap=softcap, config=config, leave=leave)
+    out, lse = decode(query, kv, softcap=softcap, config=config, fewer_programs=fewer_programs)
+    again, lse_again = decode(query, kv, softcap=softcap, config=config, fewer_programs=fewer_programs)
     assert torch.equal(out, again), "not the same bits twice"
     assert torch.equal(lse, lse_again), "not the same bits twice"
     oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)

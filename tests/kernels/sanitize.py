@@ -104,10 +104,12 @@ CASES = {
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),
     "many queries": lambda: attend(Config(64, stages=2), queries=3),
-    "suffixes beside nodes": lambda: attend(Config(64, apart=True)),
+    "suffixes beside nodes": lambda: attend(Config(64, overlap_suffix=True)),
     "suffixes of MHA": lambda: attend(Config(64, overlap=False), kv_heads=8),
     "Hopper": lambda: attend(Config(128, 128, stages=2, hopper=True)),
-    "Hopper, suffixes beside nodes": lambda: attend(Config(128, 128, stages=2, hopper=True, apart=True), head_dim=128),
+    "Hopper, suffixes beside nodes": lambda: attend(
+        Config(128, 128, stages=2, hopper=True, overlap_suffix=True), head_dim=128
+    ),
     "sampling, top-p": lambda: draw(top_p=0.9),
     "sampling, all": lambda: draw(top_k=40, top_p=0.9, min_p=0.01, typical_p=0.7),
 }

@@ -17,52 +17,54 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def suffixes(programs, each, *, kv_heads=8, head_dim=128, queries=1, apart=False, memory=227):
-    sizes = (programs // kv_heads, kv_heads, each // queries, queries, head_dim)
-    return choose_suffix_config(*sizes, apart=apart, shared_memory=memory * 1024)
+def suffixes(programs, queries_per_kv_head, *, kv_heads=8, head_dim=128, queries=1, overlap_suffix=False, memory=227):
+    sizes = (programs // kv_heads, kv_heads, queries_per_kv_head // queries, queries, head_dim)
+    return choose_suffix_config(*sizes, overlap_suffix=overlap_suffix, shared_memory=memory * 1024)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("each", [1, 3, 8, 16, 48, 256])
-def test_what_a_thread_of_suffixes_holds_is_bounded(each, head_dim):
+@pytest.mark.parametrize("queries_per_kv_head", [1, 3, 8, 16, 48, 256])
+def test_what_a_thread_of_suffixes_holds_is_bounded(queries_per_kv_head, head_dim):
     width = power_of_two(head_dim)
-    for programs, kv_heads, apart in product(PROGRAMS, (1, 8), (False, True)):
-        config = suffixes(programs, each, kv_heads=kv_heads, head_dim=head_dim, apart=apart)
-        held = power_of_two(each) * width / (32 * config.warps)  # numbers of the sum
+    for programs, kv_heads, overlap_suffix in product(PROGRAMS, (1, 8), (False, True)):
+        config = suffixes(
+            programs, queries_per_kv_head, kv_heads=kv_heads, head_dim=head_dim, overlap_suffix=overlap_suffix
+        )
+        held = power_of_two(queries_per_kv_head) * width / (32 * config.warps)  # numbers of the sum
         assert config.warps in (1, 2, 4, 8)
         assert held <= 64 or config.warps == 8
         assert config.merge == 1 or 1 < config.merge <= 128 / held
-        if each == 1:  # its keys are multiplied without matrix units
+        if queries_per_kv_head == 1:  # its keys are multiplied without matrix units
             assert config.block_n * width <= 128 * 32 * config.warps
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("each", [1, 3, 8, 16, 48, 256])
-def test_what_a_thread_that_merges_holds_is_bounded(each, head_dim):
-    rows, warps, merge = choose_merge_config(each, head_dim)
-    packed = rows * power_of_two(each)
+@pytest.mark.parametrize("queries_per_kv_head", [1, 3, 8, 16, 48, 256])
+def test_what_a_thread_that_merges_holds_is_bounded(queries_per_kv_head, head_dim):
+    rows, warps, merge = choose_merge_config(queries_per_kv_head, head_dim)
+    packed = rows * power_of_two(queries_per_kv_head)
     held = packed * power_of_two(head_dim) / (32 * warps)
-    assert packed == max(16, power_of_two(each))
+    assert packed == max(16, power_of_two(queries_per_kv_head))
     assert warps in (4, 8)
     assert held <= 64 or warps == 8
     assert merge == 1 or 1 < merge <= 64 / held
 
 
 @pytest.mark.parametrize(
-    ("each", "head_dim", "expected"),
+    ("queries_per_kv_head", "head_dim", "expected"),
     [(1, 128, (16, 4, 4)), (4, 128, (4, 4, 4)), (16, 64, (1, 4, 4)), (16, 256, (1, 4, 2)), (128, 128, (1, 8, 1))],
 )
-def test_launch_parameters_of_merging(each, head_dim, expected):
-    assert choose_merge_config(each, head_dim) == expected
+def test_launch_parameters_of_merging(queries_per_kv_head, head_dim, expected):
+    assert choose_merge_config(queries_per_kv_head, head_dim) == expected
 
 
-@pytest.mark.parametrize("each", [1, 8, 16])
+@pytest.mark.parametrize("queries_per_kv_head", [1, 8, 16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tiles_of_suffixes_are_the_largest_that_a_device_holds(each, head_dim):
+def test_tiles_of_suffixes_are_the_largest_that_a_device_holds(queries_per_kv_head, head_dim):
     for programs, kv_heads in product(PROGRAMS, (1, 8)):
-        whole = suffixes(programs, each, kv_heads=kv_heads, head_dim=head_dim, memory=1024)
+        whole = suffixes(programs, queries_per_kv_head, kv_heads=kv_heads, head_dim=head_dim, memory=1024)
         for memory in (227, 163, 99, 48):
-            config = suffixes(programs, each, kv_heads=kv_heads, head_dim=head_dim, memory=memory)
+            config = suffixes(programs, queries_per_kv_head, kv_heads=kv_heads, head_dim=head_dim, memory=memory)
             tiles = 4 * power_of_two(head_dim) * config.block_n * config.stages / 1024  # KiB of keys and values
             assert replace(config, block_n=whole.block_n) == whole
             assert tiles + SCRATCH <= memory or (memory == 48 and config.block_n == 16)
@@ -70,10 +72,10 @@ def test_tiles_of_suffixes_are_the_largest_that_a_device_holds(each, head_dim):
             assert config.block_n >= 16  # matrix units take no fewer
 
 
-@pytest.mark.parametrize("each", [1, 4, 16])
+@pytest.mark.parametrize("queries_per_kv_head", [1, 4, 16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_fewer_programs_the_more_each_loads_at_once(each, head_dim):
-    chosen = [suffixes(programs, each, head_dim=head_dim) for programs in PROGRAMS]
+def test_the_fewer_programs_the_more_each_loads_at_once(queries_per_kv_head, head_dim):
+    chosen = [suffixes(programs, queries_per_kv_head, head_dim=head_dim) for programs in PROGRAMS]
     for fewer, more in pairwise(chosen):
         assert fewer.block_n * fewer.stages >= more.block_n * more.stages
         assert fewer.warps >= more.warps
@@ -102,28 +104,28 @@ def test_the_fewer_programs_the_more_each_loads_at_once(each, head_dim):
     ],
 )
 def test_launch_parameters_of_suffixes_on_an_h200(rows, heads, kv_heads, head_dim, expected):
-    each = heads // kv_heads
-    assert astuple(choose_suffix_config(rows, kv_heads, each, 1, head_dim)) == expected
-    if each % 4 == 0:  # as many packed queries, of several tokens
-        assert astuple(choose_suffix_config(rows, kv_heads, each // 4, 4, head_dim)) == expected
+    queries_per_kv_head = heads // kv_heads
+    assert astuple(choose_suffix_config(rows, kv_heads, queries_per_kv_head, 1, head_dim)) == expected
+    if queries_per_kv_head % 4 == 0:  # as many packed queries, of several tokens
+        assert astuple(choose_suffix_config(rows, kv_heads, queries_per_kv_head // 4, 4, head_dim)) == expected
 
 
-@pytest.mark.parametrize(("each", "merge"), [(1, 32), (4, 32), (8, 16), (16, 8)])
-def test_few_rows_of_one_kv_head_merge_more_at_once(each, merge):
+@pytest.mark.parametrize(("queries_per_kv_head", "merge"), [(1, 32), (4, 32), (8, 16), (16, 8)])
+def test_few_rows_of_one_kv_head_merge_more_at_once(queries_per_kv_head, merge):
     """There, every program of the nodes leaves a partial of the same queries."""
-    alone = suffixes(64, each, kv_heads=1)
+    alone = suffixes(64, queries_per_kv_head, kv_heads=1)
     assert alone.merge == merge
-    assert replace(alone, merge=8) == suffixes(64, each, kv_heads=2)
-    assert suffixes(66, each, kv_heads=1) == suffixes(66, each, kv_heads=2)
+    assert replace(alone, merge=8) == suffixes(64, queries_per_kv_head, kv_heads=2)
+    assert suffixes(66, queries_per_kv_head, kv_heads=1) == suffixes(66, queries_per_kv_head, kv_heads=2)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])
-@pytest.mark.parametrize("each", [1, 4, 16])
-def test_beside_nodes_suffixes_take_what_many_programs_would(kv_heads, each):
+@pytest.mark.parametrize("queries_per_kv_head", [1, 4, 16])
+def test_beside_nodes_suffixes_take_what_many_programs_would(kv_heads, queries_per_kv_head):
     """On the few multiprocessors that nodes leave, any number of programs is many."""
     for programs in PROGRAMS:
-        chosen = suffixes(programs, each, kv_heads=kv_heads, apart=True)
-        assert chosen == suffixes(max(programs, 520), each, kv_heads=kv_heads)
+        chosen = suffixes(programs, queries_per_kv_head, kv_heads=kv_heads, overlap_suffix=True)
+        assert chosen == suffixes(max(programs, 520), queries_per_kv_head, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("packed", [1, 8, 32, 64, 65, 1000])

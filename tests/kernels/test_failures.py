@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.dispatch import KERNELS, Choice
+from hf_fastdecode.attention.launch.dispatch import KERNELS, Choice
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.decoding.sampling import choose_sampler
 from hf_fastdecode.generation.steps import modes

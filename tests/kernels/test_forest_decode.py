@@ -72,7 +72,7 @@ def test_windows_and_sinks(window, sinks, queries):
     query, kv = make_inputs(forest, lengths, **options, device=device)
     sink = torch.linspace(-3, 6, 8, device=device).half().float() if sinks else None
     suffix = SuffixConfig(merge=2)
-    config = Config(16, block_n=16, overlap=False, suffix=suffix, apart=queries == 3) if INTERPRETED else None
+    config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=queries == 3) if INTERPRETED else None
     out, lse = decode(query, kv, config=config, window=window, sinks=sink)
     oracle, oracle_lse = reference.forest_attention(query, kv, window=window, sinks=sink)
     yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, sink)
@@ -138,8 +138,8 @@ def random_case(seed: int, device: str):
 def test_random_forests_interpreted(seed):
     query, kv, softcap = random_case(seed, "cpu")
     suffix = SuffixConfig(merge=2) if seed % 4 else None
-    config = Config(16, block_n=16, overlap=False, suffix=suffix, apart=seed % 3 == 0)
-    check(query, kv, softcap=softcap, config=config, leave=seed % 2 == 0)
+    config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=seed % 3 == 0)
+    check(query, kv, softcap=softcap, config=config, fewer_programs=seed % 2 == 0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="float32 is multiplied in tf32 on a GPU, and refused")
@@ -164,7 +164,9 @@ def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
     query, kv = make_inputs(
         forest, 9, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device, seed=seed, queries=1
     )
-    config = Config(16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), apart=seed % 2 == 1)
+    config = Config(
+        16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), overlap_suffix=seed % 2 == 1
+    )
     slots = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).int().to(device)
     oracle, oracle_lse = reference.forest_attention(query, kv)
     shapes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
@@ -201,8 +203,8 @@ def test_tokens_of_a_suffix_in_several_slots(heads, queries, window):
     assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
 
 
-@pytest.mark.parametrize("leave", [False, True])
-def test_results_are_written_once(leave, monkeypatch):
+@pytest.mark.parametrize("fewer_programs", [False, True])
+def test_results_are_written_once(fewer_programs, monkeypatch):
     """By the kernel of suffixes, or by the one that merges where programs are left to suffixes."""
     device = "cpu" if INTERPRETED else "cuda"
     forest = random_forest(random.Random(3), 9, 2, longest=70)
@@ -225,9 +227,9 @@ def test_results_are_written_once(leave, monkeypatch):
 
     for name, kernel in (("attend_suffixes", api.attend_suffixes), ("merge_suffixes", api.merge_suffixes)):
         monkeypatch.setattr(api, name, Recorded(kernel, kernel.arg_names.index("out")))
-    config = Config(16, block_n=16, overlap=False, apart=True, suffix=SuffixConfig(merge=2))
-    out, _ = decode(query, kv, config=config, leave=leave)
-    assert launched == [not leave, leave]
+    config = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
+    out, _ = decode(query, kv, config=config, fewer_programs=fewer_programs)
+    assert launched == [not fewer_programs, fewer_programs]
     assert torch.isfinite(out).all()
 
 
@@ -238,7 +240,7 @@ def test_random_forests_on_a_gpu(block):
     for seed in range(20 * block, 20 * block + 20):
         query, kv, softcap = random_case(seed, "cuda")
         try:
-            check(query, kv, softcap=softcap, leave=seed % 4 > 0)
+            check(query, kv, softcap=softcap, fewer_programs=seed % 4 > 0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {tuple(query.shape)} {query.dtype} {kv.forest} {error}") from error
 
@@ -252,8 +254,8 @@ def test_every_tile_size_on_a_gpu(block_m, overlap):
     config = choose_config(block_m, 128, overlap=overlap, shared_memory=shared_memory(query.device))
     config = replace(config, block_m=block_m)
     check(query, kv, config=config)
-    for leave in (False, True):
-        check(query, kv, config=replace(config, apart=True), leave=leave)
+    for fewer_programs in (False, True):
+        check(query, kv, config=replace(config, overlap_suffix=True), fewer_programs=fewer_programs)
     if block_m < 64:  # as with many KV heads
         check(query, kv, config=replace(config, block_n=128))
     if block_m == 128:  # where the Hopper kernel is not for a device
@@ -265,10 +267,18 @@ def test_every_tile_size_on_a_gpu(block_m, overlap):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_launch_parameters_for_long_contexts_on_a_gpu(rows, heads, kv_heads, dtype):
     rng = random.Random(rows)
-    each = heads // kv_heads
+    queries_per_kv_head = heads // kv_heads
     major, _ = torch.cuda.get_device_capability()
     short, long = (
-        choose_config(rows * each, 128, each=each, rows=rows, kv_heads=kv_heads, keys=keys, overlap=major >= 9)
+        choose_config(
+            rows * queries_per_kv_head,
+            128,
+            queries_per_kv_head=queries_per_kv_head,
+            rows=rows,
+            kv_heads=kv_heads,
+            keys=keys,
+            overlap=major >= 9,
+        )
         for keys in (0, 10**6)
     )
     assert short != long or major != 9

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.backends import backend_of_environment
+from ...attention.torch_operators.backends import backend_of_environment
 from ...command_errors import CommandError
 from ...command_options import check_device, check_options
 from ...interrupts import exit_on_interrupt

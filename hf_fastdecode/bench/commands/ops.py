@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.backends import BACKEND_VARIABLE
+from ...attention.torch_operators.backends import BACKEND_VARIABLE
 from ...command_errors import CommandError
 from ...command_options import check_device
 from ...interrupts import exit_on_interrupt

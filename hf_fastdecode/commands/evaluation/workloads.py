@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from ...attention.backends import backend_of_environment
+from ...attention.torch_operators.backends import backend_of_environment
 from ...command_errors import CommandError, one_line
 from ...command_options import check_options
 from ...evals.prompts import SHOTS

@@ -10,9 +10,9 @@ from weakref import ref
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...attention.costs import prefill_rate
-from ...attention.dispatch import PLAIN, Choice, Heads, choose
 from ...attention.forest import Forest
+from ...attention.launch.costs import prefill_rate
+from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.accounting import KVShape
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.interface import RowLengths, active
-from ...attention.own_nodes import may_have_own_nodes
-from ...attention.static_tables import LayerStorage, StaticTables
+from ...attention.launch.own_nodes import may_have_own_nodes
+from ...attention.launch.static_tables import LayerStorage, StaticTables
 from ...cache.captured import CapturedCache
 from ...cache.fingerprint import adapter_state, addresses, module_state
 from ...cache.shared import SharedContextCache

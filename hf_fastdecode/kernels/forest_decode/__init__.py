@@ -1,1 +1,1 @@
-"""Decode attention over a forest: every node read once for all its rows, suffixes, and the merge."""
+"""Decode attention over a forest: node kernel, suffix kernel, and merge."""

@@ -1,4 +1,4 @@
-"""The operator: one decode step of one layer over a forest, in two launches or three."""
+"""`forest_decode`: attention of one layer in one decode step over a forest, in two or three launches."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def forest_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
 
-    Query ``j`` sees its row's nodes, the suffix as it was, and new tokens ``0..j``. Nothing that differs between
-    steps, or between calls with as many rows, is an argument on the host: keys and values are found through device
-    addresses, so that a captured CUDA graph serves other prompts, lengths and storage.
+    Query ``j`` sees its row's nodes, the suffix before this step, and new tokens ``0..j``. Everything that differs
+    between steps is read on the device, keys and values through their addresses, so that a captured CUDA graph serves
+    other prompts, lengths and storage.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
         new_values: The same shape, likewise.
         nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
-            values, and elements from one KV head to the next in both; multiples of 16 bytes. The table, the schedule
-            and the nodes must have been written before the kernel that precedes this call in the stream, which may
-            still run when they are read.
+            values, and elements from one KV head to the next in both; multiples of 16 bytes. Table, schedule
+            and nodes must be complete before the preceding kernel in the stream starts, because they are read while
+            it may still run (PDL).
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
             values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
-        slots: ``[rows]`` int32: where in there each row's suffix lies; a row with -1 takes no part, its output is 0.
+        slots: ``[rows]`` int32: slot of each row's suffix; -1 for an inactive row, whose output is 0.
         lengths: ``[rows]`` int32: tokens in each suffix before this step.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
-        config: Launch parameters; its blocks are the schedule's.
+        config: Launch parameters, with the block sizes of the schedule.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        window: When given, a query sees only so many tokens of its row, of which it is itself the last: first those of
-            the nodes, in order of depth, then the suffix and the new ones.
-        sinks: ``[heads]`` fp32: when given, a score of each query head that adds to the softmax's denominator, and to
-            the log-sum-exp, but stands for no key.
-        origins: ``[rows, at least the longest suffix]`` int32, contiguous: when given, the slot that holds each token
-            of each row's suffix, in the place of the row's own. New tokens go to the row's own slot.
+        window: When given, a query sees only the last ``window`` tokens up to its own, counted over nodes in order of
+            depth, suffix and new tokens.
+        sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
+            softmax's denominator and the log-sum-exp.
+        origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
+            row's suffix (beam search). New tokens are written to the row's own slot.
         return_lse: Also return the log-sum-exp.
 
     Returns:
@@ -73,10 +73,10 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]`` fp32.
 
     Raises:
-        ValueError: Shapes, strides, types or numbers are not these, or there is a window and the configuration is of
-            the Hopper kernel.
-        KernelFailedError: A kernel cannot be compiled or launched here. Nothing of the step is lost: it can be run
-            again, by others too.
+        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with the Hopper
+            kernel.
+        KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
+            configuration or backend.
     """
     check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = query.shape
@@ -92,25 +92,27 @@ def forest_decode(
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
     group = heads // kv_heads
-    each = group * queries
+    queries_per_kv_head = group * queries
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    partials = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
+    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
-    apart = config.apart and depths > 0
-    # Matrix units take sixteen queries at least; what is padded goes through memory to be merged without.
-    block_p = 1 if each == 1 and not apart else max(16, triton.next_power_of_2(each))
-    tile = triton.next_power_of_2(each)
+    overlap_suffix = config.overlap_suffix and depths > 0
+    # Tensor cores need at least 16 queries; padded partials go through memory to be merged without the padding.
+    block_p = (
+        1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
+    )
+    tile = triton.next_power_of_2(queries_per_kv_head)
     own_out = own_lse = out
-    if apart or (depths > 0 and tile != block_p):
+    if overlap_suffix or (depths > 0 and tile != block_p):
         own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
     own_config = config.suffix or choose_suffix_config(
-        rows, kv_heads, group, queries, head_dim, apart=apart, shared_memory=memory
+        rows, kv_heads, group, queries, head_dim, overlap_suffix=overlap_suffix, shared_memory=memory
     )
     options: dict[str, Any] = {
         "GROUP": group,
@@ -137,11 +139,11 @@ def forest_decode(
             slots,
             lengths,
             *unit_tables,
-            *partials,
+            *workspace,
             own_out,
             own_lse,
             *results,
-            schedule.apart,
+            schedule.overlap_suffix,
             sinks if sinks is not None else out,
             origins if origins is not None else slots,
             rows,
@@ -162,20 +164,20 @@ def forest_decode(
             WINDOW=window is not None,
             SINKS=sinks is not None,
             ORIGINS=origins is not None,
-            APART=apart,
+            OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
             **options,
         )
-        if apart:
-            merging = choose_merge_config(each, head_dim)
+        if overlap_suffix:
+            merging = choose_merge_config(queries_per_kv_head, head_dim)
             merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
                 slots,
                 *unit_tables,
-                *partials,
+                *workspace,
                 own_out,
                 own_lse,
                 *results,
-                schedule.apart,
+                schedule.overlap_suffix,
                 rows,
                 kv_heads,
                 ROWS=merging.rows,

@@ -1,6 +1,6 @@
-"""What `forest_decode` refuses, for it would read or write memory that is not its own, or divide by nothing.
+"""Argument checks of `forest_decode`, against out-of-bounds accesses and division by zero.
 
-What addresses point at cannot be looked at, nor the numbers in tensors, which lie on the device.
+Addresses and the contents of device tensors are not checked.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .schedule import Schedule
 
 
 def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Refuse queries, new keys or new values of other shapes, strides or types than the operator documents.
+    """Check shapes, strides and dtypes of queries, new keys and new values.
 
     Raises:
-        ValueError: They are not as documented.
+        ValueError: One is not as documented.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -31,20 +31,20 @@ def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a table of another shape or type, or one with gaps.
+    """Check shape, dtype and contiguity of a table.
 
     Raises:
-        ValueError: It is one.
+        ValueError: One is not as required.
     """
     if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
         raise ValueError(f"{name} must be {_in_words(shape, dtype)}, got {_found(table)}")
 
 
 def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
-    """Refuse a schedule for another number of rows, or cut into other blocks than the configuration's.
+    """Check that a schedule has the query's rows and the configuration's block sizes.
 
     Raises:
-        ValueError: It is one.
+        ValueError: It has others.
     """
     if len(schedule.contexts) != rows:
         raise ValueError(f"the schedule must be for the query's {rows} rows, got one for {len(schedule.contexts)}")
@@ -54,10 +54,10 @@ def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
 
 
 def check_numbers(scale: float, soft_cap: float | None, window: int | None) -> None:
-    """Refuse numbers out of bounds.
+    """Check the bounds of scale, soft cap and window.
 
     Raises:
-        ValueError: One is.
+        ValueError: One is out of bounds.
     """
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")

@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels, as data."""
+"""Launch parameters of the decode kernels, chosen from measured tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SuffixConfig:
     """Launch parameters of `attend_suffixes`.
 
     Attributes:
-        block_n: Tokens of a tile.
-        warps: Warps of a program.
-        stages: Tiles in flight.
-        merge: Partials of one query that are loaded at once.
+        block_n: Tokens per key tile.
+        warps: Warps per program.
+        stages: Key tiles in flight.
+        merge: Partials of a query loaded at once.
     """
 
     block_n: int = 16
@@ -32,19 +32,19 @@ class SuffixConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters.
+    """Launch parameters of a decode step.
 
     Attributes:
-        block_m: Packed queries of a tile, 16 to 128.
-        block_n: Keys of a node's tile.
-        warps: Warps of a program of `node_partials`.
-        stages: Key tiles in flight in the kernel of nodes.
-        per_sm: Programs of the kernel of nodes for each multiprocessor.
-        overlap: Launch a kernel while the one before it still runs, from compute capability 9.0 on.
+        block_m: Packed queries per query tile of a node, 16 to 128.
+        block_n: Keys per key tile of a node.
+        warps: Warps per program of `node_partials`.
+        stages: Key tiles in flight in the node kernel.
+        per_sm: Programs of the node kernel per multiprocessor.
+        overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
-        suffix: Of the kernel that follows; chosen at the launch, by its shape, when None.
-        apart: Where a schedule leaves multiprocessors free, attend to suffixes on them beside the nodes, and merge in
-            a third launch.
+        suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
+        overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
+            kernel, and merge in a third launch.
     """
 
     block_m: int
@@ -55,18 +55,18 @@ class Config:
     overlap: bool = True
     hopper: bool = False
     suffix: SuffixConfig | None = None
-    apart: bool = False
+    overlap_suffix: bool = False
 
 
-# From so many suffixes on, a third launch costs less than attending to them beside the nodes gains.
-_APART = 512
+# Suffixes from which running them beside the nodes gains more than the third launch costs.
+_MIN_OVERLAPPED_SUFFIXES = 512
 
-# From so many KV heads on, a program has tiles enough for larger ones, or for more in flight, to pay: whatever the
-# contexts, or where they are long.
+# KV heads from which larger key tiles, or more of them in flight, pay: at any context length (many), or at long ones
+# (some).
 _MANY_HEADS, _SOME_HEADS = 24, 8
 
-# From so many keys on, contexts are long for tiles of few queries, and of many: what suits nodes is then worth more
-# than what suffixes may lose by it.
+# Keys per multiprocessor from which contexts count as long, for narrow and for wide query tiles: parameters that suit
+# the nodes then outweigh what suffixes lose by them.
 _LONG, _LONG_FOR_WIDE = 768, 192
 
 
@@ -75,7 +75,7 @@ def choose_config(
     head_dim: int,
     *,
     overlap: bool,
-    each: int = 1,
+    queries_per_kv_head: int = 1,
     rows: int = 1,
     kv_heads: int = 1,
     keys: int = 0,
@@ -83,30 +83,39 @@ def choose_config(
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
 ) -> Config:
-    """Launch parameters, as measured on an H200, shrunk to what a program can hold elsewhere.
+    """Launch parameters as measured on an H200, reduced to the shared memory of other devices.
 
     Args:
-        packed: Packed queries of the widest node for a KV head.
+        packed: Packed queries per KV head of the widest node.
         head_dim: Numbers per head.
-        overlap: Whether the device can overlap launches.
-        each: Packed queries of one row for a KV head.
+        overlap: Whether the device supports PDL.
+        queries_per_kv_head: Packed queries of one row per KV head.
         rows: Rows of the step.
         kv_heads: KV heads of the layer.
-        keys: How many each multiprocessor goes through: those of all nodes and KV heads, once for every 128 packed
-            queries of a node.
-        windowed: Whether there is a sliding window, which the Hopper kernel does not know.
-        shared_memory: Bytes that a program may take.
+        keys: Keys that each multiprocessor reads: those of all nodes and KV heads, once per 128 packed queries of a
+            node.
+        windowed: Whether there is a sliding window, which the Hopper kernel does not support.
+        shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
-    measured = 1 < each <= 8 and head_dim == 128  # with the suffixes' parameters for long contexts
+    measured = (
+        1 < queries_per_kv_head <= 8 and head_dim == 128
+    )  # shapes for which suffix parameters at long contexts were measured
     wide = packed > 64 and head_dim in (64, 128) and not windowed
-    keys = 0 if windowed else keys  # what a window leaves of them is not known, and mostly little
+    keys = 0 if windowed else keys  # how many keys a window keeps is unknown, and mostly few
     if overlap and wide and _hopper_kernel_runs(device):
         suffixes = rows * kv_heads
-        # Suffixes of one query have no matrix products: they need all multiprocessors to go as fast as their bytes.
-        apart = each > 1 and suffixes >= _APART
+        # Suffixes of one query have no matrix products and need all multiprocessors to reach the memory bandwidth.
+        overlap_suffix = queries_per_kv_head > 1 and suffixes >= _MIN_OVERLAPPED_SUFFIXES
         waiting = 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE
-        return Config(128, block_n=128, stages=2, hopper=True, suffix=_WAITING if waiting else None, apart=apart)
+        return Config(
+            128,
+            block_n=128,
+            stages=2,
+            hopper=True,
+            suffix=_WAITING if waiting else None,
+            overlap_suffix=overlap_suffix,
+        )
     most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
     block_m = min(most, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
@@ -115,14 +124,16 @@ def choose_config(
     elif block_m == 64:
         config = replace(config, block_n=128)
     elif block_m < 64 and kv_heads >= _MANY_HEADS:
-        larger = replace(config, block_n=128)  # leaves no room for suffixes that could begin beside the nodes
+        larger = replace(config, block_n=128)  # too large for suffix programs to fit beside the nodes'
         pays = (block_m == 32 or keys >= _LONG) and _shared_bytes(larger, head_dim) <= shared_memory
         config = larger if pays else replace(config, stages=4)
     elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _LONG and measured and overlap:
         deeper = replace(config, stages=4, suffix=_BESIDE)
         if _shared_bytes(deeper, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
             config = deeper
-    if _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128:  # two stages of these are slower
+    if (
+        _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128
+    ):  # fewer stages of 128 keys are slower
         config = replace(config, block_n=64)
     while _shared_bytes(config, head_dim) > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
@@ -132,19 +143,19 @@ def choose_config(
 
 
 def _shared_bytes(config: Config, head_dim: int) -> int:
-    """Of queries, and of keys and values of every stage, at two bytes a number."""
+    """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per number."""
     return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
 
 
-_SCRATCH = 16 * 1024  # bytes of shared memory for what a program of `attend_suffixes` exchanges between its threads
+_SCRATCH = 16 * 1024  # bytes of shared memory by which threads of `attend_suffixes` exchange data
 
 
 def _suffix_bytes(config: SuffixConfig, head_dim: int) -> int:
-    """Of keys and values of every stage, and of what threads exchange."""
+    """Shared memory of the suffix kernel: keys and values of every stage, and scratch."""
     return 4 * triton.next_power_of_2(head_dim) * config.block_n * config.stages + _SCRATCH
 
 
-# For up to so many programs: the fewer they are, the more each must load at once.
+# By the largest number of programs: the fewer there are, the more each must load at once.
 _ONE_QUERY = (
     (64, SuffixConfig(128, warps=8, stages=2, merge=8)),
     (256, SuffixConfig(32, warps=1, stages=3, merge=8)),
@@ -159,7 +170,7 @@ _QUERIES = (
     (2**31, SuffixConfig(16, warps=1, stages=3, merge=8)),
 )
 
-# While long contexts are read: so small that programs can begin beside the nodes', or too large to.
+# For long contexts: small enough to start beside the nodes' programs, or too large to, so that they wait.
 _BESIDE = SuffixConfig(32, warps=2, stages=3, merge=8)
 _WAITING = SuffixConfig(128, warps=4, stages=3, merge=8)
 
@@ -171,33 +182,33 @@ def choose_suffix_config(
     queries: int,
     head_dim: int,
     *,
-    apart: bool = False,
+    overlap_suffix: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
-    """Launch parameters as measured on an H200.
+    """Launch parameters of the suffix kernel as measured on an H200.
 
     Args:
         rows: Rows of the batch.
         kv_heads: KV heads of the layer.
-        group: Query heads of a KV head.
-        queries: Tokens of a row in the step.
+        group: Query heads per KV head.
+        queries: New tokens per row.
         head_dim: Numbers per head.
-        apart: Whether it may run beside the nodes, where few multiprocessors are to be filled.
-        shared_memory: Bytes that a program may take.
+        overlap_suffix: Whether it runs beside the node kernel, on few multiprocessors.
+        shared_memory: Bytes of shared memory per program.
     """
-    programs, each = rows * kv_heads, group * queries
-    if apart:  # as many as there are on few multiprocessors would be
+    programs, queries_per_kv_head = rows * kv_heads, group * queries
+    if overlap_suffix:  # on few multiprocessors, any number of programs is many
         programs = max(programs, _QUERIES[-2][0] + 1)
-    if each == 1:
+    if queries_per_kv_head == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
-        held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit the registers
+        held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit in the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
         config = next(config for most, config in _QUERIES if programs <= most)
-    if kv_heads == 1 and programs <= 64:  # each program of the nodes' kernel leaves a partial of the same queries
+    if kv_heads == 1 and programs <= 64:  # every program of the node kernel writes a partial of the same queries
         config = replace(config, merge=32)
-    # A thread holds at most 64 numbers of the sum, and 128 of partials that are loaded at once.
-    wide = triton.next_power_of_2(each) * triton.next_power_of_2(head_dim)
+    # A thread holds at most 64 numbers of the accumulator, and 128 of partials loaded at once.
+    wide = triton.next_power_of_2(queries_per_kv_head) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
     while config.block_n > 16 and _suffix_bytes(config, head_dim) > shared_memory:
@@ -209,9 +220,9 @@ class MergeConfig(NamedTuple):
     """Launch parameters of `merge_suffixes`.
 
     Attributes:
-        rows: Rows of a program.
-        warps: Its warps.
-        merge: Partials of one query that are loaded at once.
+        rows: Rows per program.
+        warps: Warps per program.
+        merge: Partials of a query loaded at once.
     """
 
     rows: int
@@ -219,13 +230,13 @@ class MergeConfig(NamedTuple):
     merge: int
 
 
-def choose_merge_config(each: int, head_dim: int) -> MergeConfig:
-    """Launch parameters for so many packed queries of a row.
+def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
+    """Launch parameters of the merge kernel.
 
-    A program takes 16 packed queries, or one row's if those are more. A thread holds at most 64 numbers of the sum,
-    and 64 of partials that are loaded at once.
+    A program merges 16 packed queries, or one row's if those are more. A thread holds at most 64 numbers of the
+    accumulator, and 64 of partials loaded at once.
     """
-    tile, width = triton.next_power_of_2(each), triton.next_power_of_2(head_dim)
+    tile, width = triton.next_power_of_2(queries_per_kv_head), triton.next_power_of_2(head_dim)
     rows = max(1, 16 // tile)
     numbers = rows * tile * width
     warps = min(8, max(4, numbers // 2048))

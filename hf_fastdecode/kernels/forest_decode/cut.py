@@ -1,13 +1,12 @@
-"""How units' key tiles become shares of programs.
+"""Stream-K cut: divides the key tiles of all units into equal shares, one per program.
 
-Laid end to end, the tiles are cut into as many equal shares as there are programs. Three things are cut otherwise:
+The tiles, laid end to end, are cut into as many equal shares as there are programs, with three exceptions:
 
-- Of a node with more units than programs, programs take whole units side by side while each still gets one: neighbours
-  then read the same keys at the same time, from L2.
-- Units of one length are cut into the same number of pieces each when this costs no more than their beginning and
-  ending everywhere in a share.
-- Where shares do begin and end inside units, those of several query tiles are cut as one *bundle*, so that as many
-  programs go through the same keys side by side.
+- A node with at least as many units as programs first hands out whole units, one per program, so that neighbours read
+  the same keys at the same time, from L2.
+- Units of one length are cut into the same number of pieces (split-K) when that is no slower.
+- Otherwise, units of several query tiles are cut as one *bundle*, so that as many programs read the same keys side by
+  side.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What beginning and ending a piece costs a program, in key tiles: loads that wait for each other, and the partial.
+# Cost of starting and ending a piece, in key tiles: dependent loads, and writing the partial.
 PIECE_COST = 2
 
 
 class Work(NamedTuple):
-    """Pieces in the order of units, then of keys; `turn` is a piece's place among those of its program."""
+    """Pieces, sorted by unit and key; `turn` is a piece's place in its program's order."""
 
     unit: np.ndarray
     begin: np.ndarray
@@ -30,12 +29,12 @@ class Work(NamedTuple):
     turn: np.ndarray
 
 
-# Most programs that go through the same keys side by side where their shares begin and end inside units.
+# Most units that are cut together.
 BUNDLE = 8
 
 
 def common_bundle(query_tiles: np.ndarray, programs: int) -> int:
-    """Units that are cut together: as many of a node as divide its query tiles, every other node's, and programs."""
+    """Units per bundle: the largest size up to `BUNDLE` that divides every node's query tiles and the programs."""
     common = int(np.gcd.reduce(query_tiles, initial=programs))
     return next(size for size in range(BUNDLE, 0, -1) if common % size == 0)
 
@@ -65,14 +64,14 @@ def cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int, *, bundle
 
 
 def _shares(total: int, programs: int) -> int:
-    """Programs that get work: fewer when it would leave them under two tiles each."""
+    """Programs that get work: all, or fewer so that each has at least two tiles."""
     return max(1, min(programs, total // 2))
 
 
 def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bundle: int) -> Work:
-    """Cut all units' tiles, laid end to end, into equal shares; units of a bundle lie side by side.
+    """Cut all units' tiles, laid end to end, into equal shares; a bundle's units are cut at the same tiles.
 
-    A unit counts as so many tiles more as a piece costs: who gets many short units gets fewer tiles.
+    Every unit counts `PIECE_COST` tiles more, so that a program with many short units gets fewer tiles.
     """
     lengths = lengths[::bundle]
     unit_start = np.concatenate([[0], np.cumsum(lengths)])
@@ -92,7 +91,7 @@ def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bun
 
 
 def _cut_alike(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> Work | None:
-    """Cut units of one length into the same number of pieces, one for each program; None where that is slower."""
+    """Cut units of one length into equally many pieces, one per program (split-K); None where that is slower."""
     length, count = int(lengths[0]), len(unit)
     if length == 0 or (lengths != length).any() or count > programs:
         return None

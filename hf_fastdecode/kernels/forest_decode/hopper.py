@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`node_partials` for Hopper GPUs (compute capability 9.0) and many packed queries, where arithmetic is the limit.
+"""Warp-specialised `node_partials` for Hopper GPUs (compute capability 9.0) and compute-bound query tiles.
 
-One warp brings key and value tiles to shared memory with the bulk tensor copy engine; two groups of four warps each
-hold 64 packed queries and compute. The products of one tile overlap the exponentials of another, within a group
-and between the two (FlashAttention-3, section 3). Written in Gluon, Triton's language with explicit layouts.
+A producer warp loads key and value tiles to shared memory by TMA; two consumer warpgroups compute 64 packed queries
+each. The matrix products of one tile overlap the exponentials of another, within a warpgroup and between the two
+(FlashAttention-3, section 3). Written in Gluon, Triton's language with explicit layouts.
 """
 
 from triton.experimental import gluon
@@ -16,20 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_tiles import begin_of, group_barrier, produce
-from .triton import LOG2E, cap_scores, prefetch
+from .hopper_tiles import group_barrier, produce, tile_start
+from .node_kernel import LOG2E, cap_scores, prefetch
 
 
 @gluon.jit
-def _sum_of_threads(weights, BLOCK_N: gl.constexpr):
-    """Sums over the columns that one thread holds, ``[64, 4]``: a row's four threads add theirs up at the end."""
+def _row_sums_per_thread(weights, BLOCK_N: gl.constexpr):
+    """Row sums over the columns of one thread, ``[64, 4]``; a row's four threads are added up at the end."""
     return gl.sum(gl.sum(gl.reshape(weights, [64, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _only_new(scores, columns, tile, length, BLOCK_N: gl.constexpr):
-    """Scores of the last tile, with -inf for tokens behind the node's end, or that the tile before has seen."""
-    token = begin_of(tile, length, BLOCK_N) + columns
+def _mask_last_tile(scores, columns, tile, length, BLOCK_N: gl.constexpr):
+    """Mask the last tile: -inf for tokens past the node's end, and for those of the tile before."""
+    token = tile_start(tile, length, BLOCK_N) + columns
     return gl.where(((token >= tile * BLOCK_N) & (token < length))[None, :], scores, -float("inf"))
 
 
@@ -40,7 +40,7 @@ def _consume(
     keys,
     values,
     numbers,
-    WHICH: gl.constexpr,  # of the groups of 64 packed queries in the tile
+    WARPGROUP: gl.constexpr,  # index of the 64 packed queries in the tile
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -50,60 +50,61 @@ def _consume(
     SOFT_CAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Four warps that attend 64 packed queries to the tiles."""
+    """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
     scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
     k_ring, k_full, k_free = keys
     v_ring, v_full, v_free = values
     element: gl.constexpr = query.dtype.element_ty
-    each: gl.constexpr = GROUP * QUERIES
+    queries_per_kv_head: gl.constexpr = GROUP * QUERIES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    factor = LOG2E if SOFT_CAP else scale * LOG2E
+    scale_log2 = LOG2E if SOFT_CAP else scale * LOG2E
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, load_layout))
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     piece = gl.program_id(0)
     count = 0
     while piece >= 0:
-        entry = pieces + piece * 16
-        head = gl.load(entry + 1)
-        tile = gl.load(entry + 2)
-        first = gl.load(entry + 3)
-        last = gl.load(entry + 4)
-        length = gl.load(entry + 5)
-        row_start = gl.load(entry + 6)
-        row_count = gl.load(entry + 7)
-        slot = gl.load(entry + 8)
-        piece = gl.load(entry + 9)
+        piece_row = pieces + piece * 16
+        head = gl.load(piece_row + 1)
+        tile = gl.load(piece_row + 2)
+        first = gl.load(piece_row + 3)
+        last = gl.load(piece_row + 4)
+        length = gl.load(piece_row + 5)
+        row_start = gl.load(piece_row + 6)
+        row_count = gl.load(piece_row + 7)
+        slot = gl.load(piece_row + 8)
+        piece = gl.load(piece_row + 9)
         if first < last:
-            # Packed query i belongs to row i // each; its head and position within the row are i % each.
-            packed = tile * BLOCK_M + WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, load_layout))
-            row = row_start + packed // each
-            within = packed % each
-            where = (
+            # Packed query i belongs to row i // queries_per_kv_head; its head and position within the row are
+            # i % queries_per_kv_head.
+            packed = tile * BLOCK_M + WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, load_layout))
+            row = row_start + packed // queries_per_kv_head
+            within = packed % queries_per_kv_head
+            query_at = (
                 row.to(gl.int64) * query_row_stride
                 + (head * GROUP + within // QUERIES) * query_head_stride
                 + (within % QUERIES) * query_stride
             )
-            in_tile = packed < row_count * each
+            in_tile = packed < row_count * queries_per_kv_head
             if PDL:
                 for line in gl.static_range(0, HEAD_DIM * 2, 128):
-                    prefetch((query + where).to(gl.int64) + line, in_tile)
-                # Dependents may start once every program is here; they read what earlier kernels wrote, so those must
-                # be done. Nodes were written long before, so that the producer need not wait.
+                    prefetch((query + query_at).to(gl.int64) + line, in_tile)
+                # PDL: dependents also rely on earlier kernels, so wait before releasing them. Nodes are older, so the
+                # producer need not wait.
                 gdc_wait()
                 gdc_launch_dependents()
-            q = gl.load(query + where[:, None] + dims[None, :], mask=in_tile[:, None], other=0.0)
-            group_barrier()  # the last piece's products have read the queries before
+            q = gl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None], other=0.0)
+            group_barrier()  # all products of the previous piece have read its queries
             q_memory.store(q)
             fence_async_shared()
             group_barrier()
 
-            whole = length // BLOCK_N  # the tile that needs a mask
+            masked_tile = length // BLOCK_N  # the tile that needs a mask
             o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
             stage = count % STAGES
             phase = count // STAGES & 1
@@ -113,12 +114,12 @@ def _consume(
             mbarrier.arrive(k_free.index(stage), count=1)
             if SOFT_CAP:
                 s = cap_scores(s * scale, soft_cap)
-            if first == whole:
-                s = _only_new(s, columns, whole, length, BLOCK_N)
-            top = gl.max(s, 1) * factor
-            s = gl.exp2(s * factor - top[:, None])
-            total = _sum_of_threads(s, BLOCK_N)
-            total_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+            if first == masked_tile:
+                s = _mask_last_tile(s, columns, masked_tile, length, BLOCK_N)
+            row_max = gl.max(s, 1) * scale_log2
+            s = gl.exp2(s * scale_log2 - row_max[:, None])
+            row_sum = _row_sums_per_thread(s, BLOCK_N)
+            row_sum_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
             p = gl.convert_layout(s.to(element), p_layout)
             mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=first + 1 < last)
             for at in range(first + 1, last):
@@ -136,46 +137,48 @@ def _consume(
                 mbarrier.arrive(k_free.index(stage), count=1)
                 if SOFT_CAP:
                     s = cap_scores(s * scale, soft_cap)
-                if at == whole:
-                    s = _only_new(s, columns, whole, length, BLOCK_N)
-                new_top = gl.maximum(top, gl.max(s, 1) * factor)
-                fade = gl.exp2(top - new_top)
-                top = new_top
-                s = gl.exp2(s * factor - top[:, None])
-                total = total * gl.convert_layout(fade, total_rows)[:, None] + _sum_of_threads(s, BLOCK_N)
-                # This wait's branch also keeps the arithmetic above it before the next one: it overlaps the product.
+                if at == masked_tile:
+                    s = _mask_last_tile(s, columns, masked_tile, length, BLOCK_N)
+                new_row_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
+                rescale = gl.exp2(row_max - new_row_max)
+                row_max = new_row_max
+                s = gl.exp2(s * scale_log2 - row_max[:, None])
+                row_sum = row_sum * gl.convert_layout(rescale, row_sum_layout)[:, None] + _row_sums_per_thread(
+                    s, BLOCK_N
+                )
+                # Its branch also keeps the arithmetic above before the next wait, where it overlaps the product.
                 mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=at + 1 < last)
                 o = warpgroup_mma_wait(0, [o_next])
                 mbarrier.arrive(v_free.index(v_stage), count=1)
                 p = gl.convert_layout(s.to(element), p_layout)
-                o = o * gl.convert_layout(fade, o_rows)[:, None]
+                o = o * gl.convert_layout(rescale, o_rows)[:, None]
             mbarrier.wait(v_full.index(stage), phase)
             o_last = warpgroup_mma(p, v_ring.index(stage), o, is_async=True)
             o = warpgroup_mma_wait(0, [o_last])
             mbarrier.arrive(v_free.index(stage), count=1)
             count += 1
 
-            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
-            s_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
+            s_row = WARPGROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             lse_at = partial_lse + slot.to(gl.int64) * BLOCK_M + s_row
-            gl.store(lse_at, top + gl.log2(total), mask=tile * BLOCK_M + s_row < row_count * each)
-            o_row = WHICH * 64 + gl.arange(0, 64, layout=o_rows)
+            gl.store(lse_at, row_max + gl.log2(row_sum), mask=tile * BLOCK_M + s_row < row_count * queries_per_kv_head)
+            o_row = WARPGROUP * 64 + gl.arange(0, 64, layout=o_rows)
             o_at = (slot.to(gl.int64) * BLOCK_M + o_row)[:, None] * HEAD_DIM
             o_at += gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))[None, :]
-            o = o * gl.convert_layout(1.0 / total, o_rows)[:, None]
-            gl.store(partial_out + o_at, o, mask=(tile * BLOCK_M + o_row < row_count * each)[:, None])
-        elif PDL:  # who waits for this kernel waits for those before it too
+            o = o * gl.convert_layout(1.0 / row_sum, o_rows)[:, None]
+            gl.store(partial_out + o_at, o, mask=(tile * BLOCK_M + o_row < row_count * queries_per_kv_head)[:, None])
+        elif PDL:  # dependents also rely on earlier kernels, so wait even without work
             gdc_wait()
 
 
 @gluon.jit
 def hopper_node_partials(
-    query,  # these as those of `node_partials`; head_dim is 64 or 128
+    query,  # as in `node_partials`, up to partial_lse; head_dim is 64 or 128
     nodes,
     pieces,
     partial_out,
     partial_lse,
-    memory,  # descriptor of all memory, see `all_memory`
+    memory,  # TMA descriptor of all memory, see `all_memory`
     node_capacity,
     kv_heads,
     scale,
@@ -210,7 +213,7 @@ def hopper_node_partials(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
-    # Of 504 registers for three groups of four warps, those that compute take 240 each.
+    # Of 504 registers per thread over three warpgroups, each consumer takes 240.
     tensors = (query, pieces, partial_out, partial_lse)
     keys = (k_ring, k_full, k_free)
     values = (v_ring, v_full, v_free)

@@ -1,4 +1,4 @@
-"""What the kernels can compute, asked before they are chosen."""
+"""What the decode kernels support, and the device properties they depend on."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ MAX_HEAD_DIM = 256
 def refusal(
     query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor], sinks: Tensor | None = None
 ) -> str | None:
-    """Why `forest_decode` cannot take these, or None when it can.
+    """Why `forest_decode` does not support these tensors; None when it does.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``.
         keys: New keys ``[rows, kv_heads, queries, head_dim]``.
         values: New values.
-        stored: Keys and values of the suffixes and of the segments that nodes lie in.
-        sinks: Where the layer has them.
+        stored: Keys and values of suffixes and node segments.
+        sinks: The layer's attention sinks, if any.
     """
     given = [query, keys, values, *stored, *([sinks] if sinks is not None else [])]
     if torch.is_grad_enabled() and any(part.requires_grad for part in given):
         return "it computes no gradients; call it under torch.no_grad()"
     others = {(part.dtype, part.device) for part in (query, keys, values, *stored)}
-    if len(others) > 1:  # it reads raw memory, which it would take for the query's dtype
+    if len(others) > 1:  # keys are read through raw addresses, as the query's dtype
         return f"query, keys and values need one dtype and device, got {', '.join(sorted(map(str, others)))}"
     if not triton_is_installed():
         return "triton is not installed"
     if keys.device.type != "cuda" and not interpreted():
         return f"it runs on CUDA devices, got {keys.device.type!r}"
     if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
-        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton multiplies float32 in tf32
+        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton's dot computes float32 in tf32
     if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
         return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
     head_dim, queries = keys.shape[-1], keys.shape[-2]
@@ -59,7 +59,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can take on a CUDA device; what an H200 has where Triton interprets."""
+    """Bytes of shared memory per program on a CUDA device; an H200's where Triton interprets."""
     if device.type != "cuda":
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
@@ -68,5 +68,5 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; a few where Triton interprets."""
+    """Streaming multiprocessors of a CUDA device; 4 where Triton interprets."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

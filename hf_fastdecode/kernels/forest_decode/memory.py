@@ -1,9 +1,8 @@
-"""One tensor descriptor for the whole address space.
+"""One TMA descriptor for the whole address space.
 
-The bulk tensor copy engine of Hopper GPUs reads through descriptors. A kernel that makes one for every node it reads
-spends some microseconds on each before the first byte is asked for. Rows of one length can be found anywhere by one
-descriptor instead, whose tensor begins near address zero and covers everything: nothing is read but the tiles that a
-kernel asks for.
+TMA, the bulk tensor copy engine of Hopper GPUs, reads through descriptors. Making one per node costs a kernel some
+microseconds before its first load. One descriptor whose tensor begins near address zero and covers all memory finds
+rows of one length anywhere; only the tiles that a kernel loads are read.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ if TYPE_CHECKING:  # only some versions of Triton have it
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLANE = 1 << 30
-"""Rows of a plane: a row's index in it must fit 32 bits, like the number of the plane."""
+"""Rows per plane: indices of rows and planes must fit 32 bits."""
 
 ADDRESS_BITS = 49
-"""Of addresses on a GPU."""
+"""Bits of an address on a GPU."""
 
 
 class _Address(NamedTuple):
-    """What Triton asks of a descriptor's tensor; there is none."""
+    """Stands for a descriptor's tensor: has what Triton reads of one."""
 
     dtype: torch.dtype
     address: int
@@ -37,14 +36,14 @@ class _Address(NamedTuple):
 def all_memory(dtype: torch.dtype, block_n: int, head_dim: int, plane: int) -> TensorDescriptor:
     """A descriptor of all memory as ``[planes, plane, head_dim]``, in boxes of ``[1, block_n, head_dim]``.
 
-    The rows at addresses ``b, 2 b, 3 b, ...``, for rows of ``b`` bytes, are rows 0, 1, 2, ... through all planes: no
-    tensor may begin at address zero.
+    For rows of ``b`` bytes, address ``(i + 1) b`` is row ``i`` counted through all planes, because no tensor may begin
+    at address zero.
 
     Args:
         dtype: fp16 or bf16.
-        block_n: Rows of a box.
-        head_dim: Numbers of a row.
-        plane: Rows of a plane.
+        block_n: Rows per box.
+        head_dim: Numbers per row.
+        plane: Rows per plane.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

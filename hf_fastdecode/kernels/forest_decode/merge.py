@@ -1,37 +1,37 @@
 # mypy: ignore-errors
-"""Merging of partials, in the order of the schedule: the same input and shape give the same bits."""
+"""Merge of node and suffix partials, in the fixed order of the schedule, so that results are bitwise reproducible."""
 
 import triton
 import triton.language as tl
 
-from .triton import LN2
+from .node_kernel import LN2
 
 
 @triton.jit
-def pieces_of(
-    row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M: tl.constexpr
+def locate_pieces(
+    row, head, within, valid_query, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M: tl.constexpr
 ):
-    """Where the partials of queries lie: the first slot, how many follow, and the query's row in each.
+    """Locate the partials of queries at one depth: first slot, number of pieces, and row in the query tile.
 
-    ``within`` are the queries' places among the packed queries of their row and KV head; those that are not ``real``
-    have no partials.
+    ``within`` are the queries' indices among the packed queries of their row and KV head; queries that are not valid
+    have no pieces.
     """
     unit = tl.load(row_units + depth * rows + row)
     tiles = tl.load(row_tiles + depth * rows + row)
     offset = tl.load(row_offsets + depth * rows + row)
     own = unit + head * tiles + (offset + within) // BLOCK_M - offset // BLOCK_M
-    has = tl.where(unit >= 0, real, False)
+    has = tl.where(unit >= 0, valid_query, False)
     first = tl.load(unit_slots + own, mask=has, other=0)
     count = tl.load(unit_slots + own + 1, mask=has, other=0) - first
     return first, count, (offset + within) % BLOCK_M
 
 
 @triton.jit
-def near_pieces(
+def locate_first_depths(
     row,
     head,
     within,
-    real,
+    valid_query,
     rows,
     row_units,
     row_offsets,
@@ -40,69 +40,69 @@ def near_pieces(
     BLOCK_M: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """`pieces_of` the first two depths, for `take_depths`: asked for before the partials are there."""
-    first, count, row_in_tile = pieces_of(
-        row, head, within, real, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    """`locate_pieces` of the first two depths, loaded before the partials are ready; for `merge_depths`."""
+    first, count, row_in_tile = locate_pieces(
+        row, head, within, valid_query, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
     )
     if DEPTHS == 1:
         return first, count, row_in_tile, first, count, row_in_tile
-    next_first, next_count, next_row_in_tile = pieces_of(
-        row, head, within, real, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+    next_first, next_count, next_row_in_tile = locate_pieces(
+        row, head, within, valid_query, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
     )
     return first, count, row_in_tile, next_first, next_count, next_row_in_tile
 
 
 @triton.jit
-def take_part(lse, part, top, total, acc):
-    """Take a partial (base 2) of queries into their running maximum, sum and mean: ``[P]``, ``[P]``, ``[P, D]``."""
-    new_top = tl.maximum(top, lse)
-    fade = tl.exp2(top - new_top)
-    weight = tl.exp2(lse - new_top)
-    return new_top, total * fade + weight, acc * fade[:, None] + part * weight[:, None]
+def merge_partial(lse, part, row_max, row_sum, acc):
+    """Merge a partial (base 2) into row max ``[P]``, row sum ``[P]`` and accumulator ``[P, D]``."""
+    new_row_max = tl.maximum(row_max, lse)
+    rescale = tl.exp2(row_max - new_row_max)
+    weight = tl.exp2(lse - new_row_max)
+    return new_row_max, row_sum * rescale + weight, acc * rescale[:, None] + part * weight[:, None]
 
 
 @triton.jit
-def take_pieces(
+def merge_pieces(
     first,
     count,
     row_in_tile,
     partial_out,
     partial_lse,
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """`take_part` of one depth's pieces, in their order."""
+    """Merge the pieces of one depth, in order."""
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     for start in range(0, tl.max(count, 0), MERGE):
-        for index in tl.static_range(MERGE):  # loads that do not wait for each other
+        for index in tl.static_range(MERGE):  # independent loads
             here = start + index < count
             at = (first + start + index).to(tl.int64) * BLOCK_M + row_in_tile
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
                 partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
             )
-            top, total, acc = take_part(lse, part, top, total, acc)
-    return top, total, acc
+            row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def take_depths(
-    first,  # these six of `near_pieces`
+def merge_depths(
+    first,  # these six from `locate_first_depths`
     count,
     row_in_tile,
     next_first,
     next_count,
     next_row_in_tile,
-    row,  # these and the tables as there
+    row,  # these and the tables as in `locate_first_depths`
     head,
     within,
-    real,
+    valid_query,
     rows,
     row_units,
     row_offsets,
@@ -110,8 +110,8 @@ def take_depths(
     unit_slots,
     partial_out,
     partial_lse,
-    top,
-    total,
+    row_max,
+    row_sum,
     acc,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -119,23 +119,34 @@ def take_depths(
     MERGE: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """`take_pieces` of all depths, in their order."""
+    """Merge the pieces of all depths, in order."""
     for depth in tl.static_range(DEPTHS):
         if depth == 1:
             first, count, row_in_tile = next_first, next_count, next_row_in_tile
         if depth > 1:
-            first, count, row_in_tile = pieces_of(
-                row, head, within, real, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
+            first, count, row_in_tile = locate_pieces(
+                row, head, within, valid_query, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
             )
-        top, total, acc = take_pieces(
-            first, count, row_in_tile, partial_out, partial_lse, top, total, acc, HEAD_DIM, BLOCK_D, BLOCK_M, MERGE
+        row_max, row_sum, acc = merge_pieces(
+            first,
+            count,
+            row_in_tile,
+            partial_out,
+            partial_lse,
+            row_max,
+            row_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            MERGE,
         )
-    return top, total, acc
+    return row_max, row_sum, acc
 
 
 @triton.jit
 def merge_suffixes(
-    slots,  # these as those of `attend_suffixes`, which left its partials here
+    slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse
     row_units,
     row_offsets,
     row_tiles,
@@ -146,7 +157,7 @@ def merge_suffixes(
     own_lse,
     out,
     out_lse,
-    apart,
+    overlap_suffix,
     rows,
     kv_heads,
     GROUP: tl.constexpr,
@@ -159,36 +170,36 @@ def merge_suffixes(
     DEPTHS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # rows per program
 ):
-    if tl.load(apart) == 0:  # they are merged
-        if PDL:  # who waits for this waits for them too
+    if tl.load(overlap_suffix) == 0:  # the suffix kernel has merged
+        if PDL:  # dependents also rely on earlier kernels, so wait even without work
             tl.extra.cuda.gdc_wait()
         return
     head = tl.program_id(0) % kv_heads
-    each: tl.constexpr = GROUP * QUERIES
+    queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     packed = tl.arange(0, ROWS * TILE)
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     row = tl.program_id(0) // kv_heads * ROWS + packed // TILE
     within = packed % TILE
-    real = (row < rows) & (within < each)
+    valid_query = (row < rows) & (within < queries_per_kv_head)
     row = tl.minimum(row, rows - 1)
-    took_part = tl.load(slots + row) >= 0
-    mine = real & took_part
-    first, count, row_in_tile, next_first, next_count, next_row_in_tile = near_pieces(
-        row, head, within, mine, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
+    active = tl.load(slots + row) >= 0
+    active_query = valid_query & active
+    first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
+        row, head, within, active_query, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    at = (row.to(tl.int64) * kv_heads + head) * each + within
+    at = (row.to(tl.int64) * kv_heads + head) * queries_per_kv_head + within
     place = at[:, None] * HEAD_DIM + dims[None, :]
-    kept = real[:, None] & in_dim[None, :]
-    top = tl.load(own_lse + at, mask=real, other=0.0)
-    total = tl.full([ROWS * TILE], 1.0, tl.float32)
+    kept = valid_query[:, None] & in_dim[None, :]
+    row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
+    row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
     acc = tl.load(own_out + place, mask=kept, other=0.0)
-    top, total, acc = take_depths(
+    row_max, row_sum, acc = merge_depths(
         first,
         count,
         row_in_tile,
@@ -198,7 +209,7 @@ def merge_suffixes(
         row,
         head,
         within,
-        mine,
+        active_query,
         rows,
         row_units,
         row_offsets,
@@ -206,8 +217,8 @@ def merge_suffixes(
         unit_slots,
         partial_out,
         partial_lse,
-        top,
-        total,
+        row_max,
+        row_sum,
         acc,
         HEAD_DIM,
         BLOCK_D,
@@ -215,8 +226,8 @@ def merge_suffixes(
         MERGE,
         DEPTHS,
     )
-    result = tl.where(took_part[:, None], acc * (1.0 / total)[:, None], 0.0)
+    result = tl.where(active[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:
-        lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
-        tl.store(out_lse + at, lse, mask=real)
+        lse = tl.where(active, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
+        tl.store(out_lse + at, lse, mask=valid_query)

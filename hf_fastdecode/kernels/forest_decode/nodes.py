@@ -1,4 +1,4 @@
-"""The first launch of a decode step: every node attended to by all of its rows."""
+"""Launch of the node kernel: the first of a decode step, attention of all rows over their nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..failures import Kernel, launching
 from .config import Config
 from .limits import compute_capability
 from .memory import ADDRESS_BITS, PLANE, all_memory
+from .node_kernel import node_partials
 from .schedule import Schedule
-from .triton import node_partials
 
 
-class Partials(NamedTuple):
-    """What the pieces of a schedule left: its `unit_slots` says which are a unit's.
+class NodeWorkspace(NamedTuple):
+    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces.
 
     Attributes:
         out: ``[pieces, block_m, head_dim]`` fp32.
@@ -30,10 +30,7 @@ class Partials(NamedTuple):
 
 
 def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
-    """Whether the kernels of a step may start while the one before still runs, and wait where they need its results.
-
-    (Programmatic dependent launch.)
-    """
+    """Whether kernels of a step start before the previous one ends (programmatic dependent launch, PDL)."""
     if not (config.overlap and schedule.piece_count > 0 and query.is_cuda):
         return False
     return compute_capability(query.device) >= (9, 0)
@@ -50,25 +47,25 @@ def attend_nodes(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
-) -> Partials:
-    """Partials of the nodes; arguments as for `forest_decode`.
+) -> NodeWorkspace:
+    """Launch the node kernel; arguments as for `forest_decode`.
 
     Raises:
-        ValueError: There is a window, and the configuration is of the Hopper kernel.
+        ValueError: A window is combined with the Hopper kernel.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if window is not None and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     heads, queries, head_dim = query.shape[1:]
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    partials = Partials(
+    workspace = NodeWorkspace(
         torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
         torch.empty(schedule.piece_count, schedule.block_m, **fp32),
     )
     if not schedule.piece_count:
-        return partials
+        return workspace
     overlap = overlaps(query, schedule, config)
-    tensors = (query, nodes, schedule.pieces, *partials)
+    tensors = (query, nodes, schedule.pieces, *workspace)
     strides = query.stride()[:3]
     options: dict[str, Any] = {
         "GROUP": heads // kv_heads,
@@ -79,7 +76,7 @@ def attend_nodes(
         "SOFT_CAP": soft_cap is not None,
         "STAGES": config.stages,
         "PDL": overlap,
-        "enable_fp_fusion": True,  # Triton 3.9 warns where this is left to its default, which 3.10 changes
+        "enable_fp_fusion": True,  # Triton 3.9 warns about the default, which 3.10 changes
     }
     if overlap:
         options["launch_pdl"] = True
@@ -99,7 +96,7 @@ def attend_nodes(
                 WINDOW=window is not None,
                 num_warps=config.warps,
             )
-        return partials
+        return workspace
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
         if size > schedule.scratch.nbytes:
@@ -118,5 +115,5 @@ def attend_nodes(
         hopper_node_partials[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
 
     with launching(Kernel.HOPPER, query.device):
-        copy_context().run(launch)  # elsewhere Triton's allocator stays what it is
-    return partials
+        copy_context().run(launch)  # keeps Triton's allocator as it was outside
+    return workspace

@@ -1,8 +1,8 @@
-"""The work of a decode step over a forest, cut into equal shares (LeanAttention, section 4.2).
+"""Stream-K schedule of the node kernel: key tiles of a forest in equal shares (LeanAttention, section 4.2).
 
-A *unit* is a query tile of a node for one KV head: the packed queries that read the same keys. Their key tiles are cut
-into equal shares for the programs, whatever the nodes' lengths (`cut`). A share that ends inside a unit leaves a
-*piece* of it; a unit's pieces are merged in their order.
+A *unit* is a query tile of a node for one KV head: packed queries that read the same keys. The key tiles of all units
+are cut into equal shares, one per program, whatever the nodes' lengths (`cut`). A share consists of *pieces* of units;
+a unit's pieces are merged in order.
 
 Nodes do not change while their rows decode, so a schedule serves all steps and all layers.
 """
@@ -21,7 +21,7 @@ from .cut import PIECE_COST, Work, common_bundle, cut
 
 
 class NodeShape(NamedTuple):
-    """What of a node decides the work: its depth, its rows, and its length in tokens."""
+    """Depth, rows and length of a node, which decide the schedule."""
 
     depth: int
     row_start: int
@@ -34,23 +34,23 @@ PIECE = (
     "kv_head",
     "query_tile",
     "first_key_tile",
-    "last_key_tile",  # the last one + 1
+    "last_key_tile",  # exclusive
     "length",  # tokens of the node
     "row_start",
     "row_count",
-    "slot",  # where the partial goes
+    "slot",  # of the partial in the workspace
     "next",  # the program's next piece, or -1
-    "position",  # tokens before the node on the way to it
+    "position",  # tokens above the node on its rows' path
 )
-"""The columns of a row of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
+"""Columns of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
 
 
 class Capacity(NamedTuple):
-    """Least sizes of a schedule's tables, so that another schedule can take their place in a captured graph.
+    """Minimum sizes of a schedule's tables, so that other schedules fit in a captured graph.
 
     Attributes:
         depths: Levels of nodes.
-        nodes: Nodes, which the address tables hold.
+        nodes: Nodes in the address tables.
         units: Query tiles of nodes, over all KV heads.
     """
 
@@ -59,27 +59,26 @@ class Capacity(NamedTuple):
     units: int = 0
 
     def holds(self, other: Capacity) -> bool:
-        """Whether tables of this size take what needs `other`."""
+        """Whether tables of this size hold what needs `other`."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tables that the kernels read, int32 on one device.
+    """Tables that the kernels read, int32 on one device.
 
     Attributes:
-        pieces: ``[pieces, 16]``, columns `PIECE`: program ``i`` begins with row ``i`` and follows ``next``. Node -1
-            marks a row without work.
-        unit_slots: ``[units + 1]``: unit ``i`` left its partials in slots ``unit_slots[i] .. unit_slots[i + 1] - 1``.
-        row_units: ``[depths, rows]``: the unit of KV head 0 that holds the row's first packed query; -1 without one.
-        row_offsets: ``[depths, rows]``: the row's first query among its node's packed queries.
+        pieces: ``[pieces, 16]``, columns `PIECE`: program ``i`` starts at row ``i`` and follows ``next``; node -1 is a
+            program without work.
+        unit_slots: ``[units + 1]``: unit ``i`` has its partials in slots ``unit_slots[i] .. unit_slots[i + 1] - 1``.
+        row_units: ``[depths, rows]``: unit of the row's first packed query for KV head 0; -1 without a node.
+        row_offsets: ``[depths, rows]``: index of the row's first query among its node's packed queries.
         row_tiles: ``[depths, rows]``: query tiles of the row's node.
         contexts: ``[rows]``: tokens of the row's nodes.
-        apart: ``[1]``: 1 when fewer programs than the grid were asked for: the others are left to suffixes.
-        scratch: Bytes for the programs of one launch at a time: descriptors, which must stay where they are while the
-            kernels that follow already run.
-        block_m: Packed queries of a tile.
-        block_n: Keys of a tile.
+        overlap_suffix: ``[1]``: 1 when nodes get fewer programs than the grid, and suffixes run beside them.
+        scratch: Bytes for the descriptors of one launch; kept here because following kernels start before it ends.
+        block_m: Packed queries per query tile.
+        block_n: Keys per key tile.
         programs: Programs to launch.
     """
 
@@ -89,7 +88,7 @@ class Schedule:
     row_offsets: Tensor
     row_tiles: Tensor
     contexts: Tensor
-    apart: Tensor
+    overlap_suffix: Tensor
     scratch: Tensor
     block_m: int
     block_n: int
@@ -100,12 +99,12 @@ class Schedule:
         return self.pieces.shape[0]
 
     def copy_(self, other: Schedule) -> None:
-        """Take over another schedule's tables in place.
+        """Copy another schedule's tables in place.
 
         Args:
-            other: Made with the same capacity, rows, queries, blocks and grid.
+            other: Made with the same capacity, rows, queries, block sizes and grid.
         """
-        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "apart"):
+        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "overlap_suffix"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
@@ -122,19 +121,19 @@ def make_schedule(
     capacity: Capacity | None = None,
     grid: int | None = None,
 ) -> Schedule:
-    """Cut the work over these nodes into shares.
+    """Build the schedule of some nodes.
 
     Args:
-        nodes: In order of depth, then of rows.
+        nodes: Sorted by depth, then rows.
         rows: Rows of the batch.
         kv_heads: KV heads of the layer.
-        queries: Packed queries of one row for one KV head: query heads of the group times query length.
-        block_m: Packed queries of a tile.
-        block_n: Keys of a tile.
-        programs: Most programs that get work; fewer when it would leave them under two tiles each.
+        queries: Packed queries of one row per KV head: query heads of the group times new tokens.
+        block_m: Packed queries per query tile.
+        block_n: Keys per key tile.
+        programs: Most programs that get work; fewer when they would have under two tiles each.
         device: Where the tables go.
         capacity: When given, the tables' sizes depend on it and not on the nodes, and `grid` programs are launched.
-        grid: Programs that the device runs at once; as many as `programs` when None.
+        grid: Programs that the device runs at once; `programs` when None.
 
     Raises:
         ValueError: There are no programs, or the units do not fit the capacity.
@@ -161,7 +160,7 @@ def make_schedule(
         room, unit_room = launched + capacity.units, capacity.units + 1
         if capacity.units < total:
             raise ValueError(f"{total} units do not fit a capacity of {capacity.units}")
-    # Slots run in the order of the units; rows are moved so that each program finds its first piece without a search.
+    # Slots are in the order of units; rows are permuted so that program i finds its first piece at row i.
     run = np.lexsort((work.turn, work.program))
     starts = np.diff(work.program[run], prepend=-1) > 0
     row_of_slot = np.empty(count, dtype=np.int64)
@@ -200,7 +199,7 @@ def make_schedule(
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
         contexts=table(contexts),
-        apart=table(np.array([grid is not None and programs < grid])),
+        overlap_suffix=table(np.array([grid is not None and programs < grid])),
         scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
         block_m=block_m,
         block_n=block_n,
@@ -208,14 +207,13 @@ def make_schedule(
     )
 
 
-_DESCRIPTORS = 512  # bytes of a program: two descriptors of 128, wherever Triton aligns them
+_DESCRIPTORS = 512  # bytes per program: two descriptors of 128, with room for Triton's alignment
 
 
 def longest_share(
     nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
 ) -> int:
-    """Key tiles of the program that has most to do, with what its pieces cost besides; arguments as for
-    `make_schedule`."""
+    """Key tiles of the longest share, including `PIECE_COST` per piece; arguments as for `make_schedule`."""
     work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
     shares = np.bincount(work.program, work.end - work.begin + PIECE_COST)
     return int(shares.max(initial=0))
@@ -228,7 +226,7 @@ def _query_tiles(nodes: Sequence[NodeShape], queries: int, block_m: int) -> np.n
 def _divide(
     nodes: Sequence[NodeShape], kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
 ) -> Work:
-    """The pieces that programs get; arguments as for `make_schedule`."""
+    """Cut the units of all nodes; arguments as for `make_schedule`."""
     query_tiles = _query_tiles(nodes, queries, block_m)
     key_tiles = np.array([-(-node.length // block_n) for node in nodes], dtype=np.int64)
     units = kv_heads * query_tiles
@@ -236,11 +234,11 @@ def _divide(
 
 
 def depths_of(nodes: Sequence[NodeShape]) -> int:
-    """Levels of nodes."""
+    """Number of depths."""
     return max((node.depth for node in nodes), default=-1) + 1
 
 
 def needed_capacity(nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int) -> Capacity:
-    """What tables must hold for these nodes; arguments as for `make_schedule`."""
+    """The capacity that these nodes need; arguments as for `make_schedule`."""
     units = sum(kv_heads * -(-node.row_count * queries // block_m) for node in nodes)
     return Capacity(depths_of(nodes), len(nodes), units)

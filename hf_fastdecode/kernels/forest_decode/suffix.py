@@ -1,29 +1,31 @@
 # mypy: ignore-errors
-"""The kernel of suffixes: each row's attention to its own tokens, to which it appends the new ones.
+"""Suffix kernel: appends the new tokens to each row's suffix, and attends to it.
 
-It then waits for the nodes' partials and merges them with its own, or leaves its own to be merged by another kernel:
-then suffixes are attended to beside the nodes, by the multiprocessors that those leave free.
+It then waits for the node partials and merges them; or, where it runs beside the node kernel on the remaining
+multiprocessors, it writes its own partials for the merge kernel.
 """
 
 import triton
 import triton.language as tl
 
-from .merge import near_pieces, take_depths
-from .triton import LN2, LOG2E, LOWEST, aligned, cap_scores, factor_of, scores_of, see
+from .merge import locate_first_depths, merge_depths
+from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
 @triton.jit
-def _see_one(q, k, v, seen, top, total, acc, scale, soft_cap, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr):
-    """As `see`, for one query ``[1, D]`` and without matrix units."""
+def online_softmax_step_single_query(
+    q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr
+):
+    """`online_softmax_step` for one query ``[1, D]``, without tensor cores."""
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :] * scale
     if SOFT_CAP:
         scores = cap_scores(scores, soft_cap)
     scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
-    fade = tl.exp2(top - new_top)
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_row_max[:, None])
+    rescale = tl.exp2(row_max - new_row_max)
     added = tl.sum(tl.reshape(weights, [BLOCK_N])[:, None] * v.to(tl.float32), 0)
-    return new_top, total * fade + tl.sum(weights, 1), acc * fade[:, None] + added[None, :]
+    return new_row_max, row_sum * rescale + tl.sum(weights, 1), acc * rescale[:, None] + added[None, :]
 
 
 @triton.jit
@@ -32,27 +34,27 @@ def attend_suffixes(
     new_keys,  # [rows, kv_heads, queries, head_dim]
     new_values,
     suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
-    slots,  # [rows] int32: where a row's suffix is stored; -1 for a row that takes no part
-    lengths,  # [rows] int32: tokens in a row's suffix before the new ones
-    row_units,  # [depths, rows] int32, these and the following as in `Schedule`
+    slots,  # [rows] int32: slot of a row's suffix; -1 for an inactive row
+    lengths,  # [rows] int32: tokens in a row's suffix before this step
+    row_units,  # [depths, rows] int32; this and the next three as in `Schedule`
     row_offsets,
     row_tiles,
     unit_slots,
-    partial_out,  # of `node_partials`
+    partial_out,  # workspace of `node_partials`
     partial_lse,
     own_out,  # [rows, heads, queries, head_dim] fp32: the suffixes' partials
     own_lse,  # [rows, heads, queries] fp32, base 2
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
-    apart,  # [1] int32: with APART, whether to leave partials to be merged by the kernel that follows
-    sinks,  # [heads] fp32: with SINKS, a score of each head that is of no key
+    overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_suffixes` merges
+    sinks,  # [heads] fp32: with SINKS, one more score per head, without a value
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
     origin_stride,
     scale,
     soft_cap,
-    window,  # with WINDOW, a query sees so many tokens, of which it is the last
+    window,  # with WINDOW, a query sees the last `window` tokens up to its own
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -66,13 +68,13 @@ def attend_suffixes(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # packed queries of a row, padded for matrix units; 1 where one is multiplied without them
+    BLOCK_P: tl.constexpr,  # packed queries of a row, padded for tensor cores; 1 for a single query without them
     TILE: tl.constexpr,  # packed queries of a row, padded to a power of two
     BLOCK_Q: tl.constexpr,  # new tokens, padded like BLOCK_P
-    BLOCK_M: tl.constexpr,  # of node_partials
+    BLOCK_M: tl.constexpr,  # of `node_partials`
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
-    MERGE: tl.constexpr,  # partials of a query merged at once
+    MERGE: tl.constexpr,  # partials of a query loaded at once
     DEPTHS: tl.constexpr,  # levels of nodes
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -80,114 +82,122 @@ def attend_suffixes(
     ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
-    APART: tl.constexpr,  # whether `merge_suffixes` follows
+    OVERLAP_SUFFIX: tl.constexpr,  # whether `merge_suffixes` is launched too
 ):
-    leaves = tl.load(apart) != 0 if APART else False
-    if APART and PDL:  # the kernel that follows waits for all of this
+    defer_merge = tl.load(overlap_suffix) != 0 if OVERLAP_SUFFIX else False
+    if OVERLAP_SUFFIX and PDL:  # the merge kernel waits for the whole of this one
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0) % kv_heads
     row = tl.program_id(0) // kv_heads
     element = query.dtype.element_ty
-    each: tl.constexpr = GROUP * QUERIES
+    queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     within = tl.arange(0, BLOCK_P)
-    real = within < each
+    valid_query = within < queries_per_kv_head
     position = within % QUERIES
     row64 = row.to(tl.int64)
 
-    # What does not depend on other loads comes first: all of it is under way at once.
+    # Independent loads first, so that all are in flight at once.
     slot = tl.load(slots + row)
     before = tl.load(lengths + row)
     slot_stride = tl.load(suffix + 2)
     base = (slot * slot_stride + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
     suffix_keys = aligned(tl.load(suffix) + base, element)
     suffix_values = aligned(tl.load(suffix + 1) + base, element)
-    where = row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
-    q = tl.load(query + where[:, None] + dims[None, :], mask=real[:, None] & in_dim[None, :], other=0.0)
-    fresh = tl.arange(0, BLOCK_Q)
-    key_at = row64 * new_key_row_stride + head * new_key_head_stride + fresh[:, None] * new_key_stride
-    value_at = row64 * new_value_row_stride + head * new_value_head_stride + fresh[:, None] * new_value_stride
-    kept = (fresh < QUERIES)[:, None] & in_dim[None, :]
+    query_at = (
+        row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
+    )
+    q = tl.load(query + query_at[:, None] + dims[None, :], mask=valid_query[:, None] & in_dim[None, :], other=0.0)
+    new_token = tl.arange(0, BLOCK_Q)
+    key_at = row64 * new_key_row_stride + head * new_key_head_stride + new_token[:, None] * new_key_stride
+    value_at = row64 * new_value_row_stride + head * new_value_head_stride + new_token[:, None] * new_value_stride
+    kept = (new_token < QUERIES)[:, None] & in_dim[None, :]
     new_k = tl.load(new_keys + key_at + dims[None, :], mask=kept, other=0.0)
     new_v = tl.load(new_values + value_at + dims[None, :], mask=kept, other=0.0)
-    took_part = slot >= 0
-    if took_part == 0:
+    active = slot >= 0
+    if active == 0:
         before = 0
 
-    factor = factor_of(scale, SOFT_CAP)
-    top = tl.full([BLOCK_P], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_P], tl.float32)
+    scale_log2 = base2_scale(scale, SOFT_CAP)
+    row_max = tl.full([BLOCK_P], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_P], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head * GROUP + within // QUERIES, mask=real, other=0.0)
-        top = tl.maximum(sink * LOG2E, LOWEST)  # the least number stands for no sink
-        total += 1.0
+        sink = tl.load(sinks + head * GROUP + within // QUERIES, mask=valid_query, other=0.0)
+        row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest stands for no sink
+        row_sum += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    MERGES: tl.constexpr = DEPTHS > 0
-    THROUGH_MEMORY: tl.constexpr = APART or (MERGES and TILE != BLOCK_P)
+    HAS_NODES: tl.constexpr = DEPTHS > 0
+    THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
-    mine = tl.where(took_part, index < each, False)
-    if MERGES:
-        first, count, row_in_tile, next_first, next_count, next_row_in_tile = near_pieces(
-            row, head, index, mine, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
+    active_query = tl.where(active, index < queries_per_kv_head, False)
+    if HAS_NODES:
+        first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
+            row, head, index, active_query, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
         )
-    # Of the suffix, query j sees tokens from `oldest + j` on.
+    # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         seen = (token >= oldest) & (token < before) if WINDOW else token < before
         at = token[:, None] * HEAD_DIM + dims[None, :]
-        if ORIGINS:  # relative to the row's own slot, whose address is the base
+        if ORIGINS:  # offset from the row's own slot, which the addresses point at
             origin = tl.load(origins + row64 * origin_stride + token, mask=seen, other=0)
             at += ((origin - slot) * slot_stride)[:, None]
         k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        if BLOCK_P == 1:  # one query: matrix units would compute fifteen rows of nothing
-            top, total, acc = _see_one(q, k, v, seen, top, total, acc, scale, soft_cap, BLOCK_N, SOFT_CAP)
+        if BLOCK_P == 1:  # one query: tensor cores would compute 15 padding rows
+            row_max, row_sum, acc = online_softmax_step_single_query(
+                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N, SOFT_CAP
+            )
         else:
-            scores = tl.where(seen[None, :], scores_of(q, k, scale, soft_cap, SOFT_CAP), -float("inf"))
+            scores = tl.where(seen[None, :], qk_scores(q, k, scale, soft_cap, SOFT_CAP), -float("inf"))
             if WINDOW and QUERIES > 1:
                 scores = tl.where(token[None, :] > (before + position - window)[:, None], scores, -float("inf"))
-            top, total, acc = see(scores, factor, v, top, total, acc, element)
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
 
-    # The new tokens go to the end of the suffix; their own keys and values are used from where they are.
+    # Attend to the new tokens in registers, and append them to the suffix.
     if BLOCK_P == 1:
-        top, total, acc = _see_one(q, new_k, new_v, fresh < 1, top, total, acc, scale, soft_cap, 1, SOFT_CAP)
+        row_max, row_sum, acc = online_softmax_step_single_query(
+            q, new_k, new_v, new_token < 1, row_max, row_sum, acc, scale, soft_cap, 1, SOFT_CAP
+        )
     else:
-        scores = scores_of(q, new_k, scale, soft_cap, SOFT_CAP)
-        scores = tl.where(fresh[None, :] <= position[:, None], scores, -float("inf"))
+        scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP)
+        scores = tl.where(new_token[None, :] <= position[:, None], scores, -float("inf"))
         if WINDOW and QUERIES > 1:
-            scores = tl.where(fresh[None, :] > (position - window)[:, None], scores, -float("inf"))
-        top, total, acc = see(scores, factor, new_v, top, total, acc, element)
-    if took_part:
-        place = (before + fresh)[:, None] * HEAD_DIM + dims[None, :]
+            scores = tl.where(new_token[None, :] > (position - window)[:, None], scores, -float("inf"))
+        row_max, row_sum, acc = online_softmax_step(scores, scale_log2, new_v, row_max, row_sum, acc, element)
+    if active:
+        place = (before + new_token)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(suffix_keys + place, new_k, mask=kept)
         tl.store(suffix_values + place, new_v, mask=kept)
 
-    # From fractions of what was seen to the operator's result.
-    first_query = (row64 * kv_heads + head) * each
+    # Normalise, merge the node partials, and store.
+    first_query = (row64 * kv_heads + head) * queries_per_kv_head
     at = first_query + index
-    kept = (index < each)[:, None] & in_dim[None, :]
-    if THROUGH_MEMORY:  # which no other program touches: there the padding is left behind
+    kept = (index < queries_per_kv_head)[:, None] & in_dim[None, :]
+    if THROUGH_MEMORY:  # memory of this program alone; drops the padding of BLOCK_P
         own_at = first_query + within
-        tl.store(own_lse + own_at, top + tl.log2(total), mask=real)
-        result = acc * (1.0 / total)[:, None]
-        tl.store(own_out + own_at[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & in_dim[None, :])
-        if leaves:
-            if PDL and tl.program_id(0) == tl.num_programs(0) - 1:  # who waits for this waits for the nodes too
+        tl.store(own_lse + own_at, row_max + tl.log2(row_sum), mask=valid_query)
+        result = acc * (1.0 / row_sum)[:, None]
+        tl.store(
+            own_out + own_at[:, None] * HEAD_DIM + dims[None, :], result, mask=valid_query[:, None] & in_dim[None, :]
+        )
+        if defer_merge:
+            if PDL and tl.program_id(0) == tl.num_programs(0) - 1:  # dependents also rely on the nodes
                 tl.extra.cuda.gdc_wait()
             return
         tl.debug_barrier()
-        top = tl.load(own_lse + at, mask=index < each, other=0.0)
-        total = tl.full([WIDTH], 1.0, tl.float32)
+        row_max = tl.load(own_lse + at, mask=index < queries_per_kv_head, other=0.0)
+        row_sum = tl.full([WIDTH], 1.0, tl.float32)
         acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
-    if MERGES:
-        if PDL:  # the tables did not need the partials; what follows does
+    if HAS_NODES:
+        if PDL:  # from here on the node partials are read
             tl.extra.cuda.gdc_wait()
-            if not APART:
+            if not OVERLAP_SUFFIX:
                 tl.extra.cuda.gdc_launch_dependents()
-        top, total, acc = take_depths(
+        row_max, row_sum, acc = merge_depths(
             first,
             count,
             row_in_tile,
@@ -197,7 +207,7 @@ def attend_suffixes(
             row,
             head,
             index,
-            mine,
+            active_query,
             rows,
             row_units,
             row_offsets,
@@ -205,8 +215,8 @@ def attend_suffixes(
             unit_slots,
             partial_out,
             partial_lse,
-            top,
-            total,
+            row_max,
+            row_sum,
             acc,
             HEAD_DIM,
             BLOCK_D,
@@ -214,8 +224,8 @@ def attend_suffixes(
             MERGE,
             DEPTHS,
         )
-    result = tl.where(took_part, acc * (1.0 / total)[:, None], 0.0)
+    result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
     if LSE:
-        lse = tl.where(took_part, (top + tl.log2(total)) * LN2, -float("inf"))
-        tl.store(out_lse + at, lse, mask=index < each)
+        lse = tl.where(active, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
+        tl.store(out_lse + at, lse, mask=index < queries_per_kv_head)

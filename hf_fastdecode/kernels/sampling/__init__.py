@@ -1,1 +1,1 @@
-"""Sampling from logits without sorting them: filters, draw and log-probability of a row in one launch."""
+"""Sampling without a sort: filters, draw and log-probability of each row in one launch."""

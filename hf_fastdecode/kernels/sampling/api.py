@@ -1,4 +1,4 @@
-"""The operator: one token of each row from its logits, in one launch, with every setting on the device."""
+"""`sample`: draws one token per row from logits, in one launch, with every setting on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
-from .triton import sample_rows
+from .row_kernel import sample_rows
 
 _FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
 _INTEGERS = {"top_k": 0, "seed": 0, "step": 0, "min_new_tokens": 0, "pad_token_id": 0}
@@ -27,16 +27,16 @@ _BOUNDS = {
 
 
 class Settings:
-    """What a launch reads from the device, so that a captured graph serves other values.
+    """Sampling settings on the device, so that a captured graph serves other values.
 
-    Each number is a 0-dimensional view on the device, to read or to change in place by any stream that is ordered
+    Each number is a 0-dimensional view on the device, to be read or changed in place on any stream that is ordered
     before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), ``top_k``,
     ``seed``, ``step`` (tokens drawn so far; the caller counts), ``min_new_tokens`` and ``pad_token_id`` (int64).
 
     Args:
-        device: Where logits will be.
-        greedy: Take the largest processed logit. Then only penalty and suppression apply.
-        top_k: Whether ``top_k`` may be other than 0. This flag and the following compile another kernel.
+        device: Device of the logits.
+        greedy: Take the largest processed logit; only penalty and suppression apply.
+        top_k: Whether ``top_k`` may be other than 0. This flag and the following select another compilation.
         typical: Whether ``typical_p`` may be below 1.
         penalty: Whether ``repetition_penalty`` may be other than 1.
         eos_token_ids: Tokens not to be drawn while ``step < min_new_tokens``.
@@ -78,9 +78,9 @@ class Settings:
         """Set numbers in place, by name.
 
         Raises:
-            TypeError: For a name that is no setting.
-            ValueError: For a value out of bounds, no integer where it must be one, or one that needs a feature which
-                these settings lack.
+            TypeError: A name is no setting.
+            ValueError: A value is out of bounds, not an integer where it must be one, or needs a feature that these
+                settings lack.
         """
         for name, value in values.items():
             if name not in _FLOATS and name not in _INTEGERS:
@@ -98,16 +98,16 @@ class Settings:
 
 
 class Form(NamedTuple):
-    """What a compilation is specialised to; see `triton.py`."""
+    """Compile-time constants of the sampling kernel; see `row_kernel.py`."""
 
     vocab: int
     columns: int
     chunks: int  # padded to a power of two
     group: int  # chunks read at once
     tile: int
-    plain: bool  # logits are ordered as they are, without division by the temperature
-    empty_bits: int  # of an fp32 number that stands for a plain logit
-    changed: bool
+    plain: bool  # logits are compared before division by the temperature
+    empty_bits: int  # trailing zero bits of a plain logit in fp32
+    changed: bool  # by penalty or suppression
     greedy: bool
     top_k: bool
     typical: bool
@@ -117,13 +117,13 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters. Tokens drawn depend on ``columns``, and in the last bits of sums on the others.
+    """Launch parameters; draws depend on ``columns``, and through the rounding of sums on the others.
 
     Attributes:
-        columns: Of the table that a row is seen as; a power of two, fastest from 256 for each warp up.
+        columns: Columns of the table in which a row is read; a power of two, fastest from 256 per warp up.
         group: Chunks of the table read at once; a power of two.
-        tile: Columns that top-k may keep in registers: up to this k it needs no further pass. A power of two.
-        warps: Of a program.
+        tile: Columns that top-k keeps in registers: up to this k it needs no further pass. A power of two.
+        warps: Warps per program.
     """
 
     columns: int
@@ -133,8 +133,7 @@ class Config:
 
 
 def choose_config(vocab: int) -> Config:
-    """Launch parameters, as measured on an H200. Of the vocabulary only: never of the rows, so that these cannot
-    change what a row draws."""
+    """Launch parameters as measured on an H200; independent of the rows, so that draws are too."""
     if vocab >= 65536:
         return Config(4096)
     if vocab >= 16384:
@@ -152,26 +151,26 @@ def sample(
     logprobs: Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row as temperature, top-k, top-p, min-p and typical-p of transformers leave it.
+    """Draw one token per row after transformers' temperature, top-k, top-p, min-p and typical-p.
 
     Filters and their order are those of ``generate``: repetition penalty, suppression of end tokens, temperature,
-    top-k, top-p, min-p, typical-p, each on what the one before left. Ties as there: top-k keeps all tokens that tie
-    with the k-th, typical-p likewise; of tokens that tie at the edge of top-p, the last by index stay, as a stable
-    sort has it. A row's draw depends on its logits, the settings, ``seed``, ``step`` and its row id, and on nothing
-    else; the same inputs give the same bits. Nothing synchronises with the host.
+    top-k, top-p, min-p, typical-p, each on what the one before left. Ties are kept as there: top-k and typical-p keep
+    all tokens that tie with the last; of tokens that tie at the edge of top-p, the last by index stay, as in a stable
+    sort. A row's draw depends only on its logits, the settings, ``seed``, ``step`` and its row id; results are
+    bitwise reproducible. Nothing synchronises with the host.
 
-    ``-inf`` and NaN are never drawn. A row without any other logit yields token 0 and a log-probability of NaN.
-    ``+inf`` yields some token and NaN. Greedy takes the lowest index among equals, as ``torch.argmax`` does.
+    ``-inf`` and NaN are never drawn. A row with no other logit yields token 0 and a log-probability of NaN; ``+inf``
+    yields some token and NaN. Greedy takes the lowest index among equals, like ``torch.argmax``.
 
     Args:
         logits: ``[rows, vocabulary]`` fp32, bf16 or fp16, the last dimension contiguous; not changed.
-        row_ids: ``[rows]`` int32. Rows with -1 are skipped: they get the pad token and a log-probability of 0. So are
-            those that ``seen`` has no row for.
+        row_ids: ``[rows]`` int32. Rows with -1, or an id beyond ``seen``, are skipped: they get the pad token and a
+            log-probability of 0.
         settings: Numbers and features, on the same device.
         seen: ``[row ids, ceil(vocabulary / 32)]`` int32, indexed by row id, for the repetition penalty: see
             `seen_tokens`. The drawn token is added.
-        tokens: ``[rows]`` int64 to write to.
-        logprobs: ``[rows]`` fp32 to write to.
+        tokens: ``[rows]`` int64 output, optional.
+        logprobs: ``[rows]`` fp32 output, optional.
         config: Launch parameters.
 
     Returns:
@@ -179,7 +178,7 @@ def sample(
         any processing.
 
     Raises:
-        ValueError: For shapes, strides or types that do not fit, or a missing ``seen``.
+        ValueError: A shape, stride or dtype is wrong, or ``seen`` is missing.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if logits.dim() != 2 or logits.shape[1] == 0:
@@ -243,21 +242,21 @@ def sample(
             len(seen) if seen is not None and penalty else 0,
             FORM=form,
             num_warps=config.warps,
-            enable_fp_fusion=False,  # a token drawn must compare with the row's as the same bits, wherever computed
+            enable_fp_fusion=False,  # a value computed at two places must have the same bits
         )
     return tokens, logprobs
 
 
 def seen_tokens(ids: Tensor, vocab: int, keep: Tensor | None = None) -> Tensor:
-    """The set of tokens of each row, for the repetition penalty.
+    """Bit set of each row's tokens, for the repetition penalty.
 
     Args:
         ids: ``[rows, length]`` tokens; those beyond the vocabulary are left out.
         vocab: Size of the vocabulary.
-        keep: ``[rows, length]`` bool: tokens to take, without padding for one.
+        keep: ``[rows, length]`` bool: tokens to take, e.g. all but padding.
 
     Returns:
-        ``[rows, ceil(vocab / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` stands for token ``t``.
+        ``[rows, ceil(vocab / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is token ``t``.
     """
     words = (vocab + 31) // 32
     outside = ids >= vocab if keep is None else (ids >= vocab) | ~keep

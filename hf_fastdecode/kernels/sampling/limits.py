@@ -1,4 +1,4 @@
-"""What the sampling kernel can draw from, asked before it is chosen."""
+"""What the sampling kernel supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..installed import interpreted, triton_is_installed
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `sample` cannot take logits of this dtype on this device, or None when it can."""
+    """Why `sample` does not support this dtype and device; None when it does."""
     if not triton_is_installed():
         return "triton is not installed"
     if device.type != "cuda" and not interpreted():

@@ -1,4 +1,4 @@
-"""The operator in plain PyTorch and fp64: the distribution by sorting, and the draw from the same random numbers."""
+"""fp64 reference of `sample` in PyTorch: the distribution by sorting, draws from the same random numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: 
     Args:
         logits: ``[rows, vocab]``.
         row_ids: ``[rows]`` int32.
-        settings: As of the operator.
-        seen: ``[row ids, words]`` int32, as of the operator.
+        settings: As for `api.sample`.
+        seen: ``[row ids, words]`` int32, as there.
 
     Returns:
         ``[rows, vocab]`` fp64.
@@ -58,7 +58,7 @@ def _top_p_and_min_p(values: Tensor, left: Tensor, settings: Settings) -> Tensor
 
 
 def _surprise(values: Tensor, left: Tensor) -> Tensor:
-    """How far a token's surprise, ``-log p``, is from its mean, the entropy (Meister et al., typical sampling)."""
+    """Distance of a token's surprise ``-log p`` from the entropy (Meister et al., typical sampling)."""
     log_p = values.masked_fill(~left, -torch.inf).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).nansum(-1, keepdim=True)
     return (-log_p - entropy).abs()
@@ -74,24 +74,24 @@ def _typical(values: Tensor, left: Tensor, settings: Settings) -> Tensor:
 
 
 def distribution(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The probabilities from which tokens are drawn: ``[rows, vocab]`` fp64. Arguments as of `processed_logits`."""
+    """Probabilities after all filters, ``[rows, vocab]`` fp64; arguments as for `processed_logits`."""
     values = processed_logits(logits, row_ids, settings, seen)
     left = _top_k(values, settings) & (values > -torch.inf)
     return _softmax(values, _typical(values, _top_p_and_min_p(values, left, settings), settings))
 
 
 def uniforms(seed: int, step: int, row_ids: Tensor, turn: int) -> Tensor:
-    """Two uniform numbers in [0, 1) for each row: ``[rows, 2]`` fp64.
+    """Two uniform numbers in [0, 1) per row, ``[rows, 2]`` fp64.
 
-    Philox 4x32 with 10 rounds (Salmon et al., 2011), the seed its key, (row id, turn, step) its counter; of each two
-    words the first and the upper 21 bits of the second make a fraction of 53 bits.
+    Philox 4x32 with 10 rounds (Salmon et al., 2011), keyed by the seed, with counter (row id, turn, step). Each pair
+    of words gives a fraction of 53 bits: the first word, and the upper 21 bits of the second.
     """
     mask = 0xFFFFFFFF
     row = row_ids.long() & mask
     c = [row, torch.full_like(row, turn), torch.full_like(row, step & mask), torch.full_like(row, (step >> 32) & mask)]
     key = [seed & mask, (seed >> 32) & mask]
     for _ in range(10):
-        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]  # these wrap around, which keeps bits 32 to 63
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]  # int64 wraps around, which keeps bits 32 to 63
         c = [
             ((second >> 32) & mask) ^ c[1] ^ key[0],
             second & mask,
@@ -110,7 +110,7 @@ def _place(mass: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw(mass: Tensor, pair: Tensor, columns: int) -> Tensor:
-    """Draw a column by its mass, then a token of it: ``mass`` ``[rows, vocab]`` to ``[rows]``."""
+    """Draw a column by its mass, then one of its tokens: ``mass`` ``[rows, vocab]`` to ``[rows]``."""
     rows, vocab = mass.shape
     table = torch.nn.functional.pad(mass, (0, -vocab % columns)).view(rows, -1, columns)
     column = _place(table.sum(1), pair[:, 0])
@@ -121,10 +121,10 @@ def _draw(mass: Tensor, pair: Tensor, columns: int) -> Tensor:
 def sample(
     logits: Tensor, row_ids: Tensor, settings: Settings, *, columns: int, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the operator returns, save for rounding; ``columns`` are those of its launch parameters.
+    """The tokens and log-probabilities of `api.sample`, except for rounding; ``columns`` as in its `Config`.
 
-    Draw from all tokens that top-k leaves; if a filter drops the token, draw again from those that rank before it.
-    Between filters the ranking differs: typical-p's starts once the others are done.
+    Draws from all tokens that top-k keeps; when a filter rejects the token, draws again from those ranked before it.
+    typical-p ranks by surprise, after the other filters.
     """
     rows = torch.arange(len(logits), device=logits.device)
     values = processed_logits(logits, row_ids, settings, seen)

@@ -1,4 +1,4 @@
-"""How the kernels go over a forest: launch parameters, and the schedule of its nodes as suffixes grow."""
+"""Launch plan of the kernels over a forest: launch parameters, and schedules as suffixes grow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.forest_decode.cut import BUNDLE
-from ..kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
-from ..kernels.forest_decode.schedule import (
+from ...kernels.forest_decode.cut import BUNDLE
+from ...kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from ...kernels.forest_decode.schedule import (
     Capacity,
     NodeShape,
     Schedule,
@@ -19,30 +19,30 @@ from ..kernels.forest_decode.schedule import (
     make_schedule,
     needed_capacity,
 )
+from ..forest import Forest
+from ..scoring import Scoring
 from .costs import costs_of
-from .forest import Forest
-from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.forest_decode.api import Config
+    from ...kernels.forest_decode.api import Config
 
 
-# Launch parameters that depend on how long contexts are.
+# Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
 
 
 class Layout(NamedTuple):
-    """What of a layer decides its schedule.
+    """Head layout of a layer, which decides its schedule.
 
     Attributes:
         kv_heads: KV heads.
-        each: Packed queries of one row for a KV head.
+        queries_per_kv_head: Packed queries of one row per KV head.
         head_dim: Numbers per head.
         windowed: Whether a sliding window binds.
     """
 
     kv_heads: int
-    each: int
+    queries_per_kv_head: int
     head_dim: int
     windowed: bool
 
@@ -55,16 +55,15 @@ class Layout(NamedTuple):
 
 
 class Plan:
-    """How a layer's kernels go over a forest.
+    """Launch parameters and schedules of a layer's kernels over a forest.
 
     Args:
         forest: The nodes.
-        layout: Of the layer.
-        device: Where it runs.
+        layout: Head layout of the layer.
+        device: Device of the layer.
         rows: Rows of the step when it has more than the forest.
-        like: Launch parameters to keep, such as those of a captured step, where others would differ only in what
-            suits the contexts' lengths: the tiles of keys, how many are in flight, and those of suffixes. Results
-            differ in rounding from those of a plan without.
+        like: Launch parameters to keep, such as those of a captured graph, if they differ from the chosen ones only in
+            what depends on context lengths (key tiles, stages, suffix parameters). Results then differ in rounding.
 
     Attributes:
         config: Launch parameters for all schedules.
@@ -85,44 +84,47 @@ class Plan:
         if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
             self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
-        self._two_launches = replace(self.config, apart=False)
+        self._two_launches = replace(self.config, overlap_suffix=False)
         self._last_asked = 0, self.grid
         self._shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
         ]
         self._sizes = {
             "kv_heads": layout.kv_heads,
-            "queries": layout.each,
+            "queries": layout.queries_per_kv_head,
             "block_m": self.config.block_m,
             "block_n": self.config.block_n,
         }
 
     @cached_property
     def needed(self) -> Capacity:
-        """What a schedule's tables must hold."""
+        """The capacity that the schedule needs."""
         return needed_capacity(
-            self._shapes, kv_heads=self.layout.kv_heads, queries=self.layout.each, block_m=self.config.block_m
+            self._shapes,
+            kv_heads=self.layout.kv_heads,
+            queries=self.layout.queries_per_kv_head,
+            block_m=self.config.block_m,
         )
 
     def programs(self, suffix_tokens: int) -> int:
-        """How many programs should attend to nodes while every row's suffix holds so many tokens.
+        """How many programs the node kernel should use at this suffix length.
 
-        All of them, until suffixes are so long that it is faster to leave some multiprocessors to them: then the
-        products of nodes and the bytes of suffixes take their time beside each other.
+        All, until suffixes are so long that running them beside the nodes is faster: the nodes' matrix products and
+        the suffixes' memory reads then overlap.
         """
-        if not self.config.apart or not suffix_tokens:
+        if not self.config.overlap_suffix or not suffix_tokens:
             return self.grid
-        if suffix_tokens != self._last_asked[0]:  # by every layer of a step
+        if suffix_tokens != self._last_asked[0]:  # every layer of a step asks for the same length
             chosen = min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
             self._last_asked = suffix_tokens, chosen
         return self._last_asked[1]
 
     def config_of(self, programs: int) -> Config:
-        """Launch parameters for one schedule: without the launch that it does not need."""
+        """Launch parameters for a schedule: without the merge kernel where it uses the whole grid."""
         return self.config if programs < self.grid else self._two_launches
 
     def _seconds(self, programs: int, suffix_tokens: int) -> float:
-        """Predicted seconds of a step's attention when so many programs attend to nodes."""
+        """Predicted seconds of a layer's attention with so many programs for nodes."""
         kernels, beside = costs_of(self.device).kernels, costs_of(self.device).beside_bandwidth
         numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
         suffixes = 4 * numbers * suffix_tokens  # bytes of keys and values in two bytes each
@@ -131,14 +133,14 @@ class Plan:
             return nodes + suffixes / kernels.suffix_bandwidth
         read_beside = nodes * min((self.grid - programs) * beside, kernels.suffix_bandwidth)
         in_turn = nodes + max(0.0, suffixes - read_beside) / kernels.suffix_bandwidth
-        # The third launch reads the partials that the second one has written. On its own it costs no more than
-        # suffixes do that begin where nodes end.
-        merge = 8 * numbers * self.layout.each / kernels.suffix_bandwidth
+        # The third launch reads partials that the second one wrote. The launch itself costs no more than suffixes do
+        # that start where nodes end.
+        merge = 8 * numbers * self.layout.queries_per_kv_head / kernels.suffix_bandwidth
         return max(in_turn, (self._node_bytes + suffixes) / kernels.bandwidth) + merge
 
     @cached_property
     def _node_seconds(self) -> dict[int, float]:
-        """How long nodes take on their own, by the programs that attend to them: all, or fewer where it may help."""
+        """Predicted seconds of the nodes alone, by number of programs: the grid, or fewer where that may be faster."""
         kernels = costs_of(self.device).kernels
         tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / (kernels.rate / self.grid)
         fewer = range(self.grid * 4 // 5 // BUNDLE * BUNDLE, self.grid // 2, -BUNDLE)
@@ -155,10 +157,10 @@ class Plan:
         return 4 * self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
 
     def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
-        """The schedule of the nodes.
+        """Build the schedule of the nodes.
 
         Args:
-            programs: From `programs`.
+            programs: As chosen by `programs`.
             capacity: Sizes of the tables, when they must not depend on the nodes.
         """
         return make_schedule(
@@ -173,14 +175,16 @@ class Plan:
 
 
 def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: int) -> Config:
-    """Launch parameters for a layer over a forest, in steps of so many rows."""
-    from ..kernels.forest_decode.api import choose_config
+    """Launch parameters of a layer over a forest, for steps of `rows` rows."""
+    from ...kernels.forest_decode.api import choose_config
 
-    keys = layout.kv_heads * sum(node.span.length * -(-node.row_count * layout.each // 128) for node in forest.nodes)
+    keys = layout.kv_heads * sum(
+        node.span.length * -(-node.row_count * layout.queries_per_kv_head // 128) for node in forest.nodes
+    )
     return choose_config(
-        max((node.row_count for node in forest.nodes), default=1) * layout.each,
+        max((node.row_count for node in forest.nodes), default=1) * layout.queries_per_kv_head,
         layout.head_dim,
-        each=layout.each,
+        queries_per_kv_head=layout.queries_per_kv_head,
         rows=rows,
         kv_heads=layout.kv_heads,
         keys=keys // multiprocessors(device),

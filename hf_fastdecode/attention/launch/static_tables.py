@@ -1,7 +1,7 @@
-"""What the decode kernels read beside keys and values, at fixed addresses: the state behind a captured decode step.
+"""Kernel tables at fixed addresses, for decode steps in a captured CUDA graph.
 
-A captured CUDA graph replays with the same pointers. The tables here stay where they are, and are rewritten between
-replays: other prompts, lengths, storage and rows need no new capture, as long as they fit the tables' sizes.
+A captured graph replays with the same pointers. These tables are rewritten in place between replays, so that other
+prompts, lengths, storage and rows need no new capture as long as they fit the tables' sizes.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.failures import KernelFailedError
-from ..kernels.forest_decode.limits import refusal
-from ..kernels.forest_decode.schedule import Capacity, Schedule
-from .forest import Forest
-from .kv import Segment
+from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.limits import refusal
+from ...kernels.forest_decode.schedule import Capacity, Schedule
+from ..forest import Forest
+from ..kv import Segment
+from ..scoring import Scoring
+from .kernel_tables import node_addresses, run_kernels, suffix_addresses
 from .own_nodes import own_tokens, with_own_nodes, with_own_segments
 from .plan import Layout, Plan
-from .scoring import Scoring
-from .triton_ops import node_addresses, run_kernels, suffix_addresses
 
 _TOKENS_BETWEEN_LOOKS = 32
-"""By so many suffixes grow until the schedules are looked at again."""
+"""Suffix tokens between two updates of the schedules."""
 
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """Where one layer's keys and values lie.
+    """Storage of one layer's keys and values.
 
     Attributes:
         segments: Storage of the nodes.
@@ -40,12 +40,12 @@ class LayerStorage:
 
 
 class KernelRefusalError(Exception):
-    """The kernels cannot compute what a layer asks for; the message says why."""
+    """The kernels do not support a layer's attention; the message gives the reason."""
 
 
 @dataclass
 class _Scheduled:
-    """What one layout's layers are captured with: tables of a size, which hold a plan's schedule."""
+    """Schedule tables of one layout in the captured graph, and the plan whose schedule they hold."""
 
     plan: Plan
     programs: int
@@ -53,11 +53,11 @@ class _Scheduled:
     tables: Schedule
 
     def takes(self, plan: Plan) -> bool:
-        """Whether the tables can hold the schedules of another plan."""
+        """Whether the tables fit the schedules of another plan."""
         return plan.config == self.plan.config and self.room.holds(plan.needed)
 
     def turn_to(self, plan: Plan, suffix_length: int) -> None:
-        """Hold another plan's schedule, or the same plan's for longer suffixes."""
+        """Load the schedule of a plan for this suffix length, unless it is loaded."""
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
             self.tables.copy_(plan.schedule(programs, self.room))
@@ -65,13 +65,13 @@ class _Scheduled:
 
 
 class StaticTables:
-    """Tables for `rows` rows over forests of a bounded size.
+    """Kernel tables for `rows` rows over forests of bounded size.
 
     Args:
         rows: Rows of the step; a batch may have fewer.
         layers: Attention layers of the model.
-        forest: The forest that the sizes are made for, rounded up.
-        device: Where the step runs.
+        forest: The forest that decides the sizes, which are rounded up.
+        device: Device of the step.
         own_nodes: Attend to all but the last tokens of long suffixes as nodes, see `own_nodes`.
     """
 
@@ -85,21 +85,21 @@ class StaticTables:
         self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        # Filled by the layers' first pass.
+        # Filled by the layers' first forward pass.
         self._schedules: dict[Layout, _Scheduled] = {}
         self._batch = forest
         self._storage: Sequence[LayerStorage] = ()
         self._suffix_length = self._own_tokens = 0
 
     def fits(self, forest: Forest) -> bool:
-        """Whether a batch over this forest can use these tables as they were captured."""
+        """Whether a batch over this forest fits the captured tables."""
         largest = self._largest(forest)
         if forest.rows > self.rows or len(largest.levels) > self._depths or len(largest.nodes) > self._nodes:
             return False
         return all(known.takes(self._plan(largest, layout, known)) for layout, known in self._schedules.items())
 
     def load(self, forest: Forest, storage: Sequence[LayerStorage], suffix_length: int) -> None:
-        """Point the tables at a batch, for which `fits` holds.
+        """Write the tables for a batch, for which `fits` holds.
 
         Args:
             forest: The batch's nodes.
@@ -113,7 +113,7 @@ class StaticTables:
         self._load_suffixes()
 
     def grow(self) -> None:
-        """Every row's suffix is longer by the token that a step has appended."""
+        """Count the token that a step has appended to every suffix, and update the tables where needed."""
         self.lengths.add_(1)
         self._suffix_length += 1
         if (own := self._wanted_own_tokens()) != self._own_tokens:
@@ -124,18 +124,18 @@ class StaticTables:
                 known.turn_to(known.plan, self._suffix_length - own)
 
     def load_suffixes(self, storage: Sequence[LayerStorage]) -> None:
-        """Point the tables at suffixes that have moved."""
+        """Write the tables for suffixes that have moved."""
         self._storage = storage
         self._load_nodes(self._own_tokens)
         self._load_suffixes()
 
     def _wanted_own_tokens(self) -> int:
-        """How many leading tokens of every suffix are to be nodes; unknown before the layers' first pass."""
+        """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
         windowed = any(layout.windowed for layout in self._schedules)
         return own_tokens(self._suffix_length) if self._own_nodes and self._schedules and not windowed else 0
 
     def _load_nodes(self, own: int) -> None:
-        """Write addresses and schedules of the batch's nodes, with own ones of so many tokens."""
+        """Write addresses and schedules of the batch's nodes, with own nodes of `own` tokens."""
         self.forest, self._own_tokens = with_own_nodes(self._batch, own), own
         nodes = torch.zeros(self.nodes.shape, dtype=torch.int64, device="cpu")
         for index, layer in enumerate(self._storage):
@@ -147,14 +147,14 @@ class StaticTables:
             known.turn_to(self._plan(self.forest, layout, known), self._suffix_length - own)
 
     def _load_suffixes(self) -> None:
-        """Write addresses and lengths of what of the suffixes is no node."""
+        """Write addresses and lengths of the suffixes after their own nodes."""
         own = self._own_tokens
         addresses = [suffix_addresses(layer.suffix, own) for layer in self._storage]
         self.suffixes.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
         self.lengths.fill_(self._suffix_length - own)
 
     def _largest(self, forest: Forest) -> Forest:
-        """The forest with all nodes that it may get."""
+        """The forest with every node that it may get, own nodes among them."""
         return with_own_nodes(forest, int(self._own_nodes))
 
     def attend(
@@ -172,13 +172,13 @@ class StaticTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            scoring: What the layer does to its scores.
+            scoring: The layer's score options.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
 
         Raises:
-            KernelRefusalError: The kernels do not take these.
+            KernelRefusalError: The kernels do not support these.
         """
         layout = Layout.of(query, new_keys, scoring)
         while True:
@@ -186,7 +186,11 @@ class StaticTables:
                 if reason := refusal(query, new_keys, new_values, []):
                     raise KernelRefusalError(reason)
                 plan = self._plan(self.forest, layout)
-                own = self.rows * layout.kv_heads * -(-layout.each // plan.config.block_m) if self._own_nodes else 0
+                own = (
+                    self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
+                    if self._own_nodes
+                    else 0
+                )
                 room = Capacity(self._depths, self._nodes, _rounded(plan.needed.units + own))
                 programs = plan.programs(self._suffix_length - self._own_tokens)
                 self._schedules[layout] = _Scheduled(plan, programs, room, plan.schedule(programs, room))
@@ -194,7 +198,7 @@ class StaticTables:
             tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
             try:
                 return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring)
-            except KernelFailedError:  # which leaves one kernel less for the next plan
+            except KernelFailedError:  # the next plan chooses among the other kernels
                 del self._schedules[layout]
 
     def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
@@ -203,5 +207,5 @@ class StaticTables:
 
 
 def _rounded(count: int) -> int:
-    """The next power of two, so that a slightly larger forest still fits; at least 1."""
+    """The next power of two, at least 1, so that a slightly larger forest still fits."""
     return 1 << max(0, count - 1).bit_length()

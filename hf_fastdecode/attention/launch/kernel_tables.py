@@ -1,4 +1,4 @@
-"""Attention over a forest with this package's kernels: what stays the same over a step's layers and over steps."""
+"""Tables of the decode kernels (addresses, lengths, schedules), shared between layers and steps, and their launch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.failures import KernelFailedError
-from ..kernels.forest_decode.limits import refusal
-from ..kernels.forest_decode.schedule import Schedule
+from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.limits import refusal
+from ...kernels.forest_decode.schedule import Schedule
+from ..forest import Forest
+from ..kv import Segment
+from ..scoring import Scoring
 from .dispatch import KERNELS, LIBRARY, Choice, Heads, choose
-from .forest import Forest
-from .kv import Segment
 from .own_nodes import with_own_nodes
 from .plan import Layout, Plan
-from .scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ..kernels.forest_decode.api import Config
+    from ...kernels.forest_decode.api import Config
 
 __all__ = [
     "ForestTables",
@@ -31,7 +31,7 @@ __all__ = [
     "suffix_addresses",
 ]
 
-# What a suffix is taken to hold where the choice of operators is made once for all steps.
+# Suffix tokens assumed by the choice of operators, which is made once for all steps.
 _TYPICAL_SUFFIX = 64
 
 
@@ -40,7 +40,7 @@ class NodeTable:
 
     Args:
         forest: The nodes.
-        segments: Where their tokens are stored.
+        segments: Storage of the nodes.
         device: The layer's device.
 
     Attributes:
@@ -52,7 +52,7 @@ class NodeTable:
         self.addresses = torch.tensor(node_addresses(forest, segments), dtype=torch.int64, device=device)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # Addresses mean nothing in a copy of the cache, whose tensors lie elsewhere: a copy of a table is None.
+        # Addresses are invalid in a copy of the cache, whose tensors are new: a table is copied as None.
         return type(None), ()
 
 
@@ -61,7 +61,7 @@ class SuffixTable:
 
     Args:
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
-        first: The first token of every suffix that is not attended to as a node.
+        first: The first token of every suffix after its own node.
     """
 
     def __init__(self, suffix: Segment, first: int = 0):
@@ -73,11 +73,11 @@ class SuffixTable:
 
 
 def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment]) -> list[list[int]]:
-    """Of each node: addresses of its keys, of its values, and elements from one KV head to the next."""
+    """Address of each node's keys, address of its values, and stride between KV heads in elements."""
     spans = [node.span for node in forest.nodes]
     used = {span.segment: segments[span.segment] for span in spans}
 
-    def column(part: int) -> list[int]:  # by numbers: a view of each node takes longer than the rest of a plan
+    def column(part: int) -> list[int]:  # arithmetic, because a view per node takes longer than the rest of a plan
         bases = {number: segment[part].data_ptr() for number, segment in used.items()}
         steps = {number: segment[part].stride(1) * segment[part].element_size() for number, segment in used.items()}
         return [bases[span.segment] + span.start * steps[span.segment] for span in spans]
@@ -87,14 +87,13 @@ def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Se
 
 
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
-    """Addresses of the suffixes' keys and values from a token on, and elements from one row and one KV head to the
-    next."""
+    """Addresses of the suffixes' keys and values from token `first` on, and strides of rows and KV heads."""
     begin = first * suffix.keys.stride(2) * suffix.keys.element_size()
     return [suffix.keys.data_ptr() + begin, suffix.values.data_ptr() + begin, *suffix.keys.stride()[:2]]
 
 
 class ForestTables:
-    """Schedules and lengths that all layers of a cache share, by device and head counts."""
+    """Plans, schedules and lengths that all layers of a cache share, by device and head layout."""
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
@@ -107,11 +106,11 @@ class ForestTables:
         self._slots: dict[torch.device, Tensor] = {}
 
     def lengths(self, rows: int, before: int, device: torch.device) -> Tensor:
-        """``[rows]`` int32 on the device, all `before`: filled once a step, for the first layer that asks."""
+        """``[rows]`` int32 on the device, all `before`; filled once per step."""
         known = self._lengths.get(device)
         if known is not None and known[0] == before and len(known[1]) == rows:
             return known[1]
-        with torch.inference_mode(False):  # what it made could not be filled outside of it
+        with torch.inference_mode(False):  # inference tensors could not be filled outside inference mode
             if known is not None and len(known[1]) == rows:
                 tensor = known[1].fill_(before)
             else:
@@ -120,13 +119,13 @@ class ForestTables:
         return tensor
 
     def slots(self, rows: int, device: torch.device) -> Tensor:
-        """``[rows]`` int32 on the device: every row's suffix lies in its own place."""
+        """``[rows]`` int32 on the device: row ``i`` uses slot ``i``."""
         if device not in self._slots or len(self._slots[device]) != rows:
             self._slots[device] = torch.arange(rows, dtype=torch.int32, device=device)
         return self._slots[device]
 
     def forest_with(self, forest: Forest, own: int) -> Forest:
-        """The forest with own nodes of so many tokens: one object as long as both stay."""
+        """The forest with own nodes of `own` tokens; the same object for the same arguments."""
         if self._extended is None or self._extended[0] is not forest or self._extended[1] != own:
             self._extended = forest, own, with_own_nodes(forest, own)
         return self._extended[2]
@@ -142,24 +141,24 @@ class ForestTables:
         scoring: Scoring,
         origins: Tensor | None = None,
     ) -> Tensor:
-        """Append new keys and values behind `before` tokens of the suffixes, and attend.
+        """Append new keys and values after `before` tokens of the suffixes, and attend.
 
         Args:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            nodes: This layer's nodes, own ones of suffixes among them.
-            suffix: This layer's suffixes behind own nodes, with room for the new tokens.
-            before: Tokens in every suffix, with those of own nodes.
-            scoring: What the layer does to its scores.
+            nodes: This layer's nodes, including own nodes.
+            suffix: This layer's suffixes after own nodes, with room for the new tokens.
+            before: Tokens in every suffix, including own nodes.
+            scoring: The layer's score options.
             origins: See `forest_decode`.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
 
         Raises:
-            KernelFailedError: A kernel cannot be compiled or launched. Unless `refusal` now has a reason, another will
-                be used when this is called again.
+            KernelFailedError: A kernel cannot be compiled or launched. Unless `refusal` now gives a reason, the next
+                call uses another kernel.
         """
         rows, before = len(query), before - suffix.first
         if self._forest is not nodes.forest:
@@ -173,15 +172,15 @@ class ForestTables:
         try:
             return run_kernels(query, new_keys, new_values, *tables, scoring, origins)
         except KernelFailedError:
-            self._plans, self._schedules = {}, {}  # which may be for the kernel that failed
+            self._plans, self._schedules = {}, {}  # they may be for the kernel that failed
             raise
 
     def choice(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
-        """Kernels or PyTorch's operators, whichever the cost model predicts to be faster over this forest."""
+        """The choice of the cost model between kernels and PyTorch's operators over this forest."""
         if self._chosen_for is not forest:
             self._chosen_for, self._choices = forest, {}
         if (heads, device) not in self._choices:
-            # What PyTorch's operators do at the edge of a window, by a mask, is not in the model.
+            # The model leaves out the masked edge of a window, which costs PyTorch's operators extra.
             among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
             chosen = choose(forest, _TYPICAL_SUFFIX, heads, device, among=among)
             self._choices[heads, device] = chosen
@@ -213,8 +212,8 @@ def run_kernels(
     scoring: Scoring,
     origins: Tensor | None = None,
 ) -> Tensor:
-    """`forest_decode` on tensors as models make them: any strides, any device. Arguments and result as there."""
-    from ..kernels.forest_decode.api import forest_decode
+    """`forest_decode` on tensors of any strides and any device; arguments and result as there."""
+    from ...kernels.forest_decode.api import forest_decode
 
     if query.stride(-1) != 1:
         query = query.contiguous()
@@ -223,7 +222,7 @@ def run_kernels(
     if new_values.stride(-1) != 1:
         new_values = new_values.contiguous()
     tables = (nodes, suffix, slots, lengths, schedule, config)
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever its arguments' is
+    with torch.cuda.device_of(query):  # Triton launches on the current device, not on its arguments'
         out, _ = forest_decode(
             query,
             new_keys,

@@ -1,7 +1,7 @@
-"""Prefill attention with PyTorch's own operators: runs of tokens over themselves and over what lies before them.
+"""Prefill attention by PyTorch's operators: runs of tokens over their contexts and, causally, over themselves.
 
-Many runs go through the model end to end in one pass. Runs of one length attend to themselves as one batch, and the
-queries of all runs that share a context are laid side by side, so that it is read once for them, as in a decode step.
+Many runs are concatenated in one forward pass. Runs of one length attend to themselves as one batch, and the queries
+of all runs that share a context are packed, so that it is read once, as in a decode step.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..partial import Partial, merge
 from .operators import DenseScores, dense_partial, plain_partial, with_sinks
-from .partial import Partial, merge
 
 _WINDOWED_QUERIES = 512
-"""Queries of a windowed prefill that attend at once, to the keys that any of them sees."""
+"""Queries of a windowed prefill per call, over the keys that any of them sees."""
 
 Place = slice | Tensor
-"""Where among the tokens of a pass some of them are."""
+"""Indices of tokens in a forward pass."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that follow each other.
+    """Consecutive tokens of one sequence.
 
     Attributes:
-        length: How many, at least 1.
-        context: Names of what lies before them, in the order of its tokens.
+        length: Number of tokens, at least 1.
+        context: Names of the stored contexts before them, in order.
     """
 
     length: int
@@ -50,18 +50,18 @@ def causal_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Prefill: attention of each run of tokens over what lies before it and, causally, over itself.
+    """Attention of each run of tokens over its context and, causally, over itself.
 
     Args:
-        query: ``[heads, tokens, head_dim]``, of all runs end to end.
+        query: ``[heads, tokens, head_dim]``, all runs concatenated.
         keys: ``[kv_heads, tokens, head_dim]``.
         values: ``[kv_heads, tokens, head_dim]``.
         scale: Factor on the scores.
         runs: At least one; their lengths add up to ``tokens``.
-        stored: Keys and values of a name of a context, each ``[kv_heads, length, head_dim]``.
+        stored: Keys and values of a context by its name, each ``[kv_heads, length, head_dim]``.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
         window: When given, a query sees only so many tokens, of which it is itself the last; else all before it.
-        sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
+        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
         backend: One of `BACKENDS`.
 
     Returns:
@@ -83,7 +83,7 @@ def causal_attention(
         for place, shape in _by_length(runs, starts, query.device)
     ]
     own = _put_together(parts, tokens)
-    behind: dict[Hashable, list[int]] = {}  # the runs that come after what has a name
+    behind: dict[Hashable, list[int]] = {}  # the runs after each named context
     for index, run in enumerate(runs):
         for name in run.context:
             behind.setdefault(name, []).append(index)
@@ -101,7 +101,7 @@ def _tokens_before(run: Run, stored: Callable[[Hashable], tuple[Tensor, Tensor]]
 def _by_length(
     runs: Sequence[Run], starts: Sequence[int], device: torch.device
 ) -> list[tuple[Place, tuple[int, int]]]:
-    """Where the runs of each length are, and how many of what length."""
+    """Place, count and length of the runs of each length."""
     alike: dict[int, list[int]] = {}
     for index, run in enumerate(runs):
         alike.setdefault(run.length, []).append(index)
@@ -109,7 +109,7 @@ def _by_length(
 
 
 def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.device) -> Place:
-    """The tokens of some runs, in order: a slice where they lie side by side."""
+    """Token indices of some runs, in order; a slice where they are adjacent."""
     if all(after == before + 1 for before, after in pairwise(indices)):
         return slice(starts[indices[0]], starts[indices[-1] + 1])
     places = [torch.arange(starts[index], starts[index + 1], device="cpu") for index in indices]
@@ -117,7 +117,7 @@ def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.devic
 
 
 def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
-    """As `_causal_partial`, without the log-sum-exp, which nothing is merged by."""
+    """`_causal_partial` without the log-sum-exp, where nothing is merged."""
     kv_heads, group, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)).transpose(0, 1) for part in (keys, values))
     out = F.scaled_dot_product_attention(
@@ -128,13 +128,13 @@ def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScor
 
 
 def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
-    """Attention of runs of one length, each over itself.
+    """Causal attention of runs of one length, each over itself.
 
     Args:
         query: ``[kv_heads, group, runs, length, head_dim]``.
         keys: ``[kv_heads, runs * length, head_dim]``.
         values: The same.
-        scores: How scores are made.
+        scores: Score options and backend.
 
     Returns:
         ``[kv_heads, group, runs * length]``.
@@ -144,8 +144,8 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseSc
     if scores.softcap is not None:
         scores.need_plain("a soft cap")
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        each = keys[:, None], values[:, None]
-        part = plain_partial(query, *each, scores.scale, visible=visible, softcap=scores.softcap)
+        keys_and_values = keys[:, None], values[:, None]
+        part = plain_partial(query, *keys_and_values, scores.scale, visible=visible, softcap=scores.softcap)
     elif count == 1:
         # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
         one = query[:, :, 0].transpose(0, 1)
@@ -169,7 +169,7 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseSc
 
 
 def _put_together(parts: Sequence[tuple[Place, Partial]], tokens: int) -> Partial:
-    """Parts of all tokens as one: ``[kv_heads, group, tokens]``."""
+    """Join the partials of all tokens: ``[kv_heads, group, tokens]``."""
     (_, first), *others = parts
     if not others:
         return first
@@ -184,7 +184,7 @@ def _put_together(parts: Sequence[tuple[Place, Partial]], tokens: int) -> Partia
 def _with_context(
     own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], scores: DenseScores
 ) -> Partial:
-    """Merge the attention of some tokens over what lies before them all into what was seen."""
+    """Merge the attention of some tokens over their common context into `own`."""
     keys, values = context
     some = grouped[:, :, place]  # [kv_heads, group, some tokens, head_dim]
     part = scores.partial(some.flatten(1, 2)[None], keys[None], values[None])
@@ -206,7 +206,7 @@ def _windowed_runs(
     sinks: Tensor | None,
     scores: DenseScores,
 ) -> Tensor:
-    """Runs under a window, which hides something from one of them at least: one after the other."""
+    """Attention of runs under a window that hides tokens from at least one of them: one run at a time."""
     outs, start = [], 0
     for run in runs:
         place = slice(start, start + run.length)
@@ -219,9 +219,9 @@ def _windowed_runs(
 def _windowed_causal_attention(
     query: Tensor, parts: Sequence[tuple[Tensor, Tensor]], window: int, sinks: Tensor | None, scores: DenseScores
 ) -> Tensor:
-    """Attention of ``[heads, length, head_dim]``, the last tokens of `parts`, each to the last `window` up to itself.
+    """Windowed causal attention of ``[heads, length, head_dim]``, the last tokens of `parts`.
 
-    Some queries at a time: what all of them do not see is left out, for the rest there is a mask.
+    Blocks of queries: keys that no query of a block sees are left out, and a mask hides the rest.
     """
     heads, length, head_dim = query.shape
     kv_heads = parts[0][0].shape[0]
@@ -254,7 +254,7 @@ def _windowed_causal_attention(
 
 
 def _between(parts: Sequence[tuple[Tensor, Tensor]], first: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Tokens ``first .. stop - 1`` of what `parts` hold end to end; a view where one part holds them all."""
+    """Tokens ``first .. stop - 1`` of the concatenated `parts`; a view where one part holds them all."""
     keys, values = [], []
     start = 0
     for part_keys, part_values in parts:

@@ -1,4 +1,4 @@
-"""PyTorch's fused attention operators that return the log-sum-exp: which can run, and dense attention by one."""
+"""Dense attention with log-sum-exp by PyTorch's fused operators, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..partial import Partial, empty_partial, merge
 from .backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
-from .partial import Partial, empty_partial, merge
 
 # On an H200, cuDNN overtakes flash over a long context from 512 packed queries with 32 KV heads, between 512 and 4096
-# with eight, and not by 8192 with one: below, flash is faster because it also splits the keys. cuDNN plans each new
-# shape for up to a second, so it never serves a growing suffix.
+# with eight, and not by 8192 with one; below, flash is faster because it splits the keys. cuDNN plans each new shape
+# for up to a second, so it never serves a growing suffix.
 _CUDNN_MIN_QUERIES = 1024
 _CUDNN_MIN_KEYS = 1024
 
 
 class BackendError(ValueError):
-    """A backend was forced that cannot compute what was asked."""
+    """A forced backend cannot compute the request."""
 
 
 def cannot_run(backend: str, reason: str) -> BackendError:
-    """The error for a forced backend, with what to do about it."""
+    """The error for a forced backend, with the remedy."""
     by_variable = backend_of_environment() == backend
     remedy = f"'plain', or 'auto' with ${BACKEND_VARIABLE} unset" if by_variable else "'auto' or 'plain'"
     return BackendError(f"backend={backend!r} cannot run: {reason}; use backend={remedy}")
@@ -45,7 +45,7 @@ def plain_partial(
         keys: ``[..., length, head_dim]``.
         values: ``[..., length, value_dim]``.
         scale: Factor on the scores.
-        visible: Boolean, broadcastable to ``[..., queries, length]``: which keys a query sees; all when None.
+        visible: Boolean, broadcastable to ``[..., queries, length]``: visible keys; all when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
     """
     compute = torch.promote_types(query.dtype, torch.float32)
@@ -100,7 +100,7 @@ _OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], Partial]] 
 
 
 def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why `backend` cannot compute attention over these tensors, or None when it can."""
+    """Why `backend` does not support these tensors; None when it does."""
     head_dim, value_dim = query.shape[-1], values.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     if backend == "plain":
@@ -125,7 +125,7 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
 
 
 def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """Name the operator for dense attention over these tensors.
+    """The name of the operator for dense attention over these tensors.
 
     Raises:
         BackendError: `backend` is unknown, or forces an operator that cannot run here.
@@ -145,7 +145,7 @@ def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -
 def dense_partial(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False, backend: str = "auto"
 ) -> Partial:
-    """Attention of every query over every key of its batch element and head, with the log-sum-exp.
+    """Dense attention with the log-sum-exp.
 
     Args:
         query: ``[batch, heads, queries, head_dim]``.
@@ -156,7 +156,7 @@ def dense_partial(
         backend: One of `BACKENDS`.
     """
     operator = choose_operator(backend, query, keys, values)
-    # Fused operators crash on empty keys (CPU) or call their log-sum-exp +inf (flash).
+    # On empty keys, fused operators crash (CPU) or return a log-sum-exp of +inf (flash).
     if keys.shape[-2] == 0 or query.shape[-2] == 0:
         dtype = torch.promote_types(query.dtype, torch.float32)
         return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
@@ -165,11 +165,11 @@ def dense_partial(
 
 @dataclass(frozen=True)
 class DenseScores:
-    """How scores of dense queries and keys are made, and by what.
+    """Scale, soft cap and backend of dense attention.
 
     Attributes:
-        scale: Factor of a product of query and key.
-        softcap: Bound of a score, where the architecture has one.
+        scale: Factor on the scores.
+        softcap: Soft cap on the scores, if any.
         backend: One of `BACKENDS`.
     """
 
@@ -178,16 +178,16 @@ class DenseScores:
     backend: str = "auto"
 
     def partial(self, query: Tensor, keys: Tensor, values: Tensor) -> Partial:
-        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys of their batch element."""
+        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys."""
         if self.softcap is not None:
             self.need_plain("a soft cap")
             return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
         return dense_partial(query, keys, values, self.scale, backend=self.backend)
 
     def seen_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
-        """The same over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
+        """`partial` over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
 
-        Keys that no query sees are not read, and those that all of them see need no mask.
+        Keys that no query sees are not read, and keys that all queries see need no mask.
         """
         if oldest is None or not oldest.numel():
             return self.partial(query, keys, values)
@@ -200,11 +200,11 @@ class DenseScores:
         return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
 
     def need_plain(self, what: str) -> None:
-        """Refuse a forced fused operator for `what`, which only the plain path computes."""
+        """Raise when a fused operator is forced for `what`, which only the plain path computes."""
         if self.backend not in ("auto", "plain"):
             raise cannot_run(self.backend, f"it does not compute {what}")
 
 
 def with_sinks(part: Partial, sinks: Tensor) -> Partial:
-    """The partial with one more key of value 0 for each query, whose score `sinks` broadcasts to its log-sum-exp."""
+    """Merge attention sinks: one more key per query, of value 0 and score `sinks` (broadcast to ``lse``)."""
     return merge(part, Partial(part.out.new_zeros(()), sinks.to(part.lse.dtype)))

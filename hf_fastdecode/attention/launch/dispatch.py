@@ -1,10 +1,9 @@
-"""Which operators attend in a decode step: a cost model of bytes, operations and launches, with measured constants.
+"""Chooses the operators of a decode step by a roofline cost model with measured constants.
 
 The candidates are this package's kernels, PyTorch's fused operators over the same forest (the *library*), and plain
-decoding, in which every row reads its own copy of its whole context (what stock transformers does). The model's form
-is the roofline: a part takes the longer of its bytes at the bandwidth that the candidate reaches and its operations
-at its rate, plus what launching costs; the constants are those of `costs.py`. Nodes and suffixes count one after the
-other; where the kernels attend to suffixes beside nodes (`plan`) they are faster than that.
+decoding, in which every row reads its own copy of its whole context (what stock transformers does). Each part takes
+the longer of its bytes at the candidate's bandwidth and its operations at the candidate's rate, plus launches; the
+constants are in `costs.py`. Nodes and suffixes are added up; kernels that overlap them (`plan`) are faster than that.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..forest import Forest, Node
 from .costs import Costs, costs_of
-from .forest import Forest, Node
 
-_QUERY_TILE = 128  # packed queries that read a node's keys at once, of every operator in question
+_QUERY_TILE = 128  # packed queries that read a node's keys at once, in all candidates
 
 KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
 
@@ -31,9 +30,9 @@ class Heads:
         heads: Query heads.
         kv_heads: KV heads.
         head_dim: Numbers per head.
-        queries: Tokens of a row in the step.
-        itemsize: Bytes of a number.
-        window: Tokens that a query sees at most; None for all of its row.
+        queries: New tokens per row.
+        itemsize: Bytes per number.
+        window: Sliding window in tokens, if any.
     """
 
     heads: int
@@ -51,11 +50,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the model says.
+    """The chosen candidate and the predictions behind it.
 
     Attributes:
-        name: The candidate chosen.
-        seconds: Predicted time of a layer's step, by candidate that there was.
+        name: The fastest candidate.
+        seconds: Predicted time of a layer's step, by candidate.
     """
 
     name: str
@@ -67,11 +66,11 @@ class Choice:
 
 
 def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) -> dict[str, float]:
-    """Seconds of one layer's attention in a decode step, by candidate.
+    """Predicted seconds of one layer's attention in a decode step, by candidate.
 
     Args:
         forest: The nodes.
-        suffix_tokens: Tokens in a row's suffix.
+        suffix_tokens: Tokens per suffix.
         heads: Head layout.
         costs: Constants of the device.
     """
@@ -102,10 +101,10 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
 
 
 def _passes(tokens: float, node: Node, heads: Heads, costs: Costs) -> int:
-    """How often so many tokens of a node come from memory.
+    """How often these tokens of a node are read from memory.
 
-    Query tiles go through a KV head's tokens together, as many as there are multiprocessors; the next ones find them
-    in the L2 cache if it holds them.
+    As many query tiles as multiprocessors read a KV head's tokens together; further tiles hit the L2 cache if it
+    holds them.
     """
     if tokens * heads.bytes_per_token / heads.kv_heads <= costs.l2_bytes:
         return 1
@@ -114,7 +113,7 @@ def _passes(tokens: float, node: Node, heads: Heads, costs: Costs) -> int:
 
 
 def _tokens_read(forest: Forest, seen: Sequence[float]) -> Iterator[float]:
-    """Of each node, the tokens that any of its rows sees, where row ``i`` sees the last ``seen[i]`` of its path."""
+    """Tokens of each node that any of its rows sees, where row ``i`` sees the last ``seen[i]`` of its path."""
     for node in forest.nodes:
         rows = range(node.row_start, node.row_stop)
         behind = (forest.context_lengths[row] - forest.starts[node.depth][row] - node.span.length for row in rows)
@@ -129,7 +128,7 @@ def choose(
     device: torch.device,
     among: tuple[str, ...] = (KERNELS, LIBRARY, PLAIN),
 ) -> Choice:
-    """The fastest of some candidates on a CUDA device; other arguments as for `predict`."""
+    """The fastest candidate of `among` on a CUDA device; other arguments as for `predict`."""
     predicted = predict(forest, suffix_tokens, heads, costs_of(device))
     seconds = {name: predicted[name] for name in among}
     return Choice(min(among, key=lambda name: seconds[name]), seconds)

@@ -1,9 +1,9 @@
-"""Attention over a forest with PyTorch's own fused operators, the ones that return the log-sum-exp.
+"""Forest attention by PyTorch's fused operators that return the log-sum-exp.
 
-Every part of the work is one *dense* call: the queries of all rows of a node, and of a group of query heads that use
-one KV head, are laid side by side as the queries of one sequence, so that the node's keys are read once (Bifurcated
-attention, section 4.2; Hydragen, section 3.2). Shared keys are never repeated over rows or heads, and the fused
-operators read them where they lie; the plain path, for what those cannot compute, casts a node to fp32 first.
+Every part is one *dense* call: the queries of all rows of a node, and of all query heads of a KV head, are packed as
+the queries of one sequence, so that the node's keys are read once (Bifurcated attention, section 4.2; Hydragen,
+section 3.2). Shared keys are never repeated over rows or heads, and fused operators read them in place; the plain
+path, for what those cannot compute, casts a node to fp32 first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .forest import Node
-from .kv import ForestKV
+from ..forest import Node
+from ..kv import ForestKV
+from ..partial import Partial, merge
 from .operators import DenseScores, choose_operator, plain_partial, with_sinks
-from .partial import Partial, merge
 
 
 def forest_attention(
@@ -41,8 +41,8 @@ def forest_attention(
         kv: Keys and values in the query's dtype, on its device.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only so many tokens of its row, of which it is itself the last.
-        sinks: ``[heads]``: when given, the score of one more key for each query head, whose value is 0.
+        window: When given, a query sees only the last ``window`` tokens of its row up to its own.
+        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
         backend: One of `BACKENDS`.
 
     Returns:
@@ -67,18 +67,18 @@ def forest_attention(
         )
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
     oldest = None if window is None else _oldest_seen(kv, queries, packed.shape[2], window)
-    total = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
+    merged = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        total = merge(total, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
-    value_dim = total.out.shape[-1]
-    total = Partial(total.out.reshape(rows, heads, queries, value_dim), total.lse.reshape(rows, heads, queries))
-    return total if sinks is None else with_sinks(total, sinks[:, None])
+        merged = merge(merged, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
+    value_dim = merged.out.shape[-1]
+    merged = Partial(merged.out.reshape(rows, heads, queries, value_dim), merged.lse.reshape(rows, heads, queries))
+    return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
 
 def _oldest_seen(kv: ForestKV, queries: int, packed: int, window: int) -> Tensor:
-    """Where in its row the first token stands that a packed query sees: ``[rows, packed]`` int64 on the CPU.
+    """Position in its row of the oldest token that a packed query sees: ``[rows, packed]`` int64 on the CPU.
 
-    It may lie before the row's beginning. On the host, because it decides which keys are read.
+    It may be negative. On the host, because it decides which keys are read.
     """
     host: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
     ends = torch.tensor(kv.forest.context_lengths, **host) + torch.tensor(kv.lengths(), **host)
@@ -87,14 +87,14 @@ def _oldest_seen(kv: ForestKV, queries: int, packed: int, window: int) -> Tensor
 
 
 def _less(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
-    """`oldest` counted from where each row's part starts."""
+    """`oldest` relative to the start of each row's part."""
     return None if oldest is None else oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
 
 
 def _level_partial(
     packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: DenseScores, oldest: Tensor | None
 ) -> Partial:
-    """Attention of all rows over the nodes of one depth; rows without a node there get the empty partial."""
+    """Attention of all rows over the nodes of one depth; the empty partial for rows without one."""
     outs, lses, row = [], [], 0
     for batch in batches:
         rows = slice(batch[0].row_start, batch[-1].row_stop)
@@ -116,17 +116,23 @@ def _nodes_partial(
 ) -> Partial:
     """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
-    rows, kv_heads, each, _ = packed.shape
+    rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, group = len(nodes), rows // len(nodes)
-    # The queries of a node's rows become those of one long sequence.
+    # Pack the queries of a node's rows as one sequence.
     side_by_side = (
-        packed.view(count, group, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, -1, packed.shape[-1])
+        packed.view(count, group, kv_heads, queries_per_kv_head, -1)
+        .transpose(1, 2)
+        .reshape(count, kv_heads, -1, packed.shape[-1])
     )
-    oldest = None if oldest is None else oldest.view(count, group * each)
+    oldest = None if oldest is None else oldest.view(count, group * queries_per_kv_head)
     out, lse = scores.seen_partial(side_by_side, keys, values, oldest)
     return Partial(
-        out.view(count, kv_heads, group, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1),
-        lse.reshape(count, kv_heads, group, each).transpose(1, 2).reshape(rows, kv_heads, each),
+        out.view(count, kv_heads, group, queries_per_kv_head, -1)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, queries_per_kv_head, -1),
+        lse.reshape(count, kv_heads, group, queries_per_kv_head)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, queries_per_kv_head),
     )
 
 
@@ -149,7 +155,7 @@ def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: DenseSco
     if longest == shortest and queries == 1:
         return scores.seen_partial(packed, keys, values, oldest)
     if longest == shortest:
-        # Tokens before the queries' own need no causal mask, which leaves a small square.
+        # Only the queries' own tokens need a causal mask, on a small square.
         old = longest - queries
         earlier = scores.seen_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
         oldest = None if oldest is None else oldest - old
@@ -163,16 +169,16 @@ def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: DenseSco
     visible = token <= last_seen[..., None]
     if oldest is not None:
         visible &= token >= oldest.to(packed.device)[..., None]
-    # What lies behind a row's length is undefined, and 0 * nan is nan.
+    # Values past a row's length are undefined, and 0 * NaN is NaN.
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
     own = plain_partial(packed, keys, values, scores.scale, visible=visible[:, None], softcap=scores.softcap)
     return own if earlier is None else merge(own, earlier)
 
 
 def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backend: str = "auto") -> str:
-    """One line for reports: which operator attends to which part in `forest_attention` with these arguments."""
+    """One line for reports: the operator of each part of `forest_attention` with these arguments."""
     rows, heads, queries, _ = query.shape
-    each = heads // kv.suffix.keys.shape[1] * queries
+    queries_per_kv_head = heads // kv.suffix.keys.shape[1] * queries
     shortest, longest = kv.suffix_bounds
 
     def operator(packed: int, keys: Tensor, values: Tensor) -> str:
@@ -183,10 +189,10 @@ def describe(query: Tensor, kv: ForestKV, *, softcap: float | None = None, backe
 
     parts = []
     for depth, level in enumerate(kv.forest.levels):
-        names = sorted({operator(node.row_count * each, *kv.node(node.span)) for node in level})
+        names = sorted({operator(node.row_count * queries_per_kv_head, *kv.node(node.span)) for node in level})
         tokens = sum(node.span.length for node in level)
         parts.append(f"{len(level)} node(s) of {tokens} tokens at depth {depth} by {'/'.join(names)}")
     own = [part[:, :, :longest] for part in kv.suffix]
-    suffix = operator(each, *own) if shortest == longest else "plain (unequal lengths)"
+    suffix = operator(queries_per_kv_head, *own) if shortest == longest else "plain (unequal lengths)"
     parts.append(f"{rows} suffixes by {suffix}")
     return ", ".join(parts) + ", merged by log-sum-exp"

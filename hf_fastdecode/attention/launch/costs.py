@@ -1,4 +1,4 @@
-"""Constants of the cost model, as data: measured, or for other GPUs estimated from what they report."""
+"""Constants of the cost model: measured on an H200, estimated for other GPUs from their properties."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one way of attending reaches.
+    """Measured rates of one attention implementation.
 
     Attributes:
-        launch: Seconds before and between the parts that do the work, a launch for the library's.
-        bandwidth: Bytes a second over nodes.
-        suffix_bandwidth: Bytes a second over suffixes.
-        rate: Floating-point operations a second over nodes.
+        launch: Seconds of overhead; per launch for the library.
+        bandwidth: Bytes per second over nodes.
+        suffix_bandwidth: Bytes per second over suffixes.
+        rate: Floating-point operations per second over nodes.
     """
 
     launch: float
@@ -27,17 +27,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """The candidates on one device; see `dispatch`.
+    """Constants of one device; see `dispatch`.
 
     Attributes:
         kernels: This package's kernels.
         library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
-        plain: A copy of its context for every row.
-        beside_bandwidth: Bytes a second of suffixes that a multiprocessor attends to while others attend to nodes.
-        portable_rate: Floating-point operations a second over nodes of the kernels that every device runs.
-        matmul_rate: Those of large matrix products.
-        multiprocessors: Streaming multiprocessors: query tiles that are computed at once.
-        l2_bytes: What the L2 cache holds of a node until its next query tiles come.
+        plain: Plain decoding, with a copy of the context per row.
+        beside_bandwidth: Bytes per second of suffixes per multiprocessor, beside the node kernel.
+        portable_rate: Floating-point operations per second over nodes of the portable (not Hopper) kernel.
+        matmul_rate: Floating-point operations per second of large matrix products.
+        multiprocessors: Streaming multiprocessors, each with one query tile at a time.
+        l2_bytes: Size of the L2 cache.
     """
 
     kernels: Candidate
@@ -50,7 +50,7 @@ class Costs:
     l2_bytes: float
 
     def scaled(self, bandwidth: float, rate: float) -> Costs:
-        """The same for a device with so many times the memory bandwidth and arithmetic rate."""
+        """These constants times a factor on memory bandwidth and on arithmetic rate."""
         kernels, library, plain = (
             replace(
                 candidate,
@@ -86,13 +86,13 @@ _H200 = Costs(
     l2_bytes=50 * 2**20,
 )
 _MEASURED = {"NVIDIA H200": _H200}
-# What the estimate for other devices is relative to.
+# Reference of the estimate for other devices.
 _H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
 
 @lru_cache
 def costs_of(device: torch.device) -> Costs:
-    """The constants of a CUDA device: measured, or the H200's scaled by what the device says of itself."""
+    """The constants of a CUDA device: measured, or the H200's scaled by the device's properties."""
     properties = torch.cuda.get_device_properties(device)
     if properties.name in _MEASURED:
         return _MEASURED[properties.name]
@@ -105,24 +105,23 @@ def costs_of(device: torch.device) -> Costs:
 
 
 def prefill_rate(device: torch.device) -> float:
-    """Floating-point operations a second of large matrix products: what prefill reaches at best."""
+    """Floating-point operations per second of large matrix products, an upper bound for prefill."""
     return costs_of(device).matmul_rate
 
 
 def estimated_costs(
     multiprocessors: int, bandwidth: float | None, capability: int = _HOPPER, *, l2_bytes: float | None = None
 ) -> Costs:
-    """Constants for a device that was not measured.
+    """Estimate the constants of a device that was not measured.
 
     Args:
         multiprocessors: Streaming multiprocessors.
-        bandwidth: Peak bytes a second of its memory; None when it does not tell, which is then taken to follow the
-            multiprocessors.
+        bandwidth: Peak memory bandwidth in bytes per second; scaled by multiprocessors when None.
         capability: Major compute capability.
-        l2_bytes: Of its L2 cache; None when it does not tell, which is then taken to be an H200's.
+        l2_bytes: Size of the L2 cache; an H200's when None.
     """
     size = multiprocessors / _H200_MULTIPROCESSORS
-    # Matrix units compute half as much a cycle before Hopper, and the kernel for Hopper runs on nothing else.
+    # Before Hopper, tensor cores compute half as much per cycle; the Hopper kernel runs on Hopper only.
     rate = size if capability >= _HOPPER else size / 2
     costs = _H200.scaled(size if bandwidth is None else bandwidth / _H200_BANDWIDTH, rate)
     costs = replace(
@@ -137,6 +136,6 @@ def estimated_costs(
 
 
 def memory_bandwidth(properties: object) -> float | None:
-    """Peak bytes a second by clock and bus width, where torch tells them."""
+    """Peak memory bandwidth in bytes per second by clock and bus width; None where torch does not report them."""
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2 * clock * 1e3 * width / 8 if clock and width else None  # kHz, bits, two transfers a clock
+    return 2 * clock * 1e3 * width / 8 if clock and width else None  # kHz, bits, two transfers per clock

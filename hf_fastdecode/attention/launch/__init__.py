@@ -1,0 +1,1 @@
+"""Launch of the decode kernels: cost model, launch parameters, schedules and device tables."""

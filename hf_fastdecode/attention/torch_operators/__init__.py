@@ -1,0 +1,1 @@
+"""Attention by PyTorch's operators: decode over a forest, prefill, and the choice of a fused operator."""

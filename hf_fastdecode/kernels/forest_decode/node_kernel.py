@@ -1,0 +1,215 @@
+# mypy: ignore-errors
+"""Node kernel: stream-K attention over the nodes of a forest, and the online softmax of all decode kernels.
+
+The key tiles of all nodes, heads and query tiles are cut into equal shares for a fixed grid (LeanAttention, section 4;
+`schedule`). The queries of all rows of a node, and of a group of query heads, form one query tile, so that a key tile
+is read once for all of them. Every piece writes an fp32 partial to the workspace.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # initial row max: finite, because -inf - (-inf) is NaN
+
+
+@triton.jit
+def cap_scores(scores, cap):
+    """``cap * tanh(scores / cap)``, near 0 by its Taylor series, where the logistic form loses digits."""
+    x = scores / cap
+    far = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    y = x * x
+    tail = 62.0 / 2835.0 - y * (1382.0 / 155925.0)
+    near = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0 - y * tail))))
+    return cap * tl.where(y < 0.16, near, far)
+
+
+@triton.jit
+def aligned(address, element: tl.constexpr):
+    """A pointer from an address that is a multiple of 16, with the hint that allows 16-byte loads.
+
+    The hint is on the conversion, because on a sum it is lost when another offset is added.
+    """
+    return tl.multiple_of(tl.cast(address, tl.pointer_type(element)), 16)
+
+
+@triton.jit
+def qk_scores(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores before `base2_scale`: raw products, or with a soft cap scaled and capped ones."""
+    raw = tl.dot(query, tl.trans(keys))
+    return cap_scores(raw * scale, soft_cap) if SOFT_CAP else raw
+
+
+@triton.jit
+def base2_scale(scale, SOFT_CAP: tl.constexpr):
+    """Factor from `qk_scores` to scores in base 2."""
+    return LOG2E if SOFT_CAP else scale * LOG2E
+
+
+@triton.jit
+def online_softmax_step(scores, scale_log2, values, row_max, row_sum, acc, element: tl.constexpr):
+    """Online softmax: add scores ``[M, N]`` and values ``[N, D]`` to row max (base 2), row sum and accumulator."""
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_row_max[:, None])  # one multiply-add before the exponential
+    rescale = tl.exp2(row_max - new_row_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(element), values, acc * rescale[:, None])
+    return new_row_max, row_sum, acc
+
+
+@triton.jit
+def prefetch(addresses, wanted):
+    """Prefetch the 128 bytes at each address to L2, where wanted."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [addresses, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def node_partials(
+    query,  # [rows, heads, queries, head_dim]
+    nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads
+    pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
+    partial_out,  # [pieces, BLOCK_M, head_dim] fp32
+    partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
+    contexts,  # [rows] int32: tokens of a row's nodes; like the next and `window` only with WINDOW
+    lengths,  # [rows] int32: tokens in a row's suffix before this step
+    node_capacity,
+    scale,
+    soft_cap,
+    window,  # a query sees the last `window` tokens up to its own
+    query_row_stride,
+    query_head_stride,
+    query_stride,
+    GROUP: tl.constexpr,  # query heads per KV head
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims < HEAD_DIM
+    queries_per_kv_head: tl.constexpr = GROUP * QUERIES
+    element = query.dtype.element_ty
+    scale_log2 = base2_scale(scale, SOFT_CAP)
+    # Most first pieces are of node 0: load its addresses without waiting for the piece.
+    loaded_node = 0
+    has_nodes = node_capacity > 0  # the table may be empty
+    key_address = tl.load(nodes, mask=has_nodes, other=0)
+    value_address = tl.load(nodes + node_capacity, mask=has_nodes, other=0)
+    stride = tl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
+    # A piece's row holds all but the addresses, so that few loads depend on each other.
+    piece_row = pieces + tl.program_id(0) * 16
+    node = tl.load(piece_row)
+    head = tl.load(piece_row + 1)
+    tile = tl.load(piece_row + 2)
+    first = tl.load(piece_row + 3)
+    last = tl.load(piece_row + 4)
+    length = tl.load(piece_row + 5)
+    row_start = tl.load(piece_row + 6)
+    row_count = tl.load(piece_row + 7)
+    slot = tl.load(piece_row + 8)
+    following = tl.load(piece_row + 9)
+    position = tl.load(piece_row + 10)
+    if PDL and not WINDOW and node == 0:
+        # Nodes are older than the kernel that this one overlaps: prefetch their first tile before it ends.
+        line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
+        skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
+        wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
+        prefetch(key_address + skip + line, wanted)
+        prefetch(value_address + skip + line, wanted)
+    if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
+        tl.extra.cuda.gdc_wait()
+    while node >= 0:
+        if node != loaded_node:
+            loaded_node = node
+            key_address = tl.load(nodes + node)
+            value_address = tl.load(nodes + node_capacity + node)
+            stride = tl.load(nodes + 2 * node_capacity + node)
+        keys = aligned(key_address + head * stride * (element.primitive_bitwidth // 8), element)
+        values = aligned(value_address + head * stride * (element.primitive_bitwidth // 8), element)
+
+        # Packed query i belongs to row i // queries_per_kv_head; its head and position within the row are
+        # i % queries_per_kv_head.
+        packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = row_start + packed // queries_per_kv_head
+        within = packed % queries_per_kv_head
+        query_at = (
+            row.to(tl.int64) * query_row_stride
+            + (head * GROUP + within // QUERIES) * query_head_stride
+            + (within % QUERIES) * query_stride
+        )
+        in_tile = packed < row_count * queries_per_kv_head
+        if PDL:
+            for line in tl.static_range(0, HEAD_DIM * 2, 128):
+                prefetch((query + query_at).to(tl.int64) + line, in_tile)
+            # PDL: dependents also rely on earlier kernels, so wait before releasing them.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        q = tl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
+
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        full_tiles = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
+        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
+            own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
+            oldest = own + within % QUERIES - window + 1 - position
+            first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
+        tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
+        step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # offsets in a node may exceed 32 bits
+        for key_tile in tl.range(first, full_tiles, num_stages=STAGES):
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(keys + key_tile * step + tile_at)
+                v = tl.load(values + key_tile * step + tile_at)
+            else:
+                k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
+                v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
+            if WINDOW:
+                key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
+        if full_tiles < last:
+            seen = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N) < length
+            k = tl.load(keys + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            v = tl.load(values + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            if WINDOW:
+                last_key = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+                scores = tl.where(last_key[None, :] >= oldest[:, None], scores, -float("inf"))
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
+
+        at_row = slot * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        # Under a window, a query may see no key of a piece.
+        has_keys = row_sum > 0
+        row_sum = tl.where(has_keys, row_sum, 1.0)
+        tl.store(partial_lse + at_row, tl.where(has_keys, row_max + tl.log2(row_sum), -float("inf")), mask=in_tile)
+        result = acc * (1.0 / row_sum)[:, None]
+        kept = in_tile[:, None] & in_dim[None, :]
+        tl.store(partial_out + at_row[:, None] * HEAD_DIM + dims[None, :], result, mask=kept)
+
+        piece_row = pieces + tl.maximum(following, 0) * 16
+        node = tl.where(following >= 0, tl.load(piece_row), -1)
+        head = tl.load(piece_row + 1)
+        tile = tl.load(piece_row + 2)
+        first = tl.load(piece_row + 3)
+        last = tl.load(piece_row + 4)
+        length = tl.load(piece_row + 5)
+        row_start = tl.load(piece_row + 6)
+        row_count = tl.load(piece_row + 7)
+        slot = tl.load(piece_row + 8)
+        following = tl.load(piece_row + 9)
+        position = tl.load(piece_row + 10)
