@@ -5,7 +5,7 @@ import re
 import pytest
 import transformers
 
-from hf_fastdecode.cache.layer import SharedContextLayer
+from hf_fastdecode.cache.storage import TokenStorage
 
 from ..test_readme import README
 from ..tiny_models import ARCHITECTURES
@@ -50,8 +50,12 @@ def test_the_page_shares_what_the_readme_lists():
 
 
 def test_other_keys_give_a_wrong_verdict(monkeypatch):
-    store = SharedContextLayer._store_nodes
-    monkeypatch.setattr(SharedContextLayer, "_store_nodes", lambda self, keys, values: store(self, keys, -values))
+    write = TokenStorage.write_nodes
+
+    def negated(self, spans, new):
+        write(self, spans, new._replace(values=-new.values))
+
+    monkeypatch.setattr(TokenStorage, "write_nodes", negated)
     verdict = verdict_on("LlamaForCausalLM")
     assert (verdict.kind, verdict.reason) == ("wrong", "greedy, shared")
 
@@ -60,7 +64,7 @@ def test_an_error_gives_a_crashed_verdict(monkeypatch):
     def fail(*args):
         raise AttributeError("no attribute 'numel'")
 
-    monkeypatch.setattr(SharedContextLayer, "_store_nodes", fail)
+    monkeypatch.setattr(TokenStorage, "write_nodes", fail)
     verdict = verdict_on("LlamaForCausalLM")
     assert (verdict.kind, verdict.reason) == ("crashed", "AttributeError: no attribute 'numel'")
 
