@@ -187,7 +187,7 @@ def attend(
     queries: int,
     scoring: Scoring,
 ) -> None:
-    """One decode step of a layer, with suffixes that are short and long."""
+    """One decode step of a layer, with suffixes that are short and long, in order and reordered."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CUDA)
@@ -203,7 +203,8 @@ def attend(
     for programs in {plan.programs(0), plan.programs(2000)}:
         schedule = plan.schedule(programs)
         for config in {plan.config, plan.config_of(programs)}:
-            run_kernels(query, *new, *addresses, *rows_of, schedule, config, scoring)
+            for origins in (None, empty(rows, 4096, dtype=torch.int32)):
+                run_kernels(query, *new, *addresses, *rows_of, schedule, config, scoring, origins)
 
 
 def draw_everything() -> None:
