@@ -179,7 +179,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored = StoredLayer(self.state, TokenStorage())
+        self.stored = StoredLayer(self.state, type(self.storage)())
         self.is_initialized = False
 
     def offload(self) -> None:

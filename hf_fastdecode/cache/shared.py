@@ -197,7 +197,7 @@ class SharedContextCache(Cache):
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
         for layer in self.layers:
-            fresh = SharedContextLayer(twin.state)
+            fresh = SharedContextLayer(twin.state, type(layer.storage)())
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True

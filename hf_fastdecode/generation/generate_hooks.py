@@ -200,7 +200,7 @@ def _prepare_cache_for_generation(
         stock=model_kwargs["past_key_values"],
         longest=max_cache_length + 1,
         loop=loop,
-        checks_masks=users_loop is not None,
+        checks_masks=users_loop is not None or bool(generation_config.return_dict_in_generate),
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.reason = f"the decoding loop of {loop} has not called the model"

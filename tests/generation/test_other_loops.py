@@ -106,6 +106,18 @@ def test_beams_over_a_kept_prompt(model):
             model.generate(**other, **BEAMS, past_key_values=cache)
 
 
+def test_a_returned_beam_cache_refuses_masks_that_hide_tokens(model):
+    with fd.enabled(model), torch.no_grad():
+        out = model.generate(**PROMPT, **BEAMS, return_dict_in_generate=True)
+        cache, token = out.past_key_values, torch.full((4, 1), 7)
+        mask = torch.ones(4, cache.get_seq_length() + 1, dtype=torch.long)
+        model(token, attention_mask=mask, past_key_values=cache)
+        mask = torch.cat([mask, mask[:, :1]], dim=1)
+        mask[:, 40] = 0
+        with pytest.raises(ValueError, match="attention_mask hides tokens"):
+            model(token, attention_mask=mask, past_key_values=cache)
+
+
 def test_beams_permute_indices_and_move_no_storage(model):
     """Keys and values stay where they were written, and nodes are planned once."""
     places, forests = [], []

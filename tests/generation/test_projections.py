@@ -115,7 +115,7 @@ def test_fusing_captures_at_once(products, together):
 )
 def test_fusing_runs_or_raises(name, options, message, monkeypatch):
     if torch.cuda.is_available() and not options:
-        pytest.skip("captures")
+        pytest.skip("on a GPU the model can be captured, so this option does not raise")
     if options.pop("uncaptured", False):
         monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     model = tiny_model(name)

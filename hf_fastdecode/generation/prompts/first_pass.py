@@ -60,7 +60,7 @@ class AwaitedPrompts:
         stock: The cache that transformers would have used.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
-        checks_masks: Whether to check the masks of later passes, as needed for a user's own loop.
+        checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
     model_state: ModelState
