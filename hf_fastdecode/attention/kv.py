@@ -22,6 +22,32 @@ class Segment(NamedTuple):
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
 
 
+@dataclass(frozen=True, eq=False)
+class SuffixLengths:
+    """Tokens in each row's suffix: per row on the device, with an upper bound on the host.
+
+    Attributes:
+        longest: The longest suffix's tokens, or an upper bound where suffixes differ.
+        per_row: ``[rows]`` int32; None while all suffixes have `longest` tokens. Never written in place.
+    """
+
+    longest: int = 0
+    per_row: Tensor | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SuffixLengths):
+            return NotImplemented
+        return self.longest == other.longest and self.per_row is other.per_row
+
+    def plus(self, tokens: int) -> SuffixLengths:
+        """These with `tokens` more in every suffix."""
+        return SuffixLengths(self.longest + tokens, None if self.per_row is None else self.per_row + tokens)
+
+    def on_host(self) -> int | list[int]:
+        """As `ForestKV` takes them; waits for the device where suffixes differ."""
+        return self.longest if self.per_row is None else self.per_row.tolist()
+
+
 @dataclass(frozen=True)
 class ForestKV:
     """One layer's keys and values: each node's once, and each row's suffix.

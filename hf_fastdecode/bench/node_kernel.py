@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.launch.kernel_tables import NodeTable
+from ..attention.launch.addresses import node_addresses
 from ..attention.launch.plan import Layout, Plan
 from ..attention.partial import Partial, empty_partial, merge
 from ..attention.scoring import Scoring
@@ -37,7 +37,7 @@ class NodeKernel:
         # Launches that overlap would hide a part of each in the one before.
         self.config, self.kv_heads = replace(plan.config, overlap=False), plan.layout.kv_heads
         self.schedule = plan.schedule(plan.programs(0))
-        self.addresses = NodeTable(inputs.forest, [inputs.segment], device).addresses
+        self.addresses = torch.tensor(node_addresses(inputs.forest, [inputs.segment]), device=device)
         self.lengths = torch.zeros(len(query), dtype=torch.int32, device=device)
 
     def attend(self) -> Pieces:

@@ -59,6 +59,16 @@ class OpInputs:
         return float(self.query.shape[-1]) ** -0.5
 
     @property
+    def segments(self) -> dict[int, Segment]:
+        """Storage of the nodes."""
+        return {0: self.segment}
+
+    @property
+    def version(self) -> object:
+        """Of the storage, which does not move."""
+        return self.case
+
+    @property
     def kv(self) -> ForestKV:
         """Keys and values as the reference takes them."""
         return ForestKV(self.forest, [self.segment], self.suffix, self.case.suffix)

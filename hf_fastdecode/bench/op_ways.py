@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..attention.launch import kernel_tables
-from ..attention.launch.dispatch import KERNELS, Heads
-from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
+from ..attention.kv import SuffixLengths
+from ..attention.launch.dispatch import KERNELS, Choices, Heads
+from ..attention.launch.own_nodes import may_have_own_nodes
+from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import torch_ops
+from ..kernels.forest_decode.limits import refusal
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .op_cases import OpCase
@@ -89,10 +91,10 @@ def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 def _kernels_are_chosen(inputs: OpInputs) -> bool:
     case, query = inputs.case, inputs.query
-    if kernel_tables.refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
+    if refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
         return False
     heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
-    return kernel_tables.ForestTables().choice(inputs.forest, heads, query.device).name == KERNELS
+    return Choices().of(inputs.forest, heads, query.device).name == KERNELS
 
 
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
@@ -102,18 +104,20 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
         sets: Inputs of a case.
         own_nodes: Attend to long suffixes as nodes, as the package does.
     """
-    tables = kernel_tables.ForestTables()
+    first, case, device = sets[0], sets[0].case, sets[0].query.device
+    few = own_nodes and may_have_own_nodes(case.rows, case.kv_heads, case.heads // case.kv_heads, device)
+    tables, scoring = StepTables(case.rows, len(sets), first.forest, device, own_nodes=few), Scoring(first.scale)
+    before, stored = SuffixLengths(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
+    tables.follow(first.forest, before, stored)
 
-    def call(inputs: OpInputs) -> Call:
-        case, device, before = inputs.case, inputs.query.device, inputs.case.suffix - 1
-        few = own_nodes and may_have_own_nodes(case.rows, case.kv_heads, case.heads // case.kv_heads, device)
-        own = own_tokens(before) if few else 0
-        segments = with_own_segments([inputs.segment], inputs.suffix)
-        nodes = kernel_tables.NodeTable(tables.forest_with(inputs.forest, own), segments, device)
-        suffix, scoring = kernel_tables.SuffixTable(inputs.suffix, own), Scoring(inputs.scale)
-        return lambda: tables.attend(inputs.query, *inputs.new, nodes, suffix, before, scoring)
+    def call(index: int, inputs: OpInputs) -> Call:
+        return lambda: tables.attend(index, inputs.query, *inputs.new, scoring)
 
-    return [call(inputs) for inputs in sets]
+    calls = [call(index, inputs) for index, inputs in stored.items()]
+    if few:
+        calls[0]()  # own nodes begin once the head layout is known
+        tables.follow(first.forest, before, stored)
+    return calls
 
 
 def _operators(inputs: OpInputs) -> Call:

@@ -1,4 +1,4 @@
-"""Cache for captured decode steps; its layers attend through tables at fixed addresses."""
+"""A shared-context cache as a captured decode step sees it: without keys and values, which change between replays."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.autocast import cast
 from ..attention.interface import SharedKV
-from ..attention.launch.static_tables import StaticTables
+from ..attention.kv import Segment
+from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
+from .shared import SharedContextCache
+from .storage import TokenStorage
 
 
 class CapturedCache(Cache):
-    """Replaces the `SharedContextCache` while a decode step is captured; holds no keys or values.
+    """Replaces a `SharedContextCache` while a decode step is captured; holds no keys or values.
 
     Args:
         tables: Addresses and lengths of the batch's keys and values.
-        layers: Number of attention layers in the model.
+        cache: The cache, whose layers' storage decides what is kept of a token.
     """
 
-    def __init__(self, tables: StaticTables, layers: int):
-        super().__init__(layers=[_CapturedLayer(tables, index) for index in range(layers)])
+    def __init__(self, tables: StepTables, cache: SharedContextCache):
+        layers = [_CapturedLayer(tables, index, type(layer.storage)()) for index, layer in enumerate(cache.layers)]
+        super().__init__(layers=layers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -34,15 +37,16 @@ class CapturedCache(Cache):
 class _CapturedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, tables: StaticTables, index: int):
+    def __init__(self, tables: StepTables, index: int, storage: TokenStorage):
         super().__init__()
-        self.tables, self.index, self.is_initialized = tables, index, True
+        self.tables, self.index, self.storage, self.is_initialized = tables, index, storage, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: the batch's own cache allocates storage."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        handle = _CapturedKV(self.tables, self.index, cast(key_states), cast(value_states))
+        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        handle = _CapturedKV(self.tables, self.index, self.storage.keys_and_values(parts))
         return handle, handle
 
     # Positions are passed as tensors: lengths read here would be constants in the graph.
@@ -57,8 +61,8 @@ class _CapturedLayer(CacheLayerMixin):
 
 
 class _CapturedKV(SharedKV):
-    def __init__(self, tables: StaticTables, index: int, keys: Tensor, values: Tensor):
-        self.tables, self.index, self.keys, self.values = tables, index, keys, values
+    def __init__(self, tables: StepTables, index: int, new: Segment):
+        self.tables, self.index, self.new = tables, index, new
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self.tables.attend(self.index, query, self.keys, self.values, scoring).transpose(1, 2)
+        return self.tables.attend(self.index, query, *self.new, scoring).transpose(1, 2)

@@ -12,7 +12,7 @@ from .shared import SharedContextCache
 
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
     """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the CPU."""
-    first = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu") + cache.suffix_length
+    first = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu") + cache.suffix_lengths
     return first[:, None] + torch.arange(queries, device="cpu")
 
 
@@ -31,7 +31,7 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
         return
     hidden = (mask == 0).cpu()
-    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_length + queries
+    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
     in_front = hidden.long().cumprod(1).sum(1)
     if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
         raise ValueError(

@@ -9,14 +9,14 @@ from torch import Tensor
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
-from ..attention.launch import kernel_tables
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
-from ..attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_segments
+from ..attention.launch.own_nodes import may_have_own_nodes
+from ..attention.launch.step_tables import KernelRefusalError, StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import torch_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
-from ..kernels.failures import KernelFailedError
+from ..kernels.forest_decode.limits import refusal
 from .state import SharedState
 from .storage import TokenStorage
 
@@ -27,41 +27,21 @@ class StoredLayer:
     Args:
         state: State shared by all layers of the cache.
         storage: The layer's token storage.
+        index: Index of the layer in the cache.
 
     Attributes:
-        node_table: Addresses of the nodes for the kernels; None until they run. See `forget_addresses`.
-        suffix_table: Addresses of the suffixes for the kernels; likewise.
         window: Window of the last pass, where it hid any token.
         report_suffix: Report suffix of the last pass, naming features beyond causal attention.
         ran: For reports: phase -> operators that computed it.
+        ran_for: The forest and operators that ``ran["decode"]`` describes.
     """
 
-    def __init__(self, state: SharedState, storage: TokenStorage):
-        self.state, self.storage = state, storage
-        self.node_table: kernel_tables.NodeTable | None = None
-        self.suffix_table: kernel_tables.SuffixTable | None = None
+    def __init__(self, state: SharedState, storage: TokenStorage, index: int):
+        self.state, self.storage, self.index = state, storage, index
         self.window: int | None = None
         self.report_suffix = ""
         self.ran: dict[str, str] = {}
-        self._moves = storage.moves
-
-    def forget_addresses(self) -> None:
-        """Drop the address tables when storage has moved."""
-        if self._moves != self.storage.moves:
-            self.node_table = self.suffix_table = None
-            self._moves = self.storage.moves
-
-    def forest_kv(self, length: int) -> ForestKV:
-        """Keys and values for PyTorch's operators; suffixes are copied if rows were reordered.
-
-        Args:
-            length: Tokens in each row's suffix.
-
-        Raises:
-            ValueError: The layer holds no suffix yet.
-        """
-        suffix = self.storage.keys_and_values(self.storage.ordered_suffix(self.state.origins))
-        return ForestKV(self.forest, self.segments, suffix, length)
+        self.ran_for: tuple[Forest, str] | None = None
 
     @property
     def forest(self) -> Forest:
@@ -79,6 +59,34 @@ class StoredLayer:
         """Keys and values of the nodes."""
         return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
 
+    @property
+    def suffix(self) -> Segment:
+        """Keys and values of the suffixes, by storage row."""
+        assert self.storage.suffix is not None  # allocated in update() or reserve()
+        return self.storage.keys_and_values(self.storage.suffix)
+
+    @property
+    def version(self) -> object:
+        """Another object whenever storage has moved."""
+        return self.storage.version
+
+    def forest_kv(self, appended: int = 0) -> ForestKV:
+        """Keys and values for PyTorch's operators; suffixes are copied if rows were reordered.
+
+        Args:
+            appended: Tokens in each row's suffix beyond those that the state counts.
+
+        Raises:
+            ValueError: The layer holds no suffix yet.
+        """
+        suffixes = self.state.suffixes
+        stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
+        return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
+
+    def report(self, phase: str, did: str, why: str = "") -> None:
+        """Record the operators that computed a phase, and why they were chosen."""
+        self.ran[phase] = did + self.report_suffix + why
+
 
 class DecodeKV(SharedKV):
     """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix.
@@ -89,7 +97,7 @@ class DecodeKV(SharedKV):
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment):
-        self.layer, self.parts, self.before = layer, parts, layer.state.suffix_length
+        self.layer, self.parts = layer, parts
         self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -97,59 +105,42 @@ class DecodeKV(SharedKV):
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
-            except KernelFailedError:  # the failed kernel is no longer a candidate
+            except KernelRefusalError:  # a kernel failed, and is no longer a candidate
                 continue
         return self._run_pytorch(query, scoring).transpose(1, 2)
 
     def append(self) -> ForestKV:
         """Write the new tokens and return all keys and values for PyTorch's operators."""
-        self.layer.storage.append(self.parts, self.before)
-        return self.layer.forest_kv(self.before + self.keys.shape[2])
-
-    @property
-    def _suffix(self) -> Segment:
-        storage = self.layer.storage
-        assert storage.suffix is not None  # allocated in update()
-        return storage.keys_and_values(storage.suffix)
+        self.layer.storage.append(self.parts, self.layer.state.suffixes.lengths)
+        return self.layer.forest_kv(self.keys.shape[2])
 
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.forget_addresses()
-        tables, own = self.layer.state.tables, self._own_tokens(query, scoring)
-        forest, origins = tables.forest_with(self.layer.forest, own), self.layer.state.origins
-        if self.layer.node_table is None or self.layer.node_table.forest is not forest:
-            segments = with_own_segments(self.layer.segments, self._suffix) if own else self.layer.segments
-            self.layer.node_table = kernel_tables.NodeTable(forest, segments, query.device)
-            nodes, rows = len(self.layer.forest.nodes), self.layer.forest.rows
-            did = f"{nodes} node(s) and {rows} suffixes by triton{scoring.report_suffix}"
-            self.layer.ran["decode"] = did + self._why(query, scoring)
-        if self.layer.suffix_table is None or self.layer.suffix_table.first != own:
-            self.layer.suffix_table = kernel_tables.SuffixTable(self._suffix, own)
-        return tables.attend(
-            query,
-            self.keys,
-            self.values,
-            self.layer.node_table,
-            self.layer.suffix_table,
-            self.before,
-            scoring,
-            None if origins is None else origins.table(query.device),
-        )
+        layer, suffixes = self.layer, self.layer.state.suffixes
+        tables, origins = self._tables(query), suffixes.origins
+        tables.follow(layer.forest, suffixes.lengths, {layer.index: layer}, in_order=origins is None)
+        if self._is_new("triton"):
+            nodes, rows = len(layer.forest.nodes), layer.forest.rows
+            layer.report("decode", f"{nodes} node(s) and {rows} suffixes by triton", self._why(query, scoring))
+        table = None if origins is None else origins.table(query.device)
+        return tables.attend(layer.index, query, self.keys, self.values, scoring, table)
 
-    def _own_tokens(self, query: Tensor, scoring: Scoring) -> int:
-        """Number of leading suffix tokens to attend to as a node per row."""
-        if scoring.window is not None or self.layer.state.origins is not None:
-            return 0
-        kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-        few = may_have_own_nodes(self.layer.forest.rows, kv_heads, group, query.device)
-        return own_tokens(self.before) if few else 0
+    def _tables(self, query: Tensor) -> StepTables:
+        """The tables of this cache on the query's device, made anew when the forest has outgrown them."""
+        forest, known = self.layer.forest, self.layer.state.tables
+        tables = known.get(query.device)
+        if tables is None or tables.rows != forest.rows or not tables.fits(forest):
+            kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
+            few = may_have_own_nodes(forest.rows, kv_heads, group, query.device)
+            tables = StepTables(forest.rows, self.layer.index + 1, forest, query.device, own_nodes=few)
+            known[query.device] = tables
+        return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv = self.append()
         backend = self.layer.state.torch_backend
-        if "decode" not in self.layer.ran or self.layer.node_table is not None:
-            self.layer.node_table = None  # the kernels ran before
+        if self._is_new("pytorch"):
             did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.ran["decode"] = did + scoring.report_suffix + self._why(query, scoring)
+            self.layer.report("decode", did, self._why(query, scoring))
         out, _ = torch_ops.forest_attention(
             query,
             kv,
@@ -160,6 +151,11 @@ class DecodeKV(SharedKV):
             backend=backend,
         )
         return out.to(query.dtype)
+
+    def _is_new(self, by: str) -> bool:
+        """Whether the report on this layer is not yet about these operators over this forest."""
+        known, self.layer.ran_for = self.layer.ran_for, (self.layer.forest, by)
+        return known is None or known[0] is not self.layer.forest or known[1] != by
 
     def _by_kernels(self, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
@@ -173,8 +169,8 @@ class DecodeKV(SharedKV):
         return self._choice(query, scoring.window).name == KERNELS
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
-        stored = [part for segment in (self._suffix, *self.layer.segments.values()) for part in segment]
-        return kernel_tables.refusal(query, self.keys, self.values, stored, scoring.sinks)
+        stored = [part for segment in (self.layer.suffix, *self.layer.segments.values()) for part in segment]
+        return refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _chooses(self, query: Tensor) -> bool:
         return self.layer.state.backend == "auto" and query.device.type == "cuda"
@@ -188,7 +184,7 @@ class DecodeKV(SharedKV):
     def _choice(self, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
         layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
-        return self.layer.state.tables.choice(self.layer.forest, layout, query.device)
+        return self.layer.state.choices.of(self.layer.forest, layout, query.device)
 
 
 class PrefillKV(SharedKV):
@@ -222,6 +218,5 @@ class PrefillKV(SharedKV):
             sinks=scoring.sinks,
             backend=state.torch_backend,
         )
-        did = "each node once, causal attention by PyTorch, merged with its context"
-        self.layer.ran["prefill"] = did + scoring.report_suffix
+        self.layer.report("prefill", "each node once, causal attention by PyTorch, merged with its context")
         return out.transpose(0, 1).unsqueeze(0)

@@ -41,6 +41,7 @@ class SharedContextLayer(CacheLayerMixin):
 
     Args:
         state: State shared by all layers of the cache.
+        index: Index of the layer in the cache.
         storage: The layer's token storage.
 
     Attributes:
@@ -52,9 +53,9 @@ class SharedContextLayer(CacheLayerMixin):
     keys = _NoTensor()
     values = _NoTensor()
 
-    def __init__(self, state: SharedState, storage: TokenStorage | None = None):
+    def __init__(self, state: SharedState, index: int, storage: TokenStorage | None = None):
         super().__init__()
-        self.stored = StoredLayer(state, storage if storage is not None else TokenStorage())
+        self.stored = StoredLayer(state, storage if storage is not None else TokenStorage(), index)
         self.appended = 0
 
     @property
@@ -130,12 +131,11 @@ class SharedContextLayer(CacheLayerMixin):
                 "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
         self._check_shapes(parts)
-        after = state.suffix_length + queries
-        self.storage.grow(
-            rows, after, state.suffix_length, Segment._make(part[0] for part in parts), most=state.max_suffix
-        )
-        if state.origins is not None:
-            state.origins.append(after)
+        before = state.suffixes.longest
+        after = before + queries
+        self.storage.grow(rows, after, before, Segment._make(part[0] for part in parts), most=state.max_suffix)
+        if state.suffixes.origins is not None:
+            state.suffixes.origins.append(after)
         self.appended = queries
 
     def _check_shapes(self, parts: Segment) -> None:
@@ -163,7 +163,7 @@ class SharedContextLayer(CacheLayerMixin):
         if state.forest is None or not self.storage.segments:
             raise ValueError("this cache layer holds no nodes; prefill it first")
         like = next(iter(self.storage.segments.values()))
-        return self.storage.grow(state.forest.rows, tokens, state.suffix_length, like, most=state.max_suffix)
+        return self.storage.grow(state.forest.rows, tokens, state.suffixes.longest, like, most=state.max_suffix)
 
     @property
     def batch_size(self) -> int:
@@ -179,7 +179,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored = StoredLayer(self.state, type(self.storage)())
+        self.stored = StoredLayer(self.state, type(self.storage)(), self.stored.index)
         self.is_initialized = False
 
     def offload(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,9 @@ from ..attention.torch_operators.backends import ALL_BACKENDS
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import SharedContextLayer
-from .origins import SuffixOrigins
 from .state import PrefillItem, SharedState
+from .storage import TokenStorage
+from .suffixes import Suffixes
 
 
 class FirstPass(Protocol):
@@ -65,10 +65,9 @@ class SharedContextCache(Cache):
         if backend not in ALL_BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(ALL_BACKENDS)}, got {backend!r}")
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
-        super().__init__(layer_class_to_replicate=partial(SharedContextLayer, self.state))
+        super().__init__(layers=[])  # made by `update`
         self.segment_tokens: list[Tensor] = []
         self.protected_segments = 0  # leading segments shared with other caches, which `consolidate` leaves in place
-        self._suffix_tokens: list[Tensor] = []
         self.fingerprint: Fingerprint | None = None  # of the model that filled the cache, if known
         self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
@@ -90,8 +89,8 @@ class SharedContextCache(Cache):
 
     @property
     def suffix_length(self) -> int:
-        """Tokens in each row's suffix, after its path of nodes."""
-        return self.state.suffix_length
+        """Tokens in each row's suffix, after its path of nodes; an upper bound after `drop_last`."""
+        return self.state.suffixes.longest
 
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
@@ -99,8 +98,6 @@ class SharedContextCache(Cache):
             return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
         own = max(self.suffix_length + queries, self.state.max_suffix or 0)
         return max(self.forest.context_lengths, default=0) + own
-
-    # --- filling -----------------------------------------------------------------------------------------------
 
     def add_segment(self, tokens: Tensor) -> int:
         """Register a segment, to be filled by prefill.
@@ -134,9 +131,8 @@ class SharedContextCache(Cache):
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
-        self.state.forest, self.state.origins, self.state.suffix_length = forest, None, 0
+        self.state.forest, self.state.suffixes = forest, Suffixes()
         self.state.padding = 0 if length is None else length - longest
-        self._suffix_tokens = []
         for layer in self.layers:
             layer.storage.drop_suffixes()
 
@@ -163,12 +159,13 @@ class SharedContextCache(Cache):
 
     def record_captured_step(self, input_ids: Tensor) -> None:
         """Record that a captured step appended tokens ``[rows, queries]`` to the suffixes of every layer."""
-        self.state.suffix_length += input_ids.shape[1]
         self.record_tokens(input_ids)
+        self.state.suffixes.lengths = self.state.suffixes.lengths.plus(input_ids.shape[1])
 
     def record_tokens(self, input_ids: Tensor) -> None:
         """Record the ids ``[rows, queries]`` of appended tokens, for prefix matching in later calls."""
-        self._suffix_tokens.append(input_ids.clone())  # may be a view of a tensor that the caller changes
+        suffixes = self.state.suffixes
+        suffixes.ids = suffixes.ids.plus(input_ids, suffixes.lengths)
 
     def fork(self, *, max_suffix: int | None = None, backend: str | None = None) -> SharedContextCache:
         """Return a cache with the same tokens that can grow independently.
@@ -178,11 +175,12 @@ class SharedContextCache(Cache):
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         if own := self.suffix_length:
             for layer, twin in zip(self.layers, fork.layers, strict=True):
-                suffixes = layer.storage.suffixes_as_segment(own, self.state.origins)
+                suffixes = layer.storage.suffixes_as_segment(own, self.state.suffixes.origins)
                 twin.storage.segments[len(self.segment_tokens)] = suffixes
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
+            lengths = self.suffix_lengths.tolist()
             fork.state.forest = Forest.from_paths(
-                [(*path, Span(segment, row * own, own)) for row, path in enumerate(self.forest.paths)]
+                [(*path, Span(segment, row * own, lengths[row])) for row, path in enumerate(self.forest.paths)]
             )
         fork.state.padding = self.state.padding
         return fork
@@ -196,8 +194,8 @@ class SharedContextCache(Cache):
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
-        for layer in self.layers:
-            fresh = SharedContextLayer(twin.state, type(layer.storage)())
+        for index, layer in enumerate(self.layers):
+            fresh = SharedContextLayer(twin.state, index, type(layer.storage)())
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
@@ -211,27 +209,22 @@ class SharedContextCache(Cache):
         Raises:
             ValueError: The pass appended to some layers only.
         """
-        state = self.state
-        forest, before, tokens, layers = (
-            state.forest,
-            state.suffix_length,
-            list(self._suffix_tokens),
-            list(self.layers),
-        )
+        state, suffixes = self.state, self.state.suffixes
+        forest, layers, before, ids = state.forest, list(self.layers), suffixes.lengths, suffixes.ids
         try:
             yield
             appended = {layer.appended for layer in self.layers}
             if len(appended) > 1:
+                shortest, longest = before.longest + min(appended), before.longest + max(appended)
                 raise ValueError(
-                    f"after this pass the suffixes of the cache's layers differ in length, {before + min(appended)} "
-                    f"to {before + max(appended)} tokens: the model has other layers than the cache; make it with "
+                    f"after this pass the suffixes of the cache's layers differ in length, {shortest} to {longest} "
+                    "tokens: the model has other layers than the cache; make it with "
                     "hf_fastdecode.prefill(model, ...) of this model"
                 )
-            state.suffix_length += max(appended, default=0)
+            suffixes.lengths = before.plus(max(appended, default=0))
         except BaseException:
-            state.forest, self._suffix_tokens, self.layers = forest, tokens, layers
-            if state.origins is not None:
-                state.origins.truncate(before)
+            state.forest, self.layers = forest, layers
+            suffixes.restore(before, ids)
             if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in layers:
                     layer.storage.drop_suffixes()
@@ -241,34 +234,32 @@ class SharedContextCache(Cache):
             for layer in self.layers:
                 layer.appended = 0
 
+    @property
+    def _storages(self) -> list[TokenStorage]:
+        return [layer.storage for layer in self.layers]
+
     def adopt_state(self, other: SharedContextCache) -> None:
         """Take on the state of another cache, which must not be used afterwards."""
         self.__dict__.update(vars(other))
 
-    # --- what was stored ---------------------------------------------------------------------------------------
-
     def suffix_tokens(self) -> Tensor:
-        """Token ids of the suffixes: ``[rows, suffix_length]`` int64, on the CPU.
+        """Token ids of the suffixes: ``[rows, suffix_length]`` int64, on the CPU; undefined beyond a row's own length.
 
         Raises:
             ValueError: The ids are unknown, because a model that is not enabled appended the tokens.
         """
-        tokens = self._tokens_in_order().cpu()
-        if tokens.shape != (self.rows, self.suffix_length):
+        ids = self.state.suffixes.ids
+        if ids.length != self.suffix_length:
             raise ValueError(
-                f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {tokens.shape[1]}; append "
-                "with input_ids through the enabled model"
+                f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {ids.length}; append with "
+                "input_ids through the enabled model"
             )
-        return tokens
+        return ids.whole(self.rows).cpu()
 
-    def _tokens_in_order(self) -> Tensor:
-        """Known token ids of the suffixes in row order: ``[rows, tokens]`` int64."""
-        if not self._suffix_tokens:
-            return torch.empty(self.rows, 0, dtype=torch.long, device="cpu")
-        device = self._suffix_tokens[-1].device
-        tokens = torch.cat([part.to(device) for part in self._suffix_tokens], dim=1)
-        whole = self.state.origins is not None and tokens.shape[1] == self.suffix_length
-        return self.state.origins.gather(tokens) if whole and self.state.origins is not None else tokens
+    @property
+    def suffix_lengths(self) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        return self.state.suffixes.per_row(self.rows)
 
     def path_tokens(self, path: Path) -> Tensor:
         """Token ids of a path: ``[length]`` int64, on the CPU."""
@@ -287,7 +278,7 @@ class SharedContextCache(Cache):
         nodes = self.node_tokens * per_token
         allocated = sum(layer.storage.suffix_bytes for layer in self.layers)
         return CacheBytes(
-            stored=nodes + self.rows * self.suffix_length * per_token,
+            stored=nodes + int(self.suffix_lengths.sum()) * per_token,
             allocated=nodes + allocated,
             stock=sum(
                 self.rows * within(self.get_seq_length(), layer.window) * layer.storage.bytes_per_token
@@ -295,16 +286,18 @@ class SharedContextCache(Cache):
             ),
         )
 
-    # --- transformers' Cache -----------------------------------------------------------------------------------
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
 
         Raises:
             NotATensorError: The model is not enabled, or a submodule was called directly.
         """
         require_active()  # fail before appending tokens that attention could not read
-        return super().update(*args, **kwargs)
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SharedContextLayer(self.state, len(self.layers)))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
@@ -333,25 +326,46 @@ class SharedContextCache(Cache):
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass a value <= 0"
             )
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
-        own = min(count, self.suffix_length)
-        if own and self._suffix_tokens:
-            self._suffix_tokens = [torch.cat(self._suffix_tokens, dim=1)[:, :-own]]
-        self.state.suffix_length -= own
-        if self.state.origins is not None:
-            self.state.origins.truncate(self.suffix_length)
-        if count > own and self.state.forest is not None:
+        own = self.suffix_lengths.clamp(max=count)
+        if bool((own < count).any()) and self.state.forest is not None:
             length = self.get_seq_length()
-            forest = self.forest.drop_last([min(count - own, context) for context in self.forest.context_lengths])
-            self.state.forest = forest
-            self.state.padding = max(0, length - (count - own)) - max(forest.context_lengths, default=0)
+            contexts = self.forest.context_lengths
+            rest = [min(count - gone, context) for gone, context in zip(own.tolist(), contexts, strict=True)]
+            self.state.forest = self.forest.drop_last(rest)
+            context = max(self.state.forest.context_lengths, default=0)
+            self.state.padding = max(0, length - count) - context - int((self.suffix_lengths - own).max())
+        self.state.suffixes.drop(own, self._storages)
+
+    def drop_last(self, tokens: Tensor | Sequence[int]) -> None:
+        """Remove the last ``tokens[i]`` tokens of row ``i``'s suffix, such as draft tokens that were not accepted.
+
+        Suffixes may then differ in length; new tokens follow each row's own. Storage stays.
+
+        Args:
+            tokens: A count per row. On a GPU it is not read by the host, and counts beyond a suffix's length drop all
+                of it; `suffix_length` then stays as it was, as an upper bound.
+
+        Raises:
+            ValueError: There are not as many counts as rows, or a row has fewer tokens in its suffix.
+        """
+        counts = torch.as_tensor(tokens)
+        if counts.shape != (self.rows,):
+            raise ValueError(f"drop_last takes a count for each of {self.rows} rows, got shape {list(counts.shape)}")
+        if not counts.is_cuda:
+            wrong = ((counts < 0) | (counts > self.suffix_lengths)).nonzero()
+            if len(wrong):
+                row = int(wrong[0])
+                raise ValueError(
+                    f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(self.suffix_lengths[row])}"
+                )
+        self.state.suffixes.drop(counts, self._storages)
 
     def reset(self) -> None:
         """Remove all tokens and rows."""
         super().reset()
         self.protected_segments = 0
-        self.state.forest, self.state.origins, self.state.segment_lengths = None, None, []
-        self.state.suffix_length = 0
-        self.segment_tokens, self._suffix_tokens, self.state.padding, self.fingerprint = [], [], 0, None
+        self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
+        self.segment_tokens, self.state.padding, self.fingerprint = [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
@@ -366,27 +380,12 @@ class SharedContextCache(Cache):
         if list(rows) == list(range(self.rows)):
             return
         length = self.get_seq_length()
-        index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
-        paths, reordered = self.forest.paths, len(rows) == self.rows
-        tokens = None if reordered else self._tokens_in_order()
+        paths, before = self.forest.paths, self.rows
         # Keep the same forest object for the same nodes, so that plans made for it stay valid.
-        if not reordered or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
+        if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
             self.state.forest = self.forest.select_rows(list(rows))
-        if tokens is None:
-            self._reorder_suffixes(index)
-        else:
-            self._suffix_tokens = [tokens.index_select(0, index.to(tokens.device))]
-            for layer in self.layers:
-                layer.storage.select_rows(index, self.state.origins)
-            self.state.origins = None
+        self.state.suffixes.select(torch.tensor(list(rows), dtype=torch.long, device="cpu"), before, self._storages)
         self.state.padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
-
-    def _reorder_suffixes(self, rows: Tensor) -> None:
-        if not self.suffix_length:
-            return
-        if self.state.origins is None:
-            self.state.origins = SuffixOrigins(self.rows, self.suffix_length, self.layers[0].device)
-        self.state.origins.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""

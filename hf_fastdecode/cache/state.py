@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..attention.forest import Forest, Path, Span
-from ..attention.launch import kernel_tables
-from .origins import SuffixOrigins
+from ..attention.launch.dispatch import Choices
+from ..attention.launch.step_tables import StepTables
+from .suffixes import Suffixes
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,23 @@ class SharedState:
 
     Attributes:
         forest: Nodes over the rows; None while the number of rows is unknown.
-        suffix_length: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        suffixes: Lengths and token ids of the rows' suffixes.
         padding: Width of the caller's ``input_ids`` minus the longest row.
-        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `backends.ALL_BACKENDS`.
-        tables: Kernel inputs other than keys and values.
+        choices: Choices between kernels and PyTorch's operators.
+        tables: Kernel inputs other than keys and values, by device; None in a copy of the cache.
         packed: During prefill, the items packed into the forward pass.
         segment_lengths: Tokens of each storage segment.
     """
 
     forest: Forest | None = None
-    suffix_length: int = 0
+    suffixes: Suffixes = field(default_factory=Suffixes)
     padding: int = 0
-    origins: SuffixOrigins | None = None
     max_suffix: int | None = None
     backend: str = "auto"
-    tables: kernel_tables.ForestTables = field(default_factory=kernel_tables.ForestTables)
+    choices: Choices = field(default_factory=Choices)
+    tables: dict[torch.device, StepTables | None] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
     segment_lengths: list[int] = field(default_factory=list)
 
@@ -63,4 +66,4 @@ class SharedState:
     def padded_length(self) -> int:
         """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
         context = 0 if self.forest is None else max(self.forest.context_lengths, default=0)
-        return context + self.padding + self.suffix_length
+        return context + self.padding + self.suffixes.longest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.autocast import cast
 from ..attention.forest import Span
-from ..attention.kv import Segment
+from ..attention.kv import Segment, SuffixLengths
 from .origins import SuffixOrigins
 
 _FIRST_CAPACITY = 256
@@ -27,15 +27,13 @@ class TokenStorage:
     Attributes:
         segments: Segments by number; each part ``[heads, tokens, width]``.
         suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
-        moves: Number of reallocations; each invalidates earlier addresses.
+        version: Replaced when storage moves, which invalidates earlier addresses.
     """
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         self.suffix: Segment | None = None
-        self.moves = 0
-
-    # --- the layout of a token ---------------------------------------------------------------------------------
+        self.version = object()
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
         """Convert the keys and values of a forward pass to storage parts.
@@ -55,8 +53,6 @@ class TokenStorage:
     def keys_and_values(parts: Segment) -> Segment:
         """Keys and values of stored parts, as the attention operators take them."""
         return parts
-
-    # --- what is stored ----------------------------------------------------------------------------------------
 
     @property
     def example(self) -> Segment | None:
@@ -84,8 +80,6 @@ class TokenStorage:
         stored = [*self.segments.values(), *([self.suffix] if self.suffix is not None else [])]
         return [part for parts in stored for part in parts]
 
-    # --- nodes -------------------------------------------------------------------------------------------------
-
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
@@ -105,8 +99,6 @@ class TokenStorage:
         views = [self.segments[span.segment].view(span) for span in spans]
         with torch.inference_mode(False), torch.no_grad():  # as `_allocate`
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
-
-    # --- suffixes ----------------------------------------------------------------------------------------------
 
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
@@ -132,11 +124,16 @@ class TokenStorage:
         self._replace(grown)
         return True
 
-    def append(self, new: Segment, before: int) -> None:
-        """Write tokens, each part ``[rows, heads, tokens, width]``, after the first `before` suffix tokens."""
+    def append(self, new: Segment, before: SuffixLengths) -> None:
+        """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them."""
         assert self.suffix is not None
         for stored, part in zip(self.suffix, new, strict=True):
-            stored[:, :, before : before + part.shape[2]] = part
+            rows, _, tokens, _ = part.shape
+            if before.per_row is None:
+                stored[:, :, before.longest : before.longest + tokens] = part
+            else:
+                at = before.per_row.to(part.device)[:, None] + torch.arange(tokens, device=part.device)
+                stored[torch.arange(rows, device=part.device)[:, None], :, at] = part.transpose(1, 2)
 
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
         """Suffixes in row order: the storage itself, or a copy if rows were reordered.
@@ -149,7 +146,7 @@ class TokenStorage:
         return self.suffix if origins is None else _map(self.suffix, origins.gather)
 
     def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None) -> Segment:
-        """Copy all suffixes into one segment: row ``i`` is tokens ``i * length`` to ``(i + 1) * length``."""
+        """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on."""
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
 
@@ -173,7 +170,7 @@ class TokenStorage:
     def replace_segments(self, segments: dict[int, Segment]) -> None:
         """Replace all segments."""
         self.segments = segments
-        self.moves += 1
+        self.version = object()
 
     def drop_suffixes(self) -> None:
         """Free the suffixes."""
@@ -181,7 +178,7 @@ class TokenStorage:
 
     def _replace(self, suffix: Segment | None) -> None:
         self.suffix = suffix
-        self.moves += 1
+        self.version = object()
 
 
 def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:

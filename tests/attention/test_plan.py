@@ -1,19 +1,20 @@
 """How many programs attend to nodes while others attend to suffixes, and the schedules of captured steps following."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import Segment
+from hf_fastdecode.attention.kv import Segment, SuffixLengths
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch import static_tables
+from hf_fastdecode.attention.launch import step_tables
+from hf_fastdecode.attention.launch.addresses import node_addresses
 from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
-from hf_fastdecode.attention.launch.kernel_tables import node_addresses
 from hf_fastdecode.attention.launch.plan import Layout, Plan
-from hf_fastdecode.attention.launch.static_tables import LayerStorage, StaticTables
+from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
@@ -35,6 +36,14 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(plans, "costs_of", lambda _: estimated_costs(132, 4.8e12))
     return config
+
+
+class Stored(NamedTuple):
+    """Storage of a layer that does not move."""
+
+    segments: dict[int, Segment]
+    suffix: Segment
+    version: object = "never moves"
 
 
 def one_context(rows: int, length: int) -> Forest:
@@ -104,7 +113,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     forest: the bits are those of the same kernels launched one by one."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel for Hopper leaves programs to suffixes")
-    monkeypatch.setattr(static_tables, "_TOKENS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 1)
     chosen = [132]
     monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: chosen[0])
     device, rows, room = torch.device("cuda"), 128, 40
@@ -118,13 +127,13 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     stored = [Segment(normal(8, 1000, 128), normal(8, 1000, 128)) for _ in range(2)]
     suffixes = [Segment(normal(rows, 8, room, 128), normal(rows, 8, room, 128)) for _ in range(2)]
     scoring = Scoring(128**-0.5)
-    tables = StaticTables(rows, 2, forests[1], device)
-    storage = [LayerStorage([stored[layer]], suffixes[layer]) for layer in range(2)]
+    tables = StepTables(rows, 2, forests[1], device)
+    storage = {layer: Stored({0: stored[layer]}, suffixes[layer]) for layer in range(2)}
 
     def step():
         return [tables.attend(layer, query[layer], new_keys[layer], new_values[layer], scoring) for layer in range(2)]
 
-    tables.load(forests[0], storage, 20)
+    tables.follow(forests[0], SuffixLengths(20), storage)
     step()
     known = next(iter(tables._schedules.values()))
     assert known.plan.config.overlap_suffix
@@ -137,8 +146,8 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
         *((forests[1], 25, programs) for programs in (80, 132, 96)),
     ]:
         chosen[0] = programs
-        tables.load(forest, storage, length)
-        for _ in range(3):
+        for more in range(3):
+            tables.follow(forest, SuffixLengths(length + more), storage)
             expected = [out.clone() for out in step()]
             for out in captured:
                 out.fill_(torch.nan)
@@ -147,7 +156,6 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
             for out, other in zip(captured, expected, strict=True):
                 assert torch.equal(out, other)
                 assert torch.isfinite(out).all()
-            tables.grow()
         assert known.programs == programs
         assert bool(known.tables.overlap_suffix.item()) == (programs < 132)
 
@@ -158,7 +166,7 @@ def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
     on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
-    monkeypatch.setattr(static_tables, "_TOKENS_BETWEEN_LOOKS", 2)
+    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 2)
     asked = []
 
     def programs(self, suffix_tokens):
@@ -187,10 +195,10 @@ def test_captured_steps_keep_their_tiles(on_hopper):
     query, new_keys, new_values = torch.randn(rows, 4, 1, 16), torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16)
     stored = Segment(torch.randn(2, 100, 16), torch.randn(2, 100, 16))
     suffixes = Segment(torch.randn(rows, 2, room, 16), torch.randn(rows, 2, room, 16))
-    tables = StaticTables(rows, 1, one_context(rows, 20), CPU)
+    tables = StepTables(rows, 1, one_context(rows, 20), CPU)
 
     def attend(length):
-        tables.load(one_context(rows, length), [LayerStorage([stored], suffixes)], 3)
+        tables.follow(one_context(rows, length), SuffixLengths(3), {0: Stored({0: stored}, suffixes)})
         return tables.attend(0, query, new_keys, new_values, Scoring(0.25))
 
     attend(20)
@@ -212,6 +220,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
 def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
     on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
+    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 1)
     seen = []
     monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens)
     model = tiny_model("llama-gqa")

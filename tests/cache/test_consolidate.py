@@ -9,6 +9,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
+from hf_fastdecode.cache.layer import SharedContextLayer
 from hf_fastdecode.generation.steps import modes
 
 from ..module_calls import before_calls
@@ -26,8 +27,8 @@ def filled_cache(*lengths, layers=2):
     cache = fd.SharedContextCache()
     for length in lengths:
         cache.add_segment(torch.randint(1000, (length,)))
-    for _ in range(layers):
-        cache.layers.append(cache.layer_class_to_replicate())
+    for index in range(layers):
+        cache.layers.append(SharedContextLayer(cache.state, index))
         cache.layers[-1].storage.segments = {
             index: Segment(torch.randn(3, length, 4), torch.randn(3, length, 5))
             for index, length in enumerate(lengths)

@@ -7,7 +7,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch import kernel_tables, own_nodes, static_tables
+from hf_fastdecode.attention.launch import own_nodes, step_tables
 from hf_fastdecode.attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
 from hf_fastdecode.generation.steps import modes
 
@@ -25,14 +25,13 @@ def short_steps(monkeypatch):
     monkeypatch.setattr(own_nodes, "STEP", 4)
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     seen: list[Forest] = []
-    for module in (kernel_tables, static_tables):
-        extended = module.with_own_nodes
+    extended = step_tables.with_own_nodes
 
-        def note(forest, tokens, extended=extended):
-            seen.append(extended(forest, tokens))
-            return seen[-1]
+    def note(forest, tokens):
+        seen.append(extended(forest, tokens))
+        return seen[-1]
 
-        monkeypatch.setattr(module, "with_own_nodes", note)
+    monkeypatch.setattr(step_tables, "with_own_nodes", note)
     return seen
 
 

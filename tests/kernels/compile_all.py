@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.kernel_tables import run_kernels
+from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import Layout, Plan
 from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.kernels.sampling.api import Settings, sample
@@ -202,9 +202,8 @@ def attend(
     plan = Plan(forest, Layout.of(query, new[0], scoring), CUDA)
     for programs in {plan.programs(0), plan.programs(2000)}:
         schedule = plan.schedule(programs)
-        for config in {plan.config, plan.config_of(programs)}:
-            for origins in (None, empty(rows, 4096, dtype=torch.int32)):
-                run_kernels(query, *new, *addresses, *rows_of, schedule, config, scoring, origins)
+        for origins in (None, empty(rows, 4096, dtype=torch.int32)):
+            run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
 
 
 def draw_everything() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.launch.kernel_tables import NodeTable, SuffixTable
+from hf_fastdecode.attention.launch.addresses import node_addresses, suffix_addresses
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
@@ -78,8 +78,8 @@ def decode(
     out, lse = forest_decode(
         query,
         *new,
-        NodeTable(kv.forest, kv.segments, query.device).addresses,
-        SuffixTable(stored).addresses,
+        torch.tensor(node_addresses(kv.forest, kv.segments), dtype=torch.int64, device=query.device),
+        torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
         before,
         schedule,

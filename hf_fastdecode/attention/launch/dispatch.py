@@ -17,6 +17,9 @@ import torch
 from ..forest import Forest, Node
 from .costs import Costs, costs_of
 
+TYPICAL_SUFFIX = 64
+"""Suffix tokens assumed by a choice that is made once for all steps."""
+
 _QUERY_TILE = 128  # packed queries that read a node's keys at once, in all candidates
 
 KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
@@ -132,3 +135,21 @@ def choose(
     predicted = predict(forest, suffix_tokens, heads, costs_of(device))
     seconds = {name: predicted[name] for name in among}
     return Choice(min(among, key=lambda name: seconds[name]), seconds)
+
+
+class Choices:
+    """Choices between kernels and PyTorch's operators over the current forest, by head layout and device."""
+
+    def __init__(self) -> None:
+        self._forest: Forest | None = None
+        self._known: dict[tuple[Heads, torch.device], Choice] = {}
+
+    def of(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
+        """The choice for a layer; the same object for the same forest and arguments."""
+        if self._forest is not forest:
+            self._forest, self._known = forest, {}
+        if (heads, device) not in self._known:
+            # The model leaves out the masked edge of a window, which costs PyTorch's operators extra.
+            among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
+            self._known[heads, device] = choose(forest, TYPICAL_SUFFIX, heads, device, among=among)
+        return self._known[heads, device]

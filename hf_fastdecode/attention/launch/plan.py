@@ -84,7 +84,6 @@ class Plan:
         if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
             self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
-        self._two_launches = replace(self.config, overlap_suffix=False)
         self._last_asked = 0, self.grid
         self._shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
@@ -118,10 +117,6 @@ class Plan:
             chosen = min(self._node_seconds, key=lambda programs: self._seconds(programs, suffix_tokens))
             self._last_asked = suffix_tokens, chosen
         return self._last_asked[1]
-
-    def config_of(self, programs: int) -> Config:
-        """Launch parameters for a schedule: without the merge kernel where it uses the whole grid."""
-        return self.config if programs < self.grid else self._two_launches
 
     def _seconds(self, programs: int, suffix_tokens: int) -> float:
         """Predicted seconds of a layer's attention with so many programs for nodes."""

@@ -1,6 +1,6 @@
 """Decode steps captured in CUDA graphs, kept between calls.
 
-A captured step reads all per-step and per-call state from device tables (`StaticTables`), so one capture serves other
+A captured step reads all per-step and per-call state from device tables (`StepTables`), so one capture serves other
 prompts, lengths and sample counts in its bucket of rows. Another capture is needed only for more rows, more nodes or
 levels than the tables hold, a widest node that needs other launch parameters, rows that outgrow a sliding window, or
 changes of the model's state.
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import may_have_own_nodes
-from ...attention.launch.static_tables import LayerStorage, StaticTables
+from ...attention.launch.step_tables import StepTables
 from ...cache.captured import CapturedCache
 from ...cache.fingerprint import adapter_state, addresses, module_state
 from ...cache.shared import SharedContextCache
@@ -84,16 +84,15 @@ class CapturedStep:
         device = model.device
         self.rows, self.options = rows, options
         fused = rows <= options.fused_rows
-        stored = _storage(cache)
-        kv_heads = stored[0].suffix.keys.shape[1]
+        kv_heads = cache.layers[0].stored.suffix.keys.shape[1]
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
         own_nodes = may_have_own_nodes(rows, kv_heads, heads // kv_heads, device)
-        self.tables = StaticTables(rows, len(stored), cache.forest, device, own_nodes=own_nodes)
+        self.tables = StepTables(rows, len(cache.layers), cache.forest, device, own_nodes=own_nodes)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.load(cache)
+        self._follow(cache)
         self.lengths = lengths = RowLengths(cache.longest_row(1))
-        view = CapturedCache(self.tables, len(cache.layers))
+        view = CapturedCache(self.tables, cache)
 
         ids, positions = self.ids, self.positions
 
@@ -141,18 +140,11 @@ class CapturedStep:
         longest = cache.longest_row(1)
         return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
 
-    def load(self, cache: SharedContextCache) -> None:
-        """Load a batch into the tables."""
-        self.tables.load(cache.forest, _storage(cache), cache.suffix_length)
-
-    def load_suffixes(self, cache: SharedContextCache) -> None:
-        """Reload suffix addresses after a reallocation."""
-        self.tables.load_suffixes(_storage(cache))
-
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Run one step; the suffixes must have capacity for it.
+    def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run one step.
 
         Args:
+            cache: The batch, for which `fits` holds, with capacity for the step in its suffixes.
             ids: ``[batch]`` int64, batch up to `rows`.
             positions: ``[batch]`` int64.
 
@@ -160,6 +152,7 @@ class CapturedStep:
             ``[batch, vocabulary]``, overwritten by the next step.
         """
         count = len(ids)
+        self._follow(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
         if self.graph is not None:
@@ -167,16 +160,11 @@ class CapturedStep:
         else:
             with self._ours():
                 self.logits = self._step()
-        self.tables.grow()
         return self.logits[:count]
 
-
-def _storage(cache: SharedContextCache) -> list[LayerStorage]:
-    return [
-        LayerStorage(layer.stored.segments, layer.storage.keys_and_values(layer.storage.suffix))
-        for layer in cache.layers
-        if layer.storage.suffix is not None
-    ]
+    def _follow(self, cache: SharedContextCache) -> None:
+        layers = {index: layer.stored for index, layer in enumerate(cache.layers)}
+        self.tables.follow(cache.forest, cache.state.suffixes.lengths, layers)
 
 
 class Captures:
@@ -219,7 +207,7 @@ class Captures:
         configs: list[PreTrainedConfig],
         options: CaptureOptions,
     ) -> CapturedStep:
-        """Get or capture a step for this cache's rows, and load the cache.
+        """Get or capture a step for this cache's rows.
 
         Raises:
             KernelRefusalError: The kernels cannot compute the model's attention.
@@ -227,7 +215,6 @@ class Captures:
         rows = bucket(cache.rows)
         for index, step in enumerate(self._steps):
             if (step.rows, step.options) == (rows, options) and step.fits(cache):
-                step.load(cache)
                 self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":

@@ -114,12 +114,11 @@ class CapturedSteps:
         self._step = captures.find(model, cache, configs, self._options)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
-            layer.ran["decode"] = did + layer.stored.report_suffix
+            layer.stored.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        if self.cache.reserve(self.cache.suffix_length + 1):
-            self._step.load_suffixes(self.cache)
-        logits = self._step(ids, positions)
+        self.cache.reserve(self.cache.suffix_length + 1)
+        logits = self._step(self.cache, ids, positions)
         self.cache.record_captured_step(ids[:, None])
         return logits
 
@@ -131,7 +130,6 @@ class CapturedSteps:
         """Keep this larger capture for a compacted batch that cannot be captured; returns whether it fits."""
         if not self._step.fits(self.cache):
             return False
-        self._step.load(self.cache)
         self._oversized = True
         return True
 

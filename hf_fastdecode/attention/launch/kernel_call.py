@@ -1,0 +1,52 @@
+"""Calls the decode kernels on tensors of any strides, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...kernels.forest_decode.schedule import Schedule
+from ..scoring import Scoring
+
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ...kernels.forest_decode.api import Config
+
+
+def run_kernels(
+    query: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    nodes: Tensor,
+    suffix: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    schedule: Schedule,
+    config: Config,
+    scoring: Scoring,
+    origins: Tensor | None = None,
+) -> Tensor:
+    """`forest_decode` on tensors of any strides and any device; arguments and result as there."""
+    from ...kernels.forest_decode.api import forest_decode
+
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    if new_keys.stride(-1) != 1:
+        new_keys = new_keys.contiguous()
+    if new_values.stride(-1) != 1:
+        new_values = new_values.contiguous()
+    tables = (nodes, suffix, slots, lengths, schedule, config)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, not on its arguments'
+        out, _ = forest_decode(
+            query,
+            new_keys,
+            new_values,
+            *tables,
+            scale=scoring.scale,
+            soft_cap=scoring.softcap,
+            window=scoring.window,
+            sinks=scoring.sinks,
+            origins=origins,
+        )
+    return out

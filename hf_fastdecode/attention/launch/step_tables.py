@@ -1,0 +1,247 @@
+"""Tables of a decode step on the device: addresses, lengths and schedules, which all its layers' kernels read.
+
+Eager and captured steps use the same tables. They are rewritten in place, so that a captured CUDA graph, which replays
+with the same pointers, serves other prompts, lengths, storage and rows as long as these fit the tables' sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.limits import refusal
+from ...kernels.forest_decode.schedule import Capacity, Schedule
+from ..forest import Forest
+from ..kv import Segment, SuffixLengths
+from ..scoring import Scoring
+from .addresses import node_addresses, suffix_addresses
+from .kernel_call import run_kernels
+from .own_nodes import own_tokens, with_own_nodes, with_own_segments
+from .plan import Layout, Plan
+
+_TOKENS_BETWEEN_LOOKS = 32
+"""Suffix tokens between two updates of the schedules."""
+
+
+class StoredKV(Protocol):
+    """Where one layer's keys and values are stored.
+
+    Attributes:
+        segments: Storage of the nodes, by number.
+        suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
+        version: Another object whenever `segments` or `suffix` have moved.
+    """
+
+    @property
+    def segments(self) -> Mapping[int, Segment]: ...
+    @property
+    def suffix(self) -> Segment: ...
+    @property
+    def version(self) -> object: ...
+
+
+class KernelRefusalError(Exception):
+    """The kernels do not support a layer's attention; the message gives the reason."""
+
+
+@dataclass
+class _Scheduled:
+    """Schedule tables of one head layout, and the plan whose schedule they hold."""
+
+    plan: Plan
+    programs: int
+    room: Capacity
+    tables: Schedule
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether the tables fit the schedules of another plan."""
+        return plan.config == self.plan.config and self.room.holds(plan.needed)
+
+    def turn_to(self, plan: Plan, suffix_length: int) -> None:
+        """Load the schedule of a plan for this suffix length, unless it is loaded."""
+        programs = plan.programs(suffix_length)
+        if plan is not self.plan or programs != self.programs:
+            self.tables.copy_(plan.schedule(programs, self.room))
+            self.plan, self.programs = plan, programs
+
+
+class StepTables:
+    """Kernel tables for `rows` rows over forests of bounded size.
+
+    Args:
+        rows: Rows of the step; a batch may have fewer.
+        layers: Attention layers of the model, if known; the tables grow for more.
+        forest: The forest that decides the sizes, which are rounded up.
+        device: Device of the step.
+        own_nodes: Attend to all but the last tokens of long suffixes as nodes, see `own_nodes`.
+    """
+
+    def __init__(self, rows: int, layers: int, forest: Forest, device: torch.device, *, own_nodes: bool = False):
+        self.rows, self.device, self.forest = rows, device, forest
+        self._own_nodes = own_nodes
+        largest = self._largest(forest)
+        self._depths = _rounded(len(largest.levels))
+        self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes else 0))
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
+            self.nodes = torch.zeros(layers, 3, self._nodes, dtype=torch.int64, device=device)
+            self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+            self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        # Filled by the layers' first forward pass.
+        self._schedules: dict[Layout, _Scheduled] = {}
+        self._batch: Forest | None = None
+        self._own_tokens = 0
+        self._suffixes = SuffixLengths()
+        self._versions: dict[int, object] = {}  # of the storage whose addresses are written, by layer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Addresses are invalid in a copy of a cache, whose tensors are new: tables are copied as None.
+        return type(None), ()
+
+    def fits(self, forest: Forest) -> bool:
+        """Whether a batch over this forest fits the tables."""
+        if forest is self._batch:
+            return True
+        largest = self._largest(forest)
+        if forest.rows > self.rows or len(largest.levels) > self._depths or len(largest.nodes) > self._nodes:
+            return False
+        return all(known.takes(self._plan(largest, layout, known)) for layout, known in self._schedules.items())
+
+    def follow(
+        self, forest: Forest, suffixes: SuffixLengths, layers: Mapping[int, StoredKV], *, in_order: bool = True
+    ) -> None:
+        """Describe a batch's next step: writes what has changed since the last one.
+
+        Args:
+            forest: The batch's nodes, for which `fits` holds.
+            suffixes: Tokens in each row's suffix before the step.
+            layers: Storage of consecutive layers, by index; that of others is assumed not to have moved.
+            in_order: Whether each row's suffix is stored in its own slot throughout, as own nodes need.
+        """
+        own = self._wanted_own_tokens(suffixes) if in_order else 0
+        if moved := forest is not self._batch or own != self._own_tokens:
+            self.forest = with_own_nodes(forest, own)
+            self._versions.clear()
+        if forest is not self._batch:
+            rows = torch.arange(self.rows, dtype=torch.int32, device="cpu")
+            self.slots.copy_(torch.where(rows < forest.rows, rows, -1))
+        self._batch, self._own_tokens = forest, own
+        if moved or suffixes != self._suffixes:
+            self._write_lengths(suffixes)
+            self._update_schedules(suffixes, moved=moved)
+            self._suffixes = suffixes
+        self._write_addresses(layers)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        new_keys: Tensor,
+        new_values: Tensor,
+        scoring: Scoring,
+        origins: Tensor | None = None,
+    ) -> Tensor:
+        """Append new keys and values to the suffixes, and attend.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[rows, heads, queries, head_dim]``.
+            new_keys: ``[rows, kv_heads, queries, head_dim]``.
+            new_values: The same shape.
+            scoring: The layer's score options.
+            origins: See `forest_decode`.
+
+        Returns:
+            ``[rows, heads, queries, head_dim]`` in the query's dtype.
+
+        Raises:
+            KernelRefusalError: The kernels do not support these, or cannot be compiled or launched here.
+        """
+        layout = Layout.of(query, new_keys, scoring)
+        while True:
+            if layout not in self._schedules:
+                if reason := refusal(query, new_keys, new_values, []):
+                    raise KernelRefusalError(reason)
+                self._schedules[layout] = self._scheduled(layout)
+            known = self._schedules[layout]
+            tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
+            try:
+                return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
+            except KernelFailedError:  # the next plan chooses among the other kernels
+                del self._schedules[layout]
+
+    def _scheduled(self, layout: Layout) -> _Scheduled:
+        plan = self._plan(self.forest, layout)
+        own = self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
+        units = plan.needed.units + (own if self._own_nodes else 0)
+        room = Capacity(self._depths, self._nodes, _rounded(units))
+        programs = plan.programs(self._suffixes.longest - self._own_tokens)
+        with torch.inference_mode(False):
+            return _Scheduled(plan, programs, room, plan.schedule(programs, room))
+
+    def _wanted_own_tokens(self, suffixes: SuffixLengths) -> int:
+        """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
+        windowed = any(layout.windowed for layout in self._schedules)
+        wanted = self._own_nodes and self._schedules and not windowed and suffixes.per_row is None
+        return own_tokens(suffixes.longest) if wanted else 0
+
+    def _write_lengths(self, suffixes: SuffixLengths) -> None:
+        """Write the lengths of the suffixes after their own nodes."""
+        if suffixes.per_row is None:
+            self.lengths.fill_(suffixes.longest - self._own_tokens)
+        else:
+            self.lengths[: len(suffixes.per_row)].copy_(suffixes.per_row)
+
+    def _update_schedules(self, suffixes: SuffixLengths, *, moved: bool) -> None:
+        """Update the schedules for other nodes, or every few tokens for longer suffixes."""
+        before, now = self._suffixes.longest, suffixes.longest
+        if not moved and before // _TOKENS_BETWEEN_LOOKS == now // _TOKENS_BETWEEN_LOOKS:
+            return
+        for layout, known in self._schedules.items():
+            plan = self._plan(self.forest, layout, known) if moved else known.plan
+            known.turn_to(plan, now - self._own_tokens)
+
+    def _write_addresses(self, layers: Mapping[int, StoredKV]) -> None:
+        """Write the addresses of layers whose storage has moved, by one copy for all of them."""
+        moved = [index for index, stored in layers.items() if self._versions.get(index) is not stored.version]
+        if not moved:
+            return
+        first, stop, own = moved[0], moved[-1] + 1, self._own_tokens
+        self._grow(stop)
+        nodes = torch.zeros(stop - first, 3, self._nodes, dtype=torch.int64, device="cpu")
+        suffixes = torch.zeros(stop - first, 4, dtype=torch.int64, device="cpu")
+        for index in range(first, stop):
+            stored = layers[index]
+            segments = with_own_segments(stored.segments, stored.suffix) if own else stored.segments
+            addresses = torch.tensor(node_addresses(self.forest, segments), dtype=torch.int64, device="cpu")
+            nodes[index - first, :, : len(self.forest.nodes)] = addresses
+            suffixes[index - first] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
+            self._versions[index] = stored.version
+        self.nodes[first:stop].copy_(nodes)
+        self.suffixes[first:stop].copy_(suffixes)
+
+    def _grow(self, layers: int) -> None:
+        """Make room for the addresses of so many layers; never in captured steps, which know their number."""
+        if layers > len(self.nodes):
+            with torch.inference_mode(False):
+                more = 2 * layers - len(self.nodes)
+                self.nodes = torch.cat([self.nodes, self.nodes.new_zeros(more, *self.nodes.shape[1:])])
+                self.suffixes = torch.cat([self.suffixes, self.suffixes.new_zeros(more, 4)])
+
+    def _largest(self, forest: Forest) -> Forest:
+        """The forest with every node that it may get, own nodes among them."""
+        return with_own_nodes(forest, int(self._own_nodes))
+
+    def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
+        like = known.plan.config if known is not None else None
+        return Plan(forest, layout, self.device, rows=self.rows, like=like)
+
+
+def _rounded(count: int) -> int:
+    """The next power of two, at least 1, so that a slightly larger forest still fits."""
+    return 1 << max(0, count - 1).bit_length()

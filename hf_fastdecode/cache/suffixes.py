@@ -1,0 +1,93 @@
+"""The rows' suffixes, for all layers of a cache: lengths, token ids, and where reordered tokens are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..attention.kv import SuffixLengths
+from .origins import SuffixOrigins
+from .storage import TokenStorage
+from .suffix_ids import SuffixIds
+
+
+class Suffixes:
+    """What all layers share about the suffixes; keys and values are in each layer's `TokenStorage`.
+
+    Attributes:
+        lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        ids: Their ids, as far as they are known.
+        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = SuffixLengths()
+        self.ids = SuffixIds()
+        self.origins: SuffixOrigins | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest suffix, or an upper bound; see `SuffixLengths`."""
+        return self.lengths.longest
+
+    def per_row(self, rows: int) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        if self.lengths.per_row is not None:
+            return self.lengths.per_row.long().cpu()
+        return torch.full((rows,), self.longest, device="cpu")
+
+    def restore(self, lengths: SuffixLengths, ids: SuffixIds) -> None:
+        """Return to an earlier state, after a forward pass that failed."""
+        self.lengths, self.ids = lengths, ids
+        if self.origins is not None:
+            self.origins.truncate(self.longest)
+
+    def drop(self, counts: Tensor, storages: Sequence[TokenStorage]) -> None:
+        """Remove the last ``counts[i]`` tokens of row ``i``, of all where it has fewer.
+
+        Args:
+            counts: ``[rows]`` int64. On a GPU the host does not read them: `longest` stays as it was.
+            storages: The layers' storages.
+        """
+        bound = self.longest
+        before = self.lengths.per_row
+        left = (bound - counts if before is None else before.to(counts.device) - counts).clamp_min(0).int()
+        per_row: Tensor | None = left
+        if not counts.is_cuda:
+            bound = max(left.tolist(), default=0)
+            per_row = None if bool((left == bound).all()) else left
+        self.lengths, self.ids = SuffixLengths(bound, per_row), self.ids.first(bound)
+        if self.origins is None:
+            return
+        if per_row is None:
+            self.origins.truncate(bound)
+        else:  # new tokens go to places that the index table gives to other rows
+            self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
+
+    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+        """Replace row ``i`` by row ``rows[i]``.
+
+        If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
+
+        Args:
+            rows: ``[rows]`` int64, on the CPU.
+            before: Number of rows so far.
+            storages: The layers' storages.
+        """
+        self.ids = self.ids.select(rows)
+        per_row = self.lengths.per_row
+        if per_row is not None:
+            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)])
+        if per_row is not None or len(rows) != before:
+            self._copy_rows(rows, storages)
+        elif self.longest:
+            if self.origins is None:
+                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device)
+            self.origins.select(rows)
+
+    def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
+        for storage in storages:
+            storage.select_rows(rows, self.origins)
+        self.origins = None
