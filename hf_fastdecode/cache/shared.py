@@ -182,7 +182,7 @@ class SharedContextCache(Cache):
             fork.state.forest = Forest.from_paths(
                 [(*path, Span(segment, row * own, lengths[row])) for row, path in enumerate(self.forest.paths)]
             )
-        fork.state.padding = self.state.padding
+        fork.state.padding = self.get_seq_length() - fork.get_seq_length()
         return fork
 
     def nodes_only(
@@ -359,6 +359,10 @@ class SharedContextCache(Cache):
                     f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(self.suffix_lengths[row])}"
                 )
         self.state.suffixes.drop(counts, self._storages)
+        if not counts.is_cuda:
+            contexts = torch.tensor(self.forest.context_lengths, device="cpu")
+            longest = int((contexts + self.suffix_lengths).max()) if self.rows else 0
+            self.state.padding += longest - self.get_seq_length()
 
     def reset(self) -> None:
         """Remove all tokens and rows."""

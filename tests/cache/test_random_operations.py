@@ -52,12 +52,20 @@ class Kept:
         self.rows = [self.rows[row] for row in index]
 
     def reorder(self):
-        """As many rows as before: no suffix is copied."""
+        """As many rows as before: no suffix is copied, if all are of one length."""
         index = [self.rng.randrange(len(self.rows)) for _ in self.rows]
         before = [layer.storage.suffix for layer in self.cache.layers]
+        uniform = self.cache.state.suffixes.lengths.per_row is None
         self.cache.reorder_cache(torch.tensor(index))
-        assert [layer.storage.suffix for layer in self.cache.layers] == before
+        assert not uniform or [layer.storage.suffix for layer in self.cache.layers] == before
         self.rows = [self.rows[row] for row in index]
+
+    def drop_last(self):
+        """Rows lose different counts, as of drafts that were accepted in part."""
+        own = self.cache.suffix_lengths.tolist()
+        counts = [self.rng.randint(0, min(most, len(row) - 1)) for most, row in zip(own, self.rows, strict=True)]
+        self.cache.drop_last(counts if self.rng.random() < 0.5 else torch.tensor(counts))
+        self.rows = [row[: len(row) - count] for row, count in zip(self.rows, counts, strict=True)]
 
     def repeat(self):
         if 2 * len(self.rows) <= MOST_ROWS:
@@ -92,7 +100,8 @@ class Kept:
         if "disabled" in kind:
             fd.disable(self.model)
         hook = self.model.model.layers[1].register_forward_pre_hook(interrupt) if kind == "interrupt" else None
-        with pytest.raises((ValueError, AttributeError, KeyboardInterrupt)), torch.no_grad():
+        # RuntimeError: stock transformers slices prompts that are shorter than the padded length to nothing.
+        with pytest.raises((ValueError, AttributeError, RuntimeError, KeyboardInterrupt)), torch.no_grad():
             kinds[kind]()
         if hook is not None:
             hook.remove()
@@ -155,5 +164,5 @@ def operate(model, rng, count):
             if max(map(len, kept.rows)) > MOST_TOKENS:
                 kept = Kept(model, rng)
             operations = [kept.fork, kept.crop, kept.select, kept.reorder, kept.repeat, kept.forward, kept.refused]
-            rng.choice([*operations, kept.generate, kept.generate])()
+            rng.choice([*operations, kept.drop_last, kept.forward, kept.generate, kept.generate])()
             kept.check()

@@ -1,0 +1,79 @@
+"""Rows of one batch that keep different numbers of draft tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..tiny_models import ragged_prompts, tiny_model
+
+NEW_TOKENS, DRAFTED = 12, 3
+
+
+def speculate(model, cache, last, drafts):
+    """Greedy decoding of several rows at once, which check drafted tokens in one pass and keep those that are right.
+
+    Args:
+        last: ``[rows]``: the last token of each row's prompt, not in the cache.
+        drafts: ``[rows, tokens]``: what is drafted at each place of a completion.
+
+    Returns:
+        By row, the tokens; and the number of passes.
+    """
+    rows = len(last)
+    found, passes = [[] for _ in range(rows)], 0
+    while min(map(len, found)) < NEW_TOKENS:
+        drafted = torch.stack([drafts[row, len(found[row]) :][:DRAFTED] for row in range(rows)])
+        guesses = model(torch.cat([last[:, None], drafted], 1), past_key_values=cache).logits.argmax(-1)
+        right = (guesses[:, :-1] == drafted).long().cumprod(1).sum(1)
+        cache.drop_last(DRAFTED - right)
+        for row in range(rows):
+            found[row] += guesses[row, : right[row] + 1].tolist()
+        last, passes = torch.tensor([tokens[-1] for tokens in found]), passes + 1
+    return [tokens[:NEW_TOKENS] for tokens in found], passes
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-window"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_drafts_for_several_rows(name, backend):
+    """Right, wrong, and half right drafts beside each other: the tokens are those of greedy decoding."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("float32 is refused on a GPU")
+    model = tiny_model(name, num_hidden_layers=1 if backend == "triton" else 2)
+    prompts = ragged_prompts(21, 17, 19, shared=14)
+    stock = model.generate(**prompts, do_sample=False, max_new_tokens=NEW_TOKENS)[:, -NEW_TOKENS:]
+    drafts = torch.cat([stock] * (DRAFTED + 2), 1)  # rows go on beyond their end, until the last one is there
+    drafts[1, ::2] += 1
+    drafts[2] += 1
+    with fd.enabled(model, backend=backend), torch.no_grad():
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        cache = fd.prefill(model, [row[seen.bool()][:-1] for row, seen in zip(ids, mask)])
+        found, passes = speculate(model, cache, ids[:, -1], drafts)
+        assert found == stock.tolist()
+        assert passes == NEW_TOKENS  # of the row that is never right
+        lengths = cache.suffix_lengths.tolist()
+        assert lengths[0] > lengths[1] > lengths[2] == NEW_TOKENS
+        kept = [tokens[:length] for tokens, length in zip(cache.suffix_tokens().tolist(), lengths)]
+        assert kept[1][1:NEW_TOKENS] == found[1][: NEW_TOKENS - 1]
+
+
+def test_counts_are_checked():
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, ragged_prompts(9, 7)["input_ids"])
+        model(torch.tensor([[5, 6], [7, 8]]), past_key_values=cache)
+        with pytest.raises(ValueError, match="row 1 cannot lose 3 tokens: its suffix has 2"):
+            cache.drop_last([0, 3])
+        with pytest.raises(ValueError, match=r"a count for each of 2 rows, got shape \[3\]"):
+            cache.drop_last([0, 0, 1])
+        with pytest.raises(ValueError, match="row 0 cannot lose -1 tokens"):
+            cache.drop_last([-1, 0])
+        cache.drop_last([2, 1])
+        assert cache.suffix_lengths.tolist() == [0, 1]
+        assert cache.suffix_length == 1
+        cache.drop_last([0, 1])
+        assert cache.state.suffixes.lengths.per_row is None
