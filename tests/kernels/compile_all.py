@@ -34,6 +34,9 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import Layout, Plan
 from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
+from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
+from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 
 
@@ -204,6 +207,29 @@ def attend(
         schedule = plan.schedule(programs)
         for origins in (None, empty(rows, 4096, dtype=torch.int32)):
             run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
+        attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
+
+
+def attend_in_parts(
+    query: Tensor,
+    new: tuple[Tensor, Tensor],
+    addresses: tuple[Tensor, Tensor],
+    rows_of: tuple[Tensor, Tensor],
+    schedule: Schedule,
+    config: Config,
+    scoring: Scoring,
+) -> None:
+    """The nodes alone, and a step that goes on with their partial and returns its own."""
+    nodes, kv_heads = addresses[0], new[0].shape[1]
+    parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
+    if scoring.window is None:
+        forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
+    other = (
+        torch.empty(query.shape, dtype=torch.float32, device=CUDA),
+        torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
+    )
+    parts |= {"window": scoring.window, "sinks": scoring.sinks, "other": other, "return_lse": True}
+    forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
 
 
 def draw_everything() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.launch.addresses import node_addresses, suffix_addresses
+from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
@@ -27,8 +28,13 @@ def decode(
     sinks: Tensor | None = None,
     fewer_programs: bool = True,
     origins: Tensor | None = None,
+    other: Partial | None = None,
+    return_lse: bool = True,
+    rounded: bool = True,
 ):
     """Run the kernels: the last tokens of the suffixes are handed over as new, and poisoned where they belong.
+
+    The result is in the query's dtype, unless not `rounded`: then it is the partial in fp32.
 
     With `origins` ``[rows, tokens]``, which name each slot once for a token, earlier tokens are stored there.
     Where a configuration allows for it, the schedule leaves a third of the programs to suffixes if `fewer_programs`.
@@ -89,12 +95,13 @@ def decode(
         window=window,
         sinks=sinks,
         origins=origins,
-        return_lse=True,
+        other=other,
+        return_lse=return_lse,
     )
     for whole, part in zip(stored, new, strict=True):
         written = whole[slots[taking].long()].gather(2, index[taking])
         assert torch.equal(written, part[taking]), "the new tokens were not appended"
-    return out, lse
+    return out.to(query.dtype) if rounded else out, lse
 
 
 def check(
@@ -105,10 +112,11 @@ def check(
     config: Config | None = None,
     fewer_programs: bool = True,
 ) -> None:
-    out, lse = decode(query, kv, softcap=softcap, config=config, fewer_programs=fewer_programs)
-    again, lse_again = decode(query, kv, softcap=softcap, config=config, fewer_programs=fewer_programs)
-    assert torch.equal(out, again), "not the same bits twice"
-    assert torch.equal(lse, lse_again), "not the same bits twice"
+    options = {"softcap": softcap, "config": config, "fewer_programs": fewer_programs}
+    partial, lse = decode(query, kv, **options, rounded=False)
+    out, _ = decode(query, kv, **options, return_lse=False)
+    assert partial.dtype == torch.float32
+    assert torch.equal(out, partial.to(query.dtype)), "not the same bits twice"
     oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)
     yardstick = pytorch_attention(query, kv, softcap=softcap)
     assert_error_rule(out, yardstick, oracle, oracle_lse)

@@ -36,6 +36,7 @@ def forest_decode(
     window: int | None = None,
     sinks: Tensor | None = None,
     origins: Tensor | None = None,
+    other: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
@@ -66,11 +67,13 @@ def forest_decode(
             softmax's denominator and the log-sum-exp.
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
             row's suffix (beam search). New tokens are written to the row's own slot.
-        return_lse: Also return the log-sum-exp.
+        other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
+            `forest_partial` returns them, contiguous. Complete before the preceding kernel starts, like `nodes`.
+        return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
 
     Returns:
-        ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and when asked for the natural-log
-        log-sum-exp ``[rows, heads, queries]`` fp32.
+        ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
+        log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
         ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with the Hopper
@@ -88,6 +91,9 @@ def forest_decode(
         check_table("sinks", sinks, (heads,), torch.float32)
     if origins is not None:
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
+    if other is not None:
+        check_table("other[0]", other[0], tuple(query.shape), torch.float32)
+        check_table("other[1]", other[1], (rows, heads, queries), torch.float32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
@@ -96,7 +102,8 @@ def forest_decode(
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    out = torch.empty(rows, heads, queries, head_dim, dtype=query.dtype, device=query.device)
+    dtype = torch.float32 if return_lse else query.dtype
+    out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
@@ -142,6 +149,7 @@ def forest_decode(
             *workspace,
             own_out,
             own_lse,
+            *(other or (out, out)),
             *results,
             schedule.overlap_suffix,
             sinks if sinks is not None else out,
@@ -163,6 +171,7 @@ def forest_decode(
             SOFT_CAP=soft_cap is not None,
             WINDOW=window is not None,
             SINKS=sinks is not None,
+            OTHER=other is not None,
             ORIGINS=origins is not None,
             OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,

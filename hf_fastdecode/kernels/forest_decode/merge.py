@@ -145,6 +145,18 @@ def merge_depths(
 
 
 @triton.jit
+def locate_rows(slots, rows, kv_heads, queries_per_kv_head: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """KV head, rows and packed queries of a program that merges `ROWS` rows; which are valid, and which active."""
+    head = tl.program_id(0) % kv_heads
+    packed = tl.arange(0, ROWS * TILE)
+    row = tl.program_id(0) // kv_heads * ROWS + packed // TILE
+    within = packed % TILE
+    valid_query = (row < rows) & (within < queries_per_kv_head)
+    row = tl.minimum(row, rows - 1)
+    return head, row, within, valid_query, tl.load(slots + row) >= 0
+
+
+@triton.jit
 def merge_suffixes(
     slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse
     row_units,
@@ -176,17 +188,11 @@ def merge_suffixes(
         if PDL:  # dependents also rely on earlier kernels, so wait even without work
             tl.extra.cuda.gdc_wait()
         return
-    head = tl.program_id(0) % kv_heads
     queries_per_kv_head: tl.constexpr = GROUP * QUERIES
-    packed = tl.arange(0, ROWS * TILE)
+    head, row, within, valid_query, active = locate_rows(slots, rows, kv_heads, queries_per_kv_head, TILE, ROWS)
+    active_query = valid_query & active
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    row = tl.program_id(0) // kv_heads * ROWS + packed // TILE
-    within = packed % TILE
-    valid_query = (row < rows) & (within < queries_per_kv_head)
-    row = tl.minimum(row, rows - 1)
-    active = tl.load(slots + row) >= 0
-    active_query = valid_query & active
     first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
         row, head, within, active_query, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
     )

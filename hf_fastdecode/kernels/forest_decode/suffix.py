@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """Suffix kernel: appends the new tokens to each row's suffix, and attends to it.
 
-It then waits for the node partials and merges them; or, where it runs beside the node kernel on the remaining
-multiprocessors, it writes its own partials for the merge kernel.
+It begins with a partial of other keys, if one is given. It then waits for the node partials and merges them; or, where
+it runs beside the node kernel on the remaining multiprocessors, it writes its own partials for the merge kernel.
 """
 
 import triton
 import triton.language as tl
 
-from .merge import locate_first_depths, merge_depths
+from .merge import locate_first_depths, merge_depths, merge_partial
 from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
@@ -44,6 +44,8 @@ def attend_suffixes(
     partial_lse,
     own_out,  # [rows, heads, queries, head_dim] fp32: the suffixes' partials
     own_lse,  # [rows, heads, queries] fp32, base 2
+    other_out,  # [rows, heads, queries, head_dim] fp32: with OTHER, attention to further keys
+    other_lse,  # [rows, heads, queries] fp32, natural logarithm
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
     overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_suffixes` merges
@@ -79,6 +81,7 @@ def attend_suffixes(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    OTHER: tl.constexpr,
     ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
@@ -127,6 +130,12 @@ def attend_suffixes(
         row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest stands for no sink
         row_sum += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    if OTHER:
+        other_at = (row64 * kv_heads + head) * queries_per_kv_head + within
+        lse = tl.load(other_lse + other_at, mask=valid_query, other=-float("inf")) * LOG2E
+        part_at = other_at[:, None] * HEAD_DIM + dims[None, :]
+        part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
+        row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     HAS_NODES: tl.constexpr = DEPTHS > 0
     THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
@@ -225,7 +234,7 @@ def attend_suffixes(
             DEPTHS,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
-    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(element), mask=kept)
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
     if LSE:
         lse = tl.where(active, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
         tl.store(out_lse + at, lse, mask=index < queries_per_kv_head)

@@ -1,0 +1,159 @@
+"""The operator in parts: nodes alone, partials of some nodes merged and handed on, against the fp64 oracle."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.kv import ForestKV
+from hf_fastdecode.attention.launch.addresses import node_addresses
+from hf_fastdecode.attention.partial import Partial, merge
+
+from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
+from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
+from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
+from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
+
+from .operator_runs import decode
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+ROWS, LONGEST, HEAD_DIM = (7, 60, 16) if INTERPRETED else (70, 900, 128)
+CONFIG = Config(16, block_n=16 if INTERPRETED else 64, overlap=False, suffix=SuffixConfig(merge=2))
+
+
+def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softcap: float | None = None) -> Partial:
+    """The operator over a forest's nodes."""
+    rows, heads, queries, _ = query.shape
+    kv_heads = kv.suffix.keys.shape[1]
+    schedule = make_schedule(
+        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
+        rows,
+        kv_heads=kv_heads,
+        queries=heads // kv_heads * queries,
+        block_m=CONFIG.block_m,
+        block_n=CONFIG.block_n,
+        programs=multiprocessors(DEVICE),
+        device=DEVICE,
+    )
+    addresses = torch.tensor(node_addresses(kv.forest, kv.segments), dtype=torch.int64, device=DEVICE)
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
+    scale = query.shape[-1] ** -0.5
+    return Partial(
+        *forest_partial(query, addresses, slots, schedule, CONFIG, kv_heads=kv_heads, scale=scale, soft_cap=softcap)
+    )
+
+
+def oracle_of_nodes(query: Tensor, kv: ForestKV, softcap: float | None, dtype: torch.dtype) -> Partial:
+    """Each row over the keys of its nodes, none of them hidden."""
+    outs, lses = [], []
+    for path, own in zip(kv.forest.paths, query, strict=True):
+        group = own.shape[0] // kv.suffix.keys.shape[1]
+        nodes = [kv.node(span) for span in path]
+        empty = own.new_zeros(own.shape[0] // group, 0, own.shape[-1])
+        keys, values = (
+            torch.cat([empty, *(node[part] for node in nodes)], 1).to(dtype).repeat_interleave(group, 0)
+            for part in range(2)
+        )
+        scores = own.to(dtype) @ keys.mT * own.shape[-1] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        outs.append(torch.softmax(scores, -1) @ values)
+        lses.append(torch.logsumexp(scores, -1))
+    return Partial(torch.stack(outs), torch.stack(lses))
+
+
+def inputs(seed: int, queries: int, dtype: torch.dtype = torch.half):
+    forest = random_forest(random.Random(seed), ROWS, 3, longest=LONGEST)
+    lengths = [queries + 9 * row % 40 for row in range(ROWS)]
+    options = {"heads": 8, "kv_heads": 2, "head_dim": HEAD_DIM, "queries": queries, "dtype": dtype}
+    return make_inputs(forest, lengths, **options, device=DEVICE, seed=seed)
+
+
+def some_nodes(kv: ForestKV, keep) -> ForestKV:
+    """The rows' paths without the spans whose number `keep` refuses."""
+    numbers = {span: number for number, span in enumerate(dict.fromkeys(node.span for node in kv.forest.nodes))}
+    paths = [tuple(span for span in path if keep(numbers[span])) for path in kv.forest.paths]
+    return ForestKV(Forest.from_paths(paths), kv.segments, kv.suffix, kv.suffix_lengths)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_nodes_alone(queries, softcap):
+    query, kv = inputs(5, queries)
+    found = nodes_alone(query, kv, softcap=softcap)
+    assert found.out.dtype == found.lse.dtype == torch.float32
+    oracle = oracle_of_nodes(query, kv, softcap, torch.double)
+    yardstick = oracle_of_nodes(query, kv, softcap, torch.half)
+    bare = torch.isinf(oracle.lse)
+    assert bare.any()
+    assert not bare.all()
+    assert (found.out[bare] == 0).all()
+    assert torch.equal(torch.isinf(found.lse), bare)
+    seen = oracle.lse[~bare]
+    assert_error_rule(found.out[~bare], yardstick.out[~bare], oracle.out[~bare], seen)
+    assert_error_rule(found.lse[~bare], yardstick.lse[~bare], seen, seen)
+
+
+def test_rows_that_take_no_part():
+    query, kv = inputs(5, 1)
+    slots = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    slots[::2] = -1
+    some, every = nodes_alone(query, kv, slots), nodes_alone(query, kv)
+    assert (some.out[::2] == 0).all()
+    assert torch.isneginf(some.lse[::2]).all()
+    assert torch.equal(some.out[1::2], every.out[1::2])
+    assert torch.equal(some.lse[1::2], every.lse[1::2])
+
+
+def test_no_nodes():
+    query, kv = make_inputs(Forest(3), 5, heads=2, kv_heads=1, head_dim=16, dtype=torch.half, device=DEVICE)
+    found = nodes_alone(query, kv)
+    assert (found.out == 0).all()
+    assert torch.isneginf(found.lse).all()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kept", [0, 1, 2], ids=["suffixes", "half the nodes", "all nodes"])
+def test_partials_handed_on(kept, queries):
+    """As of nodes spread over devices: three shares' partials are merged, and the step goes on with the result."""
+    query, kv = inputs(7, queries)
+    shares = [some_nodes(kv, lambda index, share=share: index % 4 == share) for share in range(4)]
+    mine = [some_nodes(kv, lambda index: False), some_nodes(kv, lambda index: index % 4 == 3), kv][kept]
+    other = None
+    if kept < 2:
+        other = merge(*(nodes_alone(query, share) for share in shares[: 4 - kept]))
+        other = Partial(other.out.contiguous(), other.lse.contiguous())
+    out, lse = decode(query, mine, config=CONFIG, other=other)
+    oracle, oracle_lse = reference.forest_attention(query, kv)
+    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
+    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+
+
+@pytest.mark.parametrize("overlap_suffix", [False, True])
+def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
+    """Where suffixes run beside the nodes, the partial reaches the merge with theirs."""
+    query, kv = inputs(9, 1)
+    first, second = (some_nodes(kv, lambda index, share=share: index % 2 == share) for share in range(2))
+    config = Config(16, block_n=CONFIG.block_n, overlap=False, overlap_suffix=overlap_suffix, suffix=CONFIG.suffix)
+    out, lse = decode(query, first, config=config, other=nodes_alone(query, second))
+    oracle, oracle_lse = reference.forest_attention(query, kv)
+    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
+    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+
+
+def test_arguments_are_checked():
+    query, kv = inputs(5, 1)
+    partial = nodes_alone(query, kv)
+    with pytest.raises(ValueError, match=r"other\[0\] must be .* float32"):
+        decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
+    with pytest.raises(ValueError, match=r"other\[1\] must be"):
+        decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
+    with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):
+        forest_partial(query, *[None] * 4, kv_heads=3, scale=1.0)
