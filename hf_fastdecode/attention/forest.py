@@ -137,6 +137,11 @@ class Forest:
                     above[row] += node.span.length
         return tuple(starts)
 
+    @cached_property
+    def node_tokens(self) -> int:
+        """Tokens of all nodes, each counted once; spans of several nodes may overlap."""
+        return sum(node.span.length for node in self.nodes)
+
     @property
     def stored_tokens(self) -> int:
         """Number of distinct stored tokens of all nodes; spans of several nodes may overlap."""

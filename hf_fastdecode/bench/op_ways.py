@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention.kv import SuffixLengths
 from ..attention.launch.dispatch import KERNELS, Choices, Heads
-from ..attention.launch.own_nodes import may_have_own_nodes
+from ..attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import torch_ops
@@ -105,8 +105,13 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
         own_nodes: Attend to long suffixes as nodes, as the package does.
     """
     first, case, device = sets[0], sets[0].case, sets[0].query.device
-    few = own_nodes and may_have_own_nodes(case.rows, case.kv_heads, case.heads // case.kv_heads, device)
-    tables, scoring = StepTables(case.rows, len(sets), first.forest, device, own_nodes=few), Scoring(first.scale)
+    dominate = own_nodes_dominate(first.forest, case.suffix - 1)
+    group = case.heads // case.kv_heads
+    chosen = (
+        choose_own_nodes(case.rows, case.kv_heads, group, device, dominate=dominate) if own_nodes else NO_OWN_NODES
+    )
+    tables = StepTables(case.rows, len(sets), first.forest, device, chosen)
+    scoring = Scoring(first.scale)
     before, stored = SuffixLengths(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
     tables.follow(first.forest, before, stored)
 
@@ -114,7 +119,7 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
         return lambda: tables.attend(index, inputs.query, *inputs.new, scoring)
 
     calls = [call(index, inputs) for index, inputs in stored.items()]
-    if few:
+    if chosen.used:
         calls[0]()  # own nodes begin once the head layout is known
         tables.follow(first.forest, before, stored)
     return calls

@@ -10,7 +10,7 @@ from ..attention.forest import Forest
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
-from ..attention.launch.own_nodes import may_have_own_nodes
+from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.step_tables import KernelRefusalError, StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import torch_ops
@@ -83,6 +83,11 @@ class StoredLayer:
         stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
         return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
 
+    def note(self, scoring: Scoring) -> None:
+        """Remember the score options of the current pass."""
+        self.window, self.report_suffix = scoring.window, scoring.report_suffix
+        self.state.windowed |= scoring.window is not None
+
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
         self.ran[phase] = did + self.report_suffix + why
@@ -101,7 +106,7 @@ class DecodeKV(SharedKV):
         self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.window, self.layer.report_suffix = scoring.window, scoring.report_suffix
+        self.layer.note(scoring)
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
@@ -117,7 +122,7 @@ class DecodeKV(SharedKV):
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer, suffixes = self.layer, self.layer.state.suffixes
         tables, origins = self._tables(query), suffixes.origins
-        tables.follow(layer.forest, suffixes.lengths, {layer.index: layer}, in_order=origins is None)
+        tables.follow(layer.forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
         if self._is_new("triton"):
             nodes, rows = len(layer.forest.nodes), layer.forest.rows
             layer.report("decode", f"{nodes} node(s) and {rows} suffixes by triton", self._why(query, scoring))
@@ -125,14 +130,14 @@ class DecodeKV(SharedKV):
         return tables.attend(layer.index, query, self.keys, self.values, scoring, table)
 
     def _tables(self, query: Tensor) -> StepTables:
-        """The tables of this cache on the query's device, made anew when the forest has outgrown them."""
-        forest, known = self.layer.forest, self.layer.state.tables
-        tables = known.get(query.device)
-        if tables is None or tables.rows != forest.rows or not tables.fits(forest):
-            kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-            few = may_have_own_nodes(forest.rows, kv_heads, group, query.device)
-            tables = StepTables(forest.rows, self.layer.index + 1, forest, query.device, own_nodes=few)
-            known[query.device] = tables
+        """The tables of this cache on the query's device, made anew when they no longer suit the batch."""
+        state, forest, device = self.layer.state, self.layer.forest, query.device
+        kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
+        own_nodes = choose_own_nodes(forest.rows, kv_heads, group, device, dominate=state.own_nodes_dominate)
+        tables = state.tables.get(device)
+        if tables is None or (tables.rows, tables.own_nodes) != (forest.rows, own_nodes) or not tables.fits(forest):
+            tables = StepTables(forest.rows, self.layer.index + 1, forest, device, own_nodes)
+            state.tables[device] = tables
         return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -200,7 +205,7 @@ class PrefillKV(SharedKV):
         self.keys, self.values = layer.storage.keys_and_values(parts)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.window, self.layer.report_suffix = scoring.window, scoring.report_suffix
+        self.layer.note(scoring)
         state, segments = self.layer.state, self.layer.segments
 
         def stored(span: Any) -> Segment:

@@ -9,6 +9,7 @@ import torch
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.launch.dispatch import Choices
+from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from .suffixes import Suffixes
 
@@ -43,6 +44,7 @@ class SharedState:
         backend: One of `backends.ALL_BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
         tables: Kernel inputs other than keys and values, by device; None in a copy of the cache.
+        windowed: Whether a sliding window has hidden tokens from any layer.
         packed: During prefill, the items packed into the forward pass.
         segment_lengths: Tokens of each storage segment.
     """
@@ -54,6 +56,7 @@ class SharedState:
     backend: str = "auto"
     choices: Choices = field(default_factory=Choices)
     tables: dict[torch.device, StepTables | None] = field(default_factory=dict)
+    windowed: bool = False
     packed: Sequence[PrefillItem] = ()
     segment_lengths: list[int] = field(default_factory=list)
 
@@ -61,6 +64,13 @@ class SharedState:
     def torch_backend(self) -> str:
         """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend
+
+    @property
+    def own_nodes_dominate(self) -> bool:
+        """Whether own nodes, where they are used, hold most keys."""
+        if self.forest is None or self.windowed or not self.suffixes.in_order:
+            return False
+        return own_nodes_dominate(self.forest, self.suffixes.longest)
 
     @property
     def padded_length(self) -> int:

@@ -32,6 +32,11 @@ class Suffixes:
         """Tokens in the longest suffix, or an upper bound; see `SuffixLengths`."""
         return self.lengths.longest
 
+    @property
+    def in_order(self) -> bool:
+        """Whether suffixes are of one length, each in its own storage row, as own nodes need."""
+        return self.origins is None and self.lengths.per_row is None
+
     def per_row(self, rows: int) -> Tensor:
         """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
         if self.lengths.per_row is not None:

@@ -32,7 +32,7 @@ GQA = Layout(kv_heads=8, queries_per_kv_head=4, head_dim=128, windowed=False)
 def on_hopper(monkeypatch):
     """Plans as a GPU of 132 multiprocessors would have them, for the launch parameters that a list holds."""
     config = [Config(128, block_n=128, stages=2, hopper=True, overlap_suffix=True)]
-    monkeypatch.setattr(plans, "decode_config", lambda *_: config[0])
+    monkeypatch.setattr(plans, "decode_config", lambda *_, **__: config[0])
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(plans, "costs_of", lambda _: estimated_costs(132, 4.8e12))
     return config

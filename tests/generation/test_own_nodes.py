@@ -7,9 +7,16 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch import own_nodes, step_tables
-from hf_fastdecode.attention.launch.own_nodes import may_have_own_nodes, own_tokens, with_own_nodes
+from hf_fastdecode.attention.launch import own_nodes, plan, step_tables
+from hf_fastdecode.attention.launch.own_nodes import (
+    OwnNodes,
+    choose_own_nodes,
+    own_nodes_dominate,
+    own_tokens,
+    with_own_nodes,
+)
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps.cuda_graph import Captures
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -111,8 +118,71 @@ def test_windows_keep_their_suffixes(short_steps):
 
 def test_many_rows_fill_the_gpu_by_themselves():
     """Of four multiprocessors, as which the interpreter counts."""
-    device = torch.device("cpu")
-    assert may_have_own_nodes(8, 2, 1, device)
-    assert not may_have_own_nodes(17, 1, 1, device)
-    assert may_have_own_nodes(2, 1, 12, device)
-    assert not may_have_own_nodes(3, 1, 12, device)
+
+    def chosen(rows, kv_heads, group, *, dominate=False):
+        return choose_own_nodes(rows, kv_heads, group, torch.device("cpu"), dominate=dominate)
+
+    assert chosen(8, 2, 1) == OwnNodes(used=True)
+    assert chosen(17, 1, 1) == OwnNodes()
+    assert chosen(2, 1, 12) == OwnNodes(used=True)
+    assert chosen(3, 1, 12) == OwnNodes()
+    assert chosen(3, 1, 12, dominate=True) == OwnNodes(used=True, dominate=True)
+    assert chosen(9, 1, 12, dominate=True) == OwnNodes()
+
+
+def test_completions_four_times_as_long_as_what_is_shared():
+    def dominate(rows, tokens, length):
+        return own_nodes_dominate(Forest(rows, [Node(Span(0, 0, tokens), 0, rows)] if tokens else []), length)
+
+    assert [dominate(4, 256, length) for length in (0, 255, 256)] == [False, False, True]
+    assert not dominate(3, 256, 10_000)  # measured from four rows on
+    assert not dominate(4, 0, 127)
+    assert dominate(4, 0, 128)
+
+
+LONG_CALL = CALL | {"num_return_sequences": 4, "min_new_tokens": 30, "max_new_tokens": 30}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_launch_parameters_change_as_completions_grow(mode, short_steps, monkeypatch):
+    """A captured step is captured again. The tokens stay stock's."""
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(17) | LONG_CALL
+    stock = seeded(lambda: model.generate(**call))
+    planned = []
+    choose = plan.decode_config
+
+    def note(*arguments, own_dominate):
+        planned.append(own_dominate)
+        return choose(*arguments, own_dominate=own_dominate)
+
+    monkeypatch.setattr(plan, "decode_config", note)
+    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.captures == (2 if mode == "graph" else 0)
+        assert planned == sorted(planned)
+        assert set(planned) == {False, True}
+        # The next call begins with the first capture and goes on with the second.
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.captures == 0
+
+
+@on_the_cpu
+def test_a_failed_capture_for_completions(short_steps, monkeypatch):
+    """The first capture goes on."""
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(17) | LONG_CALL
+    stock = seeded(lambda: model.generate(**call))
+    find, found = Captures.find, []
+
+    def fail(self, *arguments):
+        found.append(arguments)
+        if len(found) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return find(self, *arguments)
+
+    monkeypatch.setattr(Captures, "find", fail)
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    assert len(found) == 2

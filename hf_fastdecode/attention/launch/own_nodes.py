@@ -7,7 +7,7 @@ suffix becomes a node below its row's path, for the node kernel, which divides a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -21,23 +21,59 @@ STEP: Final = 128
 _NARROW: Final = 16
 """Packed queries of the smallest query tile."""
 
+_FEWEST_ROWS: Final = 4
+"""Rows from which launch parameters for own nodes were measured to be faster."""
 
-def may_have_own_nodes(rows: int, kv_heads: int, group: int, device: torch.device) -> bool:
-    """Whether rows gain from own nodes once their suffixes are long.
 
-    They do until the suffix kernel's programs, one per row and KV head, fill the GPU. Where rows share a node, its
-    query tiles may be wider than one row and are mostly padding for own nodes; these then gain only while half of the
-    multiprocessors would be idle. (Measured on an H200: 16 rows of 4,096 tokens, 32 KV heads of one query head each:
-    280 us, without own nodes 350; 8 KV heads of four: 96 and 82.)
+class OwnNodes(NamedTuple):
+    """How a step attends to long suffixes.
+
+    Attributes:
+        used: Whether all but the last tokens of long suffixes are nodes.
+        dominate: Whether launch parameters suit these nodes, rather than the shared ones.
+    """
+
+    used: bool = False
+    dominate: bool = False
+
+
+NO_OWN_NODES: Final = OwnNodes()
+
+
+def choose_own_nodes(rows: int, kv_heads: int, group: int, device: torch.device, *, dominate: bool) -> OwnNodes:
+    """Whether rows gain from own nodes once their suffixes are long, and from launch parameters for these.
+
+    They gain until the suffix kernel's programs, one per row and KV head, fill the GPU. Where rows share a node, its
+    query tiles may be wider than one row and are mostly padding for own nodes; unless these decide the tiles, they
+    then gain only while half of the multiprocessors would be idle. (Measured on an H200, 16 rows of 4,096 tokens,
+    without own nodes, with them, and with launch parameters for them: 350, 285 and 262 us for 32 KV heads of one query
+    head each, 82, 96 and 71 us for 8 KV heads of four.)
 
     Args:
         rows: Rows of the step.
         kv_heads: KV heads of the layer.
         group: Query heads per KV head.
         device: Device of the layer.
+        dominate: Whether own nodes hold most keys, see `own_nodes_dominate`.
     """
-    fills = 4.0 if rows * group <= _NARROW else 0.5
-    return rows * kv_heads <= fills * multiprocessors(device)
+    programs, narrow = rows * kv_heads / multiprocessors(device), rows * group <= _NARROW
+    if dominate and programs <= (4 if narrow else 2):
+        return OwnNodes(used=True, dominate=True)
+    return OwnNodes(used=programs <= (4 if narrow else 0.5))
+
+
+def own_nodes_dominate(forest: Forest, suffix_length: int) -> bool:
+    """Whether most keys are in own nodes.
+
+    With launch parameters for them, shared nodes are read in narrow query tiles, several times through L2. That costs
+    little once own nodes hold four times as many keys.
+
+    Args:
+        forest: The shared nodes.
+        suffix_length: Tokens in every suffix.
+    """
+    own = forest.rows * own_tokens(suffix_length)
+    return forest.rows >= _FEWEST_ROWS and own > 0 and own >= 4 * forest.node_tokens
 
 
 def own_tokens(suffix_length: int) -> int:

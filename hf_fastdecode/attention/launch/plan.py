@@ -62,6 +62,7 @@ class Plan:
         layout: Head layout of the layer.
         device: Device of the layer.
         rows: Rows of the step when it has more than the forest.
+        own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
         like: Launch parameters to keep, such as those of a captured graph, if they differ from the chosen ones only in
             what depends on context lengths (key tiles, stages, suffix parameters). Results then differ in rounding.
 
@@ -77,10 +78,11 @@ class Plan:
         device: torch.device,
         *,
         rows: int | None = None,
+        own_dominate: bool = False,
         like: Config | None = None,
     ):
         self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
-        self.config = decode_config(forest, layout, device, self.rows)
+        self.config = decode_config(forest, layout, device, self.rows, own_dominate=own_dominate)
         if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
             self.config = like
         self.grid = self.config.per_sm * multiprocessors(device)
@@ -169,8 +171,10 @@ class Plan:
         )
 
 
-def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: int) -> Config:
-    """Launch parameters of a layer over a forest, for steps of `rows` rows."""
+def decode_config(
+    forest: Forest, layout: Layout, device: torch.device, rows: int, *, own_dominate: bool = False
+) -> Config:
+    """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `Plan`."""
     from ...kernels.forest_decode.api import choose_config
 
     keys = layout.kv_heads * sum(
@@ -184,6 +188,7 @@ def decode_config(forest: Forest, layout: Layout, device: torch.device, rows: in
         kv_heads=layout.kv_heads,
         keys=keys // multiprocessors(device),
         windowed=layout.windowed,
+        own_dominate=own_dominate,
         overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
         shared_memory=shared_memory(device),
         device=device,

@@ -21,7 +21,7 @@ from ..kv import Segment, SuffixLengths
 from ..scoring import Scoring
 from .addresses import node_addresses, suffix_addresses
 from .kernel_call import run_kernels
-from .own_nodes import own_tokens, with_own_nodes, with_own_segments
+from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes, with_own_segments
 from .plan import Layout, Plan
 
 _TOKENS_BETWEEN_LOOKS = 32
@@ -78,15 +78,16 @@ class StepTables:
         layers: Attention layers of the model, if known; the tables grow for more.
         forest: The forest that decides the sizes, which are rounded up.
         device: Device of the step.
-        own_nodes: Attend to all but the last tokens of long suffixes as nodes, see `own_nodes`.
+        own_nodes: How to attend to long suffixes.
     """
 
-    def __init__(self, rows: int, layers: int, forest: Forest, device: torch.device, *, own_nodes: bool = False):
-        self.rows, self.device, self.forest = rows, device, forest
-        self._own_nodes = own_nodes
+    def __init__(
+        self, rows: int, layers: int, forest: Forest, device: torch.device, own_nodes: OwnNodes = NO_OWN_NODES
+    ):
+        self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
-        self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes else 0))
+        self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes.used else 0))
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             self.nodes = torch.zeros(layers, 3, self._nodes, dtype=torch.int64, device=device)
             self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
@@ -178,7 +179,7 @@ class StepTables:
     def _scheduled(self, layout: Layout) -> _Scheduled:
         plan = self._plan(self.forest, layout)
         own = self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
-        units = plan.needed.units + (own if self._own_nodes else 0)
+        units = plan.needed.units + (own if self.own_nodes.used else 0)
         room = Capacity(self._depths, self._nodes, _rounded(units))
         programs = plan.programs(self._suffixes.longest - self._own_tokens)
         with torch.inference_mode(False):
@@ -187,7 +188,7 @@ class StepTables:
     def _wanted_own_tokens(self, suffixes: SuffixLengths) -> int:
         """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
         windowed = any(layout.windowed for layout in self._schedules)
-        wanted = self._own_nodes and self._schedules and not windowed and suffixes.per_row is None
+        wanted = self.own_nodes.used and self._schedules and not windowed and suffixes.per_row is None
         return own_tokens(suffixes.longest) if wanted else 0
 
     def _write_lengths(self, suffixes: SuffixLengths) -> None:
@@ -235,11 +236,12 @@ class StepTables:
 
     def _largest(self, forest: Forest) -> Forest:
         """The forest with every node that it may get, own nodes among them."""
-        return with_own_nodes(forest, int(self._own_nodes))
+        return with_own_nodes(forest, int(self.own_nodes.used))
 
     def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
         like = known.plan.config if known is not None else None
-        return Plan(forest, layout, self.device, rows=self.rows, like=like)
+        own_dominate = self.own_nodes.dominate
+        return Plan(forest, layout, self.device, rows=self.rows, own_dominate=own_dominate, like=like)
 
 
 def _rounded(count: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.interface import RowLengths, active
-from ...attention.launch.own_nodes import may_have_own_nodes
+from ...attention.launch.own_nodes import OwnNodes, choose_own_nodes
 from ...attention.launch.step_tables import StepTables
 from ...cache.captured import CapturedCache
 from ...cache.fingerprint import adapter_state, addresses, module_state
@@ -84,10 +84,8 @@ class CapturedStep:
         device = model.device
         self.rows, self.options = rows, options
         fused = rows <= options.fused_rows
-        kv_heads = cache.layers[0].stored.suffix.keys.shape[1]
-        heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", kv_heads)
-        own_nodes = may_have_own_nodes(rows, kv_heads, heads // kv_heads, device)
-        self.tables = StepTables(rows, len(cache.layers), cache.forest, device, own_nodes=own_nodes)
+        self.heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+        self.tables = StepTables(rows, len(cache.layers), cache.forest, device, self._own_nodes(cache))
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._follow(cache)
@@ -135,10 +133,17 @@ class CapturedStep:
             self.logits = unowned(logits)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the captured step: its windows and table sizes."""
+        """Whether this batch can use the captured step: its windows, launch parameters and table sizes."""
         same_up_to = self.lengths.same_up_to
-        longest = cache.longest_row(1)
-        return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
+        if same_up_to is not None and cache.longest_row(1) > same_up_to:
+            return False
+        return self.tables.own_nodes == self._own_nodes(cache) and self.tables.fits(cache.forest)
+
+    def _own_nodes(self, cache: SharedContextCache) -> OwnNodes:
+        kv_heads = cache.layers[0].stored.suffix.keys.shape[1]
+        group = (self.heads or kv_heads) // kv_heads
+        dominate = cache.state.own_nodes_dominate
+        return choose_own_nodes(self.rows, kv_heads, group, cache.layers[0].device, dominate=dominate)
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Run one step.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
 from .cuda_graph import CaptureOptions, Captures, bucket
+
+logger = logging.getLogger("hf_fastdecode")
 
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
@@ -107,7 +111,7 @@ class CapturedSteps:
         fused_rows: int,
     ):
         self.cache = cache
-        self._captures, self._remake = captures, remake
+        self._model, self._configs, self._captures, self._remake = model, configs, captures, remake
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         cache.reserve(cache.suffix_length + 1)
@@ -118,9 +122,19 @@ class CapturedSteps:
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         self.cache.reserve(self.cache.suffix_length + 1)
+        if self.cache.suffix_length % own_nodes.STEP == 0 and not (self._oversized or self._step.fits(self.cache)):
+            self._recapture()
         logits = self._step(self.cache, ids, positions)
         self.cache.record_captured_step(ids[:, None])
         return logits
+
+    def _recapture(self) -> None:
+        """Capture again, with launch parameters for long completions; where that fails, go on with this capture."""
+        try:
+            self._step = self._captures.find(self._model, self.cache, self._configs, self._options)
+        except Exception as error:  # out of memory, or an operation not allowed during capture
+            logger.info("steps for long completions cannot be captured (%s); the captured ones go on", error)
+            self._oversized = True
 
     def select(self, rows: list[int]) -> Steps:
         self.cache.select_rows(rows)

@@ -80,6 +80,7 @@ def choose_config(
     kv_heads: int = 1,
     keys: int = 0,
     windowed: bool = False,
+    own_dominate: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
 ) -> Config:
@@ -95,13 +96,14 @@ def choose_config(
         keys: Keys that each multiprocessor reads: those of all nodes and KV heads, once per 128 packed queries of a
             node.
         windowed: Whether there is a sliding window, which the Hopper kernel does not support.
+        own_dominate: Whether nodes of one row each hold most of the keys.
         shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
     measured = (
         1 < queries_per_kv_head <= 8 and head_dim == 128
     )  # shapes for which suffix parameters at long contexts were measured
-    wide = packed > 64 and head_dim in (64, 128) and not windowed
+    wide = packed > 64 and head_dim in (64, 128) and not windowed and not own_dominate
     keys = 0 if windowed else keys  # how many keys a window keeps is unknown, and mostly few
     if overlap and wide and _hopper_kernel_runs(device):
         suffixes = rows * kv_heads
@@ -119,7 +121,9 @@ def choose_config(
     most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
     block_m = min(most, max(16, triton.next_power_of_2(packed)))
     config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
-    if packed == 1:  # measured so, at contexts from 8K on
+    if own_dominate:
+        config = Config(16, overlap=overlap, per_sm=2)
+    elif packed == 1:  # measured so, at contexts from 8K on
         config = replace(config, per_sm=2)
     elif block_m == 64:
         config = replace(config, block_n=128)
