@@ -1,0 +1,38 @@
+"""Slim attention (Graef): caches of keys, keys with V-coordinates, or inputs, in the place of keys and values.
+
+The mathematics of converting a checkpoint's attention layers, with PyTorch alone and in fp64.
+"""
+
+from __future__ import annotations
+
+from .biases import fold_into_output_bias, score_offset, value_constant
+from .cross_attention import CrossCache, cross_cache_width, hybrid_layers
+from .inputs_cache import absorbed_queries, inputs_cache_output
+from .key_to_value import KeyToValue, SingularKeysError, solve_key_to_value
+from .reference_attention import attention_output
+from .rope import RopeLayout, Rotation
+from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
+from .weights import AttentionWeights, require_linear_scores, require_multi_head
+
+__all__ = [
+    "AttentionWeights",
+    "CrossCache",
+    "KeyToValue",
+    "RopeLayout",
+    "Rotation",
+    "SingularKeysError",
+    "ValueCoordinates",
+    "absorbed_queries",
+    "attention_output",
+    "cross_cache_width",
+    "fold_into_output_bias",
+    "hybrid_layers",
+    "inputs_cache_output",
+    "noisiest_directions",
+    "require_linear_scores",
+    "require_multi_head",
+    "score_offset",
+    "solve_key_to_value",
+    "value_constant",
+    "value_coordinates",
+]
