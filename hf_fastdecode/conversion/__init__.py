@@ -11,16 +11,22 @@ from .inputs_cache import absorbed_queries, inputs_cache_output
 from .key_to_value import KeyToValue, SingularKeysError, solve_key_to_value
 from .reference_attention import attention_output
 from .rope import RopeLayout, Rotation
+from .stored_coordinates import KeyStatistics, StoredValueCoordinates, key_statistics, store_value_coordinates
+from .stored_matrix import RoundingFeedback, ScaledColumns, round_columns, round_columns_for, rounding_feedback
 from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
 from .weights import AttentionWeights, require_linear_scores, require_multi_head
 
 __all__ = [
     "AttentionWeights",
     "CrossCache",
+    "KeyStatistics",
     "KeyToValue",
     "RopeLayout",
     "Rotation",
+    "RoundingFeedback",
+    "ScaledColumns",
     "SingularKeysError",
+    "StoredValueCoordinates",
     "ValueCoordinates",
     "absorbed_queries",
     "attention_output",
@@ -28,11 +34,16 @@ __all__ = [
     "fold_into_output_bias",
     "hybrid_layers",
     "inputs_cache_output",
+    "key_statistics",
     "noisiest_directions",
     "require_linear_scores",
     "require_multi_head",
+    "round_columns",
+    "round_columns_for",
+    "rounding_feedback",
     "score_offset",
     "solve_key_to_value",
+    "store_value_coordinates",
     "value_constant",
     "value_coordinates",
 ]
