@@ -6,9 +6,11 @@ The mathematics of converting a checkpoint's attention layers, with PyTorch alon
 from __future__ import annotations
 
 from .biases import fold_into_output_bias, score_offset, value_constant
+from .cache_errors import CacheError, CacheErrors, PlanName
 from .cross_attention import CrossCache, cross_cache_width, hybrid_layers
 from .inputs_cache import absorbed_queries, inputs_cache_output
 from .key_to_value import KeyToValue, SingularKeysError, solve_key_to_value
+from .layer_plan import RANK_DIVISORS, LayerPlan, plan_layer
 from .reference_attention import attention_output
 from .rope import RopeLayout, Rotation
 from .stored_coordinates import KeyStatistics, StoredValueCoordinates, key_statistics, store_value_coordinates
@@ -17,10 +19,15 @@ from .value_coordinates import ValueCoordinates, noisiest_directions, value_coor
 from .weights import AttentionWeights, require_linear_scores, require_multi_head
 
 __all__ = [
+    "RANK_DIVISORS",
     "AttentionWeights",
+    "CacheError",
+    "CacheErrors",
     "CrossCache",
     "KeyStatistics",
     "KeyToValue",
+    "LayerPlan",
+    "PlanName",
     "RopeLayout",
     "Rotation",
     "RoundingFeedback",
@@ -36,6 +43,7 @@ __all__ = [
     "inputs_cache_output",
     "key_statistics",
     "noisiest_directions",
+    "plan_layer",
     "require_linear_scores",
     "require_multi_head",
     "round_columns",
