@@ -7,13 +7,14 @@ the same small error to all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .biases import score_offset
+from .compensated_keys import compensated_key_feedback, compensated_keys
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
 from .stored_coordinates import KeyStatistics, check_range, store_value_coordinates
@@ -34,6 +35,7 @@ class CacheError:
         bytes_per_token: Of this layer, per token.
         value_error: Relative error of the values in the Frobenius norm.
         output_error: The same of the attention output behind ``W_O``, without its bias.
+        compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
     """
 
     plan: PlanName
@@ -41,6 +43,7 @@ class CacheError:
     bytes_per_token: int
     value_error: float
     output_error: float
+    compensated: bool = False
 
 
 class CacheErrors:
@@ -76,19 +79,27 @@ class CacheErrors:
         width = self.keys.shape[1] + self.values.shape[1]
         return self._measured("kv", 0, width * dtype.itemsize, keys, self.values.to(dtype).double())
 
-    def value_coordinates(self, statistics: KeyStatistics, rank: int, dtype: torch.dtype) -> CacheError:
-        """Keys, before RoPE, and `rank` V-coordinates in `dtype`; matrices in fp16 beside two-byte caches, else fp32.
+    def value_coordinates(
+        self, statistics: KeyStatistics, rank: int, dtype: torch.dtype, *, compensated: bool = False
+    ) -> CacheError:
+        """Keys, before RoPE, and `rank` V-coordinates in `dtype`.
+
+        Matrices are in fp16 beside caches of two bytes a number, but for compensated keys; else in fp32.
 
         Raises:
-            ValueError: The coordinates come too near the end of the dtype's range, or `rank` is out of its bounds.
+            ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
         """
-        matrix_dtype = torch.float16 if dtype.itemsize == 2 else torch.float32
+        matrix_dtype = torch.float16 if dtype.itemsize == 2 and not compensated else torch.float32
         stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
-        cached = self._checked("keys", stored.cached_keys(self.weights, self.inputs), dtype)
+        keys = stored.cached_keys(self.weights, self.inputs)
+        cached = self._checked("keys", keys, dtype)
+        if compensated:
+            cached = compensated_keys(keys, compensated_key_feedback(stored.from_keys), dtype).double()
         coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
-        plan: PlanName = "k+r" if rank else "k"
         size = (cached.shape[1] + rank) * dtype.itemsize
-        return self._measured(plan, rank, size, self._scored(stored, cached), stored.values(cached, coordinates))
+        plan: PlanName = "k+r" if rank else "k"
+        values = stored.values(cached, coordinates)
+        return replace(self._measured(plan, rank, size, self._scored(stored, cached), values), compensated=compensated)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`.

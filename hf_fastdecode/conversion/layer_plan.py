@@ -79,6 +79,7 @@ def plan_layer(
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
     rank_divisors: Sequence[int] = RANK_DIVISORS,
+    compensated: bool = False,
 ) -> LayerPlan:
     """Measure the caches that a layer may have, and choose.
 
@@ -96,6 +97,7 @@ def plan_layer(
             else the model's.
         tolerance: How many times the output error of an ordinary cache is acceptable.
         rank_divisors: Ranks to try, as parts of the width of the values.
+        compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
 
     Returns:
         The plan. ``kv`` is always among the candidates.
@@ -143,7 +145,7 @@ def plan_layer(
         width = solved.matrix.shape[1]
         for rank in sorted({width // divisor for divisor in rank_divisors} | {0}):
             try:
-                candidates.append(errors.value_coordinates(statistics, rank, cache_dtype))
+                candidates.append(errors.value_coordinates(statistics, rank, cache_dtype, compensated=compensated))
             except ValueError as reason:
                 refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))

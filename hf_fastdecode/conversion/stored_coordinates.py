@@ -8,8 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
 from .key_to_value import KeyToValue, solve_key_to_value
-from .stored_matrix import RoundingFeedback, ScaledColumns, round_columns_for, rounding_feedback
+from .stored_matrix import ScaledColumns, round_columns_for
 from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
 from .weights import AttentionWeights, bias_or_zero
 
@@ -90,7 +91,7 @@ def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch
     noise = (cached.to(cache_dtype).double() - cached).square().mean(0)
     solved = solve_key_to_value(W_K, weights.W_V, noise)
     deviation = X - X.mean(0)
-    key_gram = W_K.mT @ _shrunk(deviation.mT @ deviation / len(X)) @ W_K + noise.diag()
+    key_gram = W_K.mT @ shrunk_gram(deviation.mT @ deviation / len(X), SHRINKAGE) @ W_K + noise.diag()
     # For e > d the keys span d coordinates only; what rounding leaves in the others is at least this.
     key_gram.diagonal().add_(torch.finfo(torch.float64).eps * key_gram.diagonal().mean() * len(key_gram))
     return KeyStatistics(
@@ -99,7 +100,7 @@ def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch
         noise,
         noisiest_directions(solved.matrix, noise),
         rounding_feedback(key_gram),
-        rounding_feedback(_shrunk(X.mT @ X / len(X))),
+        rounding_feedback(shrunk_gram(X.mT @ X / len(X), SHRINKAGE)),
     )
 
 
@@ -155,9 +156,3 @@ def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
             f"{name} reach {largest:.3g} on the calibration text, and must stay below {bound:.3g} ({cache_dtype} with "
             f"headroom of {RANGE_HEADROOM:g}); cache keys and values of this layer in the model's dtype"
         )
-
-
-def _shrunk(covariance: Tensor) -> Tensor:
-    identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    mean = covariance.diagonal().mean()
-    return covariance + (SHRINKAGE * mean if mean > 0 else 1.0) * identity  # a text of one token has no covariance

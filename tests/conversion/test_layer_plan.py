@@ -143,6 +143,17 @@ def test_keys_alone_spoil_a_trained_layer() -> None:
     assert any(plan.chosen.plan == "k+r" for plan in plans)
 
 
+def test_compensated_keys_alone_serve_trained_layers() -> None:
+    """The paper's cache, half the bytes, in fp16: where rounding to nearest spoils layers, this spoils none."""
+    layers, rotation = embedded()
+    for (weights, inputs), plain in zip(layers, embedded_plans()):
+        plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(), compensated=True)
+        assert [(one.plan, one.compensated) for one in plan.candidates] == [("k", True), ("kv", False)]
+        assert errors(plan)[0] < errors(plain)[0] / 2
+        assert plan.chosen.plan == "k"
+        assert plan.saved == 0.5
+
+
 def test_an_eighth_of_v_coordinates_in_fp16_is_as_accurate_as_values_in_bf16() -> None:
     for plan in embedded_plans():
         eighth = next(one for one in plan.candidates if one.rank == 32)

@@ -56,5 +56,5 @@ def test_errors_cancel_on_typical_inputs(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_degenerate_gram_is_refused() -> None:
-    with pytest.raises(ValueError, match="not positive definite; add a multiple of the identity"):
+    with pytest.raises(ValueError, match="Gram matrix is not positive definite; add a multiple"):
         rounding_feedback(torch.zeros(3, 3))
