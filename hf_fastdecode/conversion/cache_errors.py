@@ -1,0 +1,138 @@
+"""What each cache of a layer costs in accuracy, measured on a calibration text in the cache's dtype.
+
+Only what the choice of a cache changes is rounded: what is cached, and the matrices that stand for ``W_V``. Queries,
+products and softmax are in fp64, so that errors of different caches compare; kernels accumulate in fp32, which adds
+the same small error to all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .biases import score_offset
+from .compensated_keys import compensated_key_feedback, compensated_keys
+from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
+from .rope import Rotation
+from .stored_coordinates import KeyStatistics, check_range, store_value_coordinates
+from .value_coordinates import ValueCoordinates
+from .weights import AttentionWeights, bias_or_zero, require_linear_scores
+
+PlanName = Literal["k", "k+r", "x", "kv"]
+"""Keys; keys and r V-coordinates; the layer's inputs; keys and values."""
+
+
+@dataclass(frozen=True)
+class CacheError:
+    """Size and error of one cache of one layer.
+
+    Attributes:
+        plan: What is cached.
+        rank: V-coordinates beside the keys; 0 but for ``k+r``.
+        bytes_per_token: Of this layer, per token.
+        value_error: Relative error of the values in the Frobenius norm.
+        output_error: The same of the attention output behind ``W_O``, without its bias.
+        compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
+    """
+
+    plan: PlanName
+    rank: int
+    bytes_per_token: int
+    value_error: float
+    output_error: float
+    compensated: bool = False
+
+
+class CacheErrors:
+    """Measures caches of one layer on one text.
+
+    Args:
+        weights: Of the layer.
+        inputs: ``[tokens, d]``, what the projections see.
+        key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
+        rotation: RoPE of these tokens, or None.
+        causal: As `attention_weights` has it.
+    """
+
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        inputs: Tensor,
+        key_inputs: Tensor | None = None,
+        *,
+        rotation: Rotation | None = None,
+        causal: bool = True,
+    ) -> None:
+        self.weights, self.rotation, self.causal = weights, rotation, causal
+        self.inputs = (inputs if key_inputs is None else key_inputs).double()
+        self.query = query_heads(weights, inputs, rotation)
+        self.keys = self.inputs @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
+        self.values = self.inputs @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
+        self.output = self._output(key_heads(weights, self.keys, rotation), self.values)
+
+    def ordinary(self, dtype: torch.dtype) -> CacheError:
+        """Keys, after RoPE, and values in `dtype`: transformers' own cache."""
+        keys = key_heads(self.weights, self.keys, self.rotation).to(dtype).double()
+        width = self.keys.shape[1] + self.values.shape[1]
+        return self._measured("kv", 0, width * dtype.itemsize, keys, self.values.to(dtype).double())
+
+    def value_coordinates(
+        self, statistics: KeyStatistics, rank: int, dtype: torch.dtype, *, compensated: bool = False
+    ) -> CacheError:
+        """Keys, before RoPE, and `rank` V-coordinates in `dtype`.
+
+        Matrices are in fp16 beside caches of two bytes a number, but for compensated keys; else in fp32.
+
+        Raises:
+            ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
+        """
+        matrix_dtype = torch.float16 if dtype.itemsize == 2 and not compensated else torch.float32
+        stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
+        keys = stored.cached_keys(self.weights, self.inputs)
+        cached = self._checked("keys", keys, dtype)
+        if compensated:
+            cached = compensated_keys(keys, compensated_key_feedback(stored.from_keys), dtype).double()
+        coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
+        size = (cached.shape[1] + rank) * dtype.itemsize
+        plan: PlanName = "k+r" if rank else "k"
+        values = stored.values(cached, coordinates)
+        return replace(self._measured(plan, rank, size, self._scored(stored, cached), values), compensated=compensated)
+
+    def of_inputs(self, dtype: torch.dtype) -> CacheError:
+        """The layer's inputs in `dtype`.
+
+        Raises:
+            ValueError: RoPE or QK-norm stands before the scores, or inputs come too near the end of the dtype's range.
+        """
+        require_linear_scores(self.weights, self.rotation)
+        cached = self._checked("inputs", self.inputs, dtype)
+        weights = self.weights
+        keys = cached @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
+        values = cached @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
+        return self._measured("x", 0, cached.shape[1] * dtype.itemsize, key_heads(weights, keys), values)
+
+    def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
+        offset = score_offset(self.weights, stored.key_offset, self.rotation)
+        return key_heads(self.weights, cached if offset is None else cached + offset, self.rotation)
+
+    def _checked(self, name: str, cached: Tensor, dtype: torch.dtype) -> Tensor:
+        check_range(name, cached, dtype)
+        return cached.to(dtype).double()
+
+    def _output(self, keys: Tensor, values: Tensor) -> Tensor:
+        probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=self.causal)
+        return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
+
+    def _measured(self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor) -> CacheError:
+        value_error = relative_error(values, self.values)
+        return CacheError(plan, rank, size, value_error, relative_error(self._output(keys, values), self.output))
+
+
+def relative_error(value: Tensor, oracle: Tensor) -> float:
+    """``|value - oracle| / |oracle|`` in the Frobenius norm; 0 where both are all zeros."""
+    norm = torch.linalg.norm(oracle)
+    error = torch.linalg.norm(value - oracle)
+    return (error / norm).item() if norm > 0 else error.item()

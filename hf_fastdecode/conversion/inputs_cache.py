@@ -1,0 +1,70 @@
+"""Attention over cached inputs instead of keys and values (Slim attention, section 6, option 2, and figure 4).
+
+Without RoPE, scores are bilinear in the inputs, ``(x_n W_Q,i + b_Q,i) W_K,i^T X^T``: the key's projection moves to the
+query, once per step, and the value's projection to the average over inputs. Heads of a group share ``W_K,i`` and
+``W_V,i``, so that grouped-query and multi-query layers are served too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .biases import fold_into_output_bias
+from .reference_attention import attention_weights, join_heads, query_heads, split_heads
+from .weights import AttentionWeights, bias_or_zero, require_linear_scores
+
+
+def absorbed_queries(weights: AttentionWeights, inputs: Tensor) -> Tensor:
+    """Queries that are scored against inputs: ``(x W_Q,i + b_Q,i) W_K,i^T``.
+
+    The bias of the keys is left out: it adds a constant per query to the scores (section 5).
+
+    Args:
+        weights: Of the layer.
+        inputs: ``[queries, d]``.
+
+    Returns:
+        ``[heads, queries, key_d]``, fp64.
+
+    Raises:
+        ValueError: QK-norm stands between the projections and the scores.
+    """
+    require_linear_scores(weights, None)
+    return query_heads(weights, inputs) @ _per_query_head(weights, weights.W_K).mT
+
+
+def inputs_cache_output(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    cached: Tensor,
+    *,
+    causal: bool = True,
+    score_bias: Tensor | None = None,
+) -> Tensor:
+    """The layer's output from cached inputs; it equals `attention_output`.
+
+    Args:
+        weights: Of the layer, without RoPE and QK-norm.
+        inputs: ``[queries, d]``.
+        cached: ``[keys, key_d]``: the layer's inputs, or the encoder's output for cross-attention.
+        causal: As `attention_weights` has it.
+        score_bias: As `attention_weights` has it; relative position biases do not depend on keys, and stay.
+
+    Returns:
+        ``[queries, d_out]``, fp64.
+
+    Raises:
+        ValueError: QK-norm stands between the projections and the scores.
+    """
+    absorbed = absorbed_queries(weights, inputs)  # [heads, queries, key_d]
+    probabilities = attention_weights(
+        absorbed, cached.double()[None], weights.score_scale, causal=causal, score_bias=score_bias
+    )
+    averaged = (probabilities @ cached.double()) @ _per_query_head(weights, weights.W_V)
+    value_bias = bias_or_zero(weights.value_bias, weights.W_V)
+    return join_heads(averaged) @ weights.W_O + fold_into_output_bias(weights, value_bias)
+
+
+def _per_query_head(weights: AttentionWeights, matrix: Tensor) -> Tensor:
+    """``[key_d, kv_heads * dim]`` to ``[heads, key_d, dim]``."""
+    return split_heads(matrix, weights.kv_heads).repeat_interleave(weights.heads // weights.kv_heads, 0)

@@ -1,0 +1,163 @@
+"""The plan of a layer: the smallest cache that is as accurate as is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .cache_errors import CacheError, CacheErrors, PlanName
+from .key_to_value import KeyToValue
+from .rope import Rotation
+from .stored_coordinates import key_statistics
+from .weights import AttentionWeights, require_multi_head
+
+RANK_DIVISORS: Final = (32, 16, 8, 4, 2)
+"""Ranks of V-coordinates that are tried, as parts of the width of the values."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer caches, and what that was chosen from.
+
+    Attributes:
+        chosen: The smallest cache whose output error is at most `tolerance` times that of `ordinary`.
+        ordinary: Keys and values in the model's dtype.
+        candidates: All caches that were measured, smallest first.
+        refused: Why caches could not be measured, by plan.
+        tolerance: As asked for.
+        cache_dtype: Of keys and V-coordinates, such as ``float16``; inputs, keys with values are in `model_dtype`.
+        model_dtype: Of the model.
+        condition: Condition number of ``W_K``; None where keys do not determine values.
+        largest_key_to_value: ``max |W_KV|``, or None.
+        singular_values: Of ``W_K``, descending; empty where keys do not determine values.
+    """
+
+    chosen: CacheError
+    ordinary: CacheError
+    candidates: tuple[CacheError, ...]
+    refused: dict[PlanName, str]
+    tolerance: float
+    cache_dtype: str
+    model_dtype: str
+    condition: float | None = None
+    largest_key_to_value: float | None = None
+    singular_values: tuple[float, ...] = ()
+
+    @property
+    def saved(self) -> float:
+        """Share of the ordinary cache's bytes that the chosen one saves."""
+        return 1 - self.chosen.bytes_per_token / self.ordinary.bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        plain = asdict(self)
+        return plain | {"candidates": list(plain["candidates"]), "singular_values": list(self.singular_values)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> LayerPlan:
+        """What `to_dict` gave, also after a round trip through JSON."""
+        fields = dict(plain)
+        for name in ("chosen", "ordinary"):
+            fields[name] = CacheError(**fields[name])
+        fields["candidates"] = tuple(CacheError(**candidate) for candidate in fields["candidates"])
+        fields["singular_values"] = tuple(fields["singular_values"])
+        return cls(**fields)
+
+
+def plan_layer(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    key_inputs: Tensor | None = None,
+    *,
+    rotation: Rotation | None = None,
+    causal: bool = True,
+    model_dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    tolerance: float = 2.0,
+    rank_divisors: Sequence[int] = RANK_DIVISORS,
+    compensated: bool = False,
+) -> LayerPlan:
+    """Measure the caches that a layer may have, and choose.
+
+    Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
+    that a plan is not judged by what it was fitted to.
+
+    Args:
+        weights: Of the layer.
+        inputs: ``[tokens, d]``, what the layer's projections see on a calibration text.
+        key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
+        rotation: RoPE of these tokens, or None where none stands before the scores.
+        causal: False for cross-attention and encoders.
+        model_dtype: Of the model; the ordinary cache has it, and a cache of inputs.
+        cache_dtype: Of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same bytes),
+            else the model's.
+        tolerance: How many times the output error of an ordinary cache is acceptable.
+        rank_divisors: Ranks to try, as parts of the width of the values.
+        compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
+
+    Returns:
+        The plan. ``kv`` is always among the candidates.
+
+    Raises:
+        ValueError: The text has fewer than two tokens to cache, or inputs that are not finite; `tolerance` is below 1;
+            cross-attention has RoPE.
+    """
+    if key_inputs is not None and rotation is not None:
+        raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
+    cached_tokens = len(inputs if key_inputs is None else key_inputs)
+    if cached_tokens < 2:
+        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {cached_tokens}")
+    if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
+        raise ValueError("the layer's inputs on the calibration text hold inf or nan; run the model in a wider dtype")
+    if not tolerance >= 1:
+        raise ValueError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {tolerance}")
+    if cache_dtype is None:
+        cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
+    half = cached_tokens // 2
+    if key_inputs is None:
+        fitted = inputs[:half]
+        judged = slice(half, None)
+        part = None if rotation is None else rotation.tokens(judged)
+        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal)
+    else:
+        fitted = key_inputs[:half]
+        errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
+
+    ordinary = errors.ordinary(model_dtype)
+    candidates = [ordinary]
+    refused: dict[PlanName, str] = {}
+    solved: KeyToValue | None = None
+    try:
+        candidates.append(errors.of_inputs(model_dtype))
+    except ValueError as reason:
+        refused["x"] = str(reason)
+    try:
+        require_multi_head(weights)
+        statistics = key_statistics(weights, fitted, cache_dtype)
+    except ValueError as reason:
+        refused["k"] = refused["k+r"] = str(reason)
+    else:
+        solved = statistics.key_to_value
+        width = solved.matrix.shape[1]
+        for rank in sorted({width // divisor for divisor in rank_divisors} | {0}):
+            try:
+                candidates.append(errors.value_coordinates(statistics, rank, cache_dtype, compensated=compensated))
+            except ValueError as reason:
+                refused["k+r" if rank else "k"] = str(reason)
+    candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
+    return LayerPlan(
+        chosen=next(one for one in candidates if one.output_error <= tolerance * ordinary.output_error),
+        ordinary=ordinary,
+        candidates=tuple(candidates),
+        refused=refused,
+        tolerance=tolerance,
+        cache_dtype=str(cache_dtype).removeprefix("torch."),
+        model_dtype=str(model_dtype).removeprefix("torch."),
+        condition=solved.condition if solved else None,
+        largest_key_to_value=solved.largest if solved else None,
+        singular_values=tuple(solved.singular_values.tolist()) if solved else (),
+    )

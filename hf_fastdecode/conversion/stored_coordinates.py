@@ -1,0 +1,158 @@
+"""V-coordinates as a checkpoint holds them: fitted to a calibration text, and rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
+from .key_to_value import KeyToValue, solve_key_to_value
+from .stored_matrix import ScaledColumns, round_columns_for
+from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
+from .weights import AttentionWeights, bias_or_zero
+
+RANGE_HEADROOM: Final = 4.0
+"""How far a cached number of another text may exceed those of the calibration text."""
+
+SHRINKAGE: Final = 0.1
+"""Share of the identity in the covariance of inputs: directions that a short text lacks must not come for free."""
+
+
+@dataclass(frozen=True)
+class StoredValueCoordinates:
+    """V-coordinates as a checkpoint holds them.
+
+    Attributes:
+        key_offset: ``[e]``, in the cache's dtype.
+        from_keys: M, ``[e, e_v]``.
+        from_inputs: ``W_E``, ``[key_d, r]``.
+        directions: B, ``[r, e_v]``, in the dtype of the matrices.
+        constant: ``[e_v]``, fp32.
+    """
+
+    key_offset: Tensor
+    from_keys: ScaledColumns
+    from_inputs: ScaledColumns
+    directions: Tensor
+    constant: Tensor
+
+    def double(self) -> ValueCoordinates:
+        """The same numbers in fp64."""
+        return ValueCoordinates(
+            self.key_offset.double(),
+            self.from_keys.double(),
+            self.from_inputs.double(),
+            self.directions.double(),
+            self.constant.double(),
+        )
+
+
+@dataclass(frozen=True)
+class KeyStatistics:
+    """What all ranks of V-coordinates take from a layer and a calibration text. All fp64.
+
+    Attributes:
+        key_to_value: ``W_KV`` and the singular values of ``W_K``.
+        key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype.
+        noise: ``[e]``, mean square error that the cache's dtype makes in each coordinate of the keys less the offset.
+        directions: ``[e_v, e_v]``, as `noisiest_directions` gives them.
+        key_feedback: For rounding matrices that multiply keys less the offset.
+        input_feedback: For rounding matrices that multiply inputs.
+    """
+
+    key_to_value: KeyToValue
+    key_offset: Tensor
+    noise: Tensor
+    directions: Tensor
+    key_feedback: RoundingFeedback
+    input_feedback: RoundingFeedback
+
+
+def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch.dtype) -> KeyStatistics:
+    """Measure a layer's keys on a calibration text.
+
+    Args:
+        weights: Of the layer; the caller has checked that it is multi-head.
+        inputs: ``[tokens, key_d]``, what the projections of keys and values see.
+        cache_dtype: Of cached keys.
+
+    Raises:
+        SingularKeysError: Keys do not determine the inputs.
+        ValueError: Keys come too near the end of the range of `cache_dtype`.
+    """
+    X, W_K = inputs.double(), weights.W_K
+    keys = X @ W_K + bias_or_zero(weights.key_bias, W_K)
+    key_offset = keys.mean(0).to(cache_dtype).double()
+    cached = keys - key_offset
+    check_range("keys", cached, cache_dtype)
+    noise = (cached.to(cache_dtype).double() - cached).square().mean(0)
+    solved = solve_key_to_value(W_K, weights.W_V, noise)
+    deviation = X - X.mean(0)
+    key_gram = W_K.mT @ shrunk_gram(deviation.mT @ deviation / len(X), SHRINKAGE) @ W_K + noise.diag()
+    # For e > d the keys span d coordinates only; what rounding leaves in the others is at least this.
+    key_gram.diagonal().add_(torch.finfo(torch.float64).eps * key_gram.diagonal().mean() * len(key_gram))
+    return KeyStatistics(
+        solved,
+        key_offset,
+        noise,
+        noisiest_directions(solved.matrix, noise),
+        rounding_feedback(key_gram),
+        rounding_feedback(shrunk_gram(X.mT @ X / len(X), SHRINKAGE)),
+    )
+
+
+def store_value_coordinates(
+    weights: AttentionWeights, statistics: KeyStatistics, rank: int, *, matrix_dtype: torch.dtype = torch.float16
+) -> StoredValueCoordinates:
+    """Round V-coordinates so that little of it shows in the values.
+
+    Directions are rounded first; ``W_E`` and M are then solved for the rounded ones, so that their rounding costs
+    nothing. Those two are rounded so that errors cancel on typical inputs (`round_columns_for`): M rounded to nearest
+    makes an error as large as rounding the keys does, and one that averaging over tokens does not reduce.
+
+    Args:
+        weights: Of the layer.
+        statistics: Of its keys.
+        rank: r, between 0 (the paper's method) and e_v (an ordinary cache).
+        matrix_dtype: Of M, ``W_E`` and B.
+
+    Raises:
+        ValueError: `rank` is out of its bounds.
+    """
+    width = len(statistics.directions)
+    if not 0 <= rank <= width:
+        raise ValueError(f"rank must be between 0 and {width}, the coordinates of the values, got {rank}")
+    basis = torch.eye(width, dtype=torch.float64, device=statistics.directions.device)
+    chosen = basis if rank == width else statistics.directions[:rank]
+    directions = chosen.to(matrix_dtype)
+    exact = value_coordinates(weights, statistics.key_to_value, directions, statistics.key_offset)
+    return StoredValueCoordinates(
+        statistics.key_offset,
+        round_columns_for(exact.from_keys, statistics.key_feedback, matrix_dtype),
+        round_columns_for(exact.from_inputs, statistics.input_feedback, matrix_dtype),
+        directions,
+        exact.constant.float(),
+    )
+
+
+def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
+    """Refuse a dtype whose range other texts could leave.
+
+    Args:
+        name: Of what is cached, for the error.
+        cached: On a calibration text.
+        cache_dtype: Of the cache.
+
+    Raises:
+        ValueError: The largest magnitude, with headroom, is beyond the dtype's largest number.
+    """
+    largest = cached.abs().max().item() if cached.numel() else 0.0
+    bound = torch.finfo(cache_dtype).max / RANGE_HEADROOM
+    if not largest <= bound:
+        raise ValueError(
+            f"{name} reach {largest:.3g} on the calibration text, and must stay below {bound:.3g} ({cache_dtype} with "
+            f"headroom of {RANGE_HEADROOM:g}); cache keys and values of this layer in the model's dtype"
+        )

@@ -1,0 +1,195 @@
+"""Plans per layer: what is measured, chosen and refused, on random layers and on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
+from hf_fastdecode.conversion import AttentionWeights, CacheErrors, LayerPlan, Rotation, plan_layer
+
+from .layers import layer, rope, spectrum, text
+
+
+def caches(plan: LayerPlan) -> set[tuple[str, int]]:
+    return {(candidate.plan, candidate.rank) for candidate in plan.candidates}
+
+
+def test_the_smallest_that_is_accurate_enough_is_chosen() -> None:
+    for condition in (1.0, 1e3, 1e6):
+        for tolerance in (1.0, 2.0, 1e9):
+            plan = plan_layer(layer(condition=condition), text(126), rotation=rope(126), tolerance=tolerance)
+            enough = [one for one in plan.candidates if one.output_error <= tolerance * plan.ordinary.output_error]
+            assert plan.chosen in enough
+            assert plan.chosen.bytes_per_token == min(one.bytes_per_token for one in enough)
+            assert plan.saved == 1 - plan.chosen.bytes_per_token / (96 * 2)
+    assert plan_layer(layer(condition=1.0), text(126), rotation=rope(126)).chosen.plan == "k"
+    assert plan.chosen.plan == "k"  # the last: anything goes
+
+
+def test_candidates_and_their_bytes() -> None:
+    plan = plan_layer(layer(), text(126))
+    ranks = (1, 3, 6, 12, 24)
+    assert caches(plan) == {("kv", 0), ("x", 0), ("k", 0), *(("k+r", rank) for rank in ranks)}
+    sizes = {(one.plan, one.rank): one.bytes_per_token for one in plan.candidates}
+    assert sizes[("kv", 0)] == 192
+    assert sizes[("x", 0)] == sizes[("k", 0)] == 96
+    assert [sizes[("k+r", rank)] for rank in ranks] == [98, 102, 108, 120, 144]
+    assert (plan.cache_dtype, plan.model_dtype) == ("float16", "bfloat16")
+    assert plan.condition == pytest.approx(100)
+    assert len(plan.singular_values) == 48
+    assert plan.largest_key_to_value is not None
+    wide = plan_layer(layer(head_dim=48), text(126), model_dtype=torch.float32)
+    assert wide.chosen.plan == "x"
+    assert (wide.cache_dtype, wide.chosen.bytes_per_token, wide.ordinary.bytes_per_token) == ("float32", 192, 1536)
+
+
+def test_plans_survive_json() -> None:
+    for weights in (layer(), layer(kv_heads=2)):
+        plan = plan_layer(weights, text(126), rotation=rope(126))
+        assert LayerPlan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
+
+
+def test_what_cannot_be_is_refused_with_its_reason() -> None:
+    grouped = plan_layer(layer(kv_heads=2), text(126), rotation=rope(126))
+    assert caches(grouped) == {("kv", 0)}
+    assert "got 2 != 4" in grouped.refused["k"]
+    assert "RoPE stands between" in grouped.refused["x"]
+    assert grouped.condition is None
+    weights = layer()
+    dead = replace(weights, key=torch.cat([weights.key[:47], weights.key[:1]]))
+    singular = plan_layer(dead, text(126))
+    assert caches(singular) == {("kv", 0), ("x", 0)}
+    assert "smallest singular value" in singular.refused["k+r"]
+    wild = plan_layer(replace(weights, key=weights.key * 1e5, scale=1e-7), text(126), rotation=rope(126))
+    assert caches(wild) == {("kv", 0)}
+    assert "must stay below" in wild.refused["k"]
+
+
+def test_cross_attention_and_bad_arguments() -> None:
+    plan = plan_layer(layer(), text(7), text(126), causal=False)
+    assert ("x", 0) in caches(plan)
+    with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
+        plan_layer(layer(), text(1))
+    with pytest.raises(ValueError, match=r"tolerance must be at least 1 .* got 0\.5"):
+        plan_layer(layer(), text(126), tolerance=0.5)
+    with pytest.raises(ValueError, match="inf or nan"):
+        plan_layer(layer(), text(126) * torch.nan)
+    with pytest.raises(ValueError, match="RoPE in cross-attention"):
+        plan_layer(layer(), text(7), text(126), rotation=rope(7))
+
+
+def test_ordinary_errors_are_those_of_attention_in_that_dtype() -> None:
+    errors = CacheErrors(layer(), text(126), rotation=rope(126))
+    assert errors.ordinary(torch.float64).output_error == 0
+    half, single = (errors.ordinary(dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert 0 < single.value_error < torch.finfo(torch.float32).eps < half.value_error < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+def test_steep_spectra_end_in_ordinary_caches_or_good_ones(condition: float) -> None:
+    """On no spectrum may the choice be worse than was asked for."""
+    weights = replace(layer(), key=spectrum(48, 48, condition, torch.Generator().manual_seed(1)))
+    plan = plan_layer(weights, text(252), rotation=rope(252))
+    assert plan.chosen.output_error <= 2 * plan.ordinary.output_error
+
+
+@lru_cache
+def embedded() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
+    """Attention layers of the embedded model in bf16, with what they see on two prompts of different tasks."""
+    model, tokenizer = load_embedded(torch.bfloat16)
+    tasks = embedded_tasks()
+    prompts = [few_shot_prompt(tasks[at + 6], tasks[at : at + 4]) for at in (0, 12)]
+    ids = torch.cat([torch.tensor(tokenizer(prompt).input_ids)[:256] for prompt in prompts])[None]
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["hidden_states"][0])
+
+    layers = [block.self_attn for block in model.model.layers]
+    hooks = [attention.register_forward_pre_hook(keep, with_kwargs=True) for attention in layers]
+    with torch.no_grad():
+        model(ids)
+        for hook in hooks:
+            hook.remove()
+        cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.arange(ids.shape[1])[None])
+    weights = [
+        AttentionWeights(*(getattr(at, f"{name}_proj").weight.detach() for name in "qkvo"), heads=4, kv_heads=4)
+        for at in layers
+    ]
+    return list(zip(weights, seen)), Rotation.from_repeated(cos[0], sin[0])
+
+
+@lru_cache
+def embedded_plans() -> list[LayerPlan]:
+    layers, rotation = embedded()
+    return [plan_layer(weights, inputs, rotation=rotation) for weights, inputs in layers]
+
+
+def errors(plan: LayerPlan) -> dict[int, float]:
+    """Output error by rank."""
+    return {one.rank: one.output_error for one in plan.candidates if one.plan != "kv"}
+
+
+def test_keys_alone_spoil_a_trained_layer() -> None:
+    plans = embedded_plans()
+    assert max(errors(plan)[0] / plan.ordinary.output_error for plan in plans) > 2
+    assert any(plan.chosen.plan == "k+r" for plan in plans)
+
+
+def test_compensated_keys_alone_serve_trained_layers() -> None:
+    """The paper's cache, half the bytes, in fp16: where rounding to nearest spoils layers, this spoils none."""
+    layers, rotation = embedded()
+    for (weights, inputs), plain in zip(layers, embedded_plans()):
+        plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(), compensated=True)
+        assert [(one.plan, one.compensated) for one in plan.candidates] == [("k", True), ("kv", False)]
+        assert errors(plan)[0] < errors(plain)[0] / 2
+        assert plan.chosen.plan == "k"
+        assert plan.saved == 0.5
+
+
+def test_an_eighth_of_v_coordinates_in_fp16_is_as_accurate_as_values_in_bf16() -> None:
+    for plan in embedded_plans():
+        eighth = next(one for one in plan.candidates if one.rank == 32)
+        assert eighth.value_error <= plan.ordinary.value_error
+        assert eighth.output_error <= plan.ordinary.output_error
+        assert eighth.bytes_per_token == plan.ordinary.bytes_per_token * 9 // 16
+
+
+def test_more_coordinates_make_less_error_on_trained_layers() -> None:
+    for plan in embedded_plans():
+        by_rank = errors(plan)
+        ordered = [by_rank[rank] for rank in sorted(by_rank)]
+        assert ordered == sorted(ordered, reverse=True)
+
+
+def test_trained_layers_store_at_most_60_percent() -> None:
+    plans = embedded_plans()
+    stored = sum(plan.chosen.bytes_per_token for plan in plans)
+    ordinary = sum(plan.ordinary.bytes_per_token for plan in plans)
+    assert stored <= 0.6 * ordinary
+    assert all(plan.chosen.output_error <= 2 * plan.ordinary.output_error for plan in plans)
+
+
+def test_full_rank_is_an_ordinary_cache() -> None:
+    """With all coordinates in the cache, values carry the rounding of the cache's dtype and that of W_V's storage."""
+    layers, rotation = embedded()
+    weights, inputs = layers[-1]
+    plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(1,))
+    full = next(one for one in plan.candidates if one.rank == 256)
+    assert full.bytes_per_token == plan.ordinary.bytes_per_token
+    measured = CacheErrors(weights, inputs[256:], rotation=rotation.tokens(slice(256, None)))
+    assert full.value_error == pytest.approx(measured.ordinary(torch.float16).value_error, rel=0.05)
+
+
+def test_inputs_of_a_model_are_exact_in_its_dtype() -> None:
+    layers, _ = embedded()
+    plan = plan_layer(*layers[0])
+    assert next(one for one in plan.candidates if one.plan == "x").output_error == 0
+    assert plan.chosen.plan == "x"
