@@ -113,7 +113,7 @@ class CapturedStep:
             with ExitStack() as stack:
                 stack.enter_context(active(configs, lengths))
                 if options.compiled:
-                    stack.enter_context(compiled.installed(model, fused=fused))
+                    stack.enter_context(compiled.installed(model))
                 elif fused:
                     stack.enter_context(FusedProjections(model))
                 yield
