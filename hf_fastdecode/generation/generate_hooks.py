@@ -36,17 +36,18 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
+from ..unsupported import Unsupported, reason_of
 from .decoding.decode import decode_shared, step_arguments
 from .instance_patch import STATE_ATTRIBUTE
 from .options import Options
 from .prompts.first_pass import AwaitedPrompts
 from .prompts.kept_prefixes import ReusedPrefixes
-from .prompts.sharing import NotSharedError, prefill_limit
+from .prompts.sharing import prefill_limit
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.cuda_graph import Captures
 from .steps.modes import choose_mode, configs_of
-from .support import call_reason, other_loop
+from .support import check_call, other_loop
 
 if TYPE_CHECKING:
     from .model_state import ModelState
@@ -175,7 +176,7 @@ def _prepare_cache_for_generation(
     model_state.last_call = call = CallReport()
     if active_call is not None and active_call.model is model:
         active_call.report = call
-    reason = call_reason(model, generation_mode, generation_config, model_kwargs)
+    reason = reason_of(check_call, model, generation_mode, generation_config, model_kwargs)
     if reason is None and not loop_is_ours and users_loop is None:
         reason = "the model's class has a generate of its own"
     if reason is not None:
@@ -271,9 +272,9 @@ def _decode(
         call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
         try:
             if synced_gpus:
-                raise NotSharedError(_SYNCED)
+                raise Unsupported(_SYNCED)
             start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
-        except NotSharedError as refusal:
+        except Unsupported as refusal:
             model_state.report_stock(call, str(refusal), refusal.level)
         else:
             if model._compiled_call_impl is not None:

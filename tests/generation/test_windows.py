@@ -10,11 +10,11 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import (
     SharedKV,
     SlidingWindow,
-    UnsupportedAttentionError,
     shared_context_attention,
 )
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both
@@ -206,9 +206,9 @@ def test_a_layer_and_a_mask_that_disagree_run_stock():
 
 def test_a_model_that_takes_the_window_for_a_tensor_is_told():
     window = SlidingWindow(40)
-    with pytest.raises(UnsupportedAttentionError, match="'shape': masks of a SharedContextCache are not tensors"):
+    with pytest.raises(Unsupported, match="'shape': masks of a SharedContextCache are not tensors"):
         window.shape  # noqa: B018
-    with pytest.raises(UnsupportedAttentionError, match="add: masks of a SharedContextCache are not tensors"):
+    with pytest.raises(Unsupported, match="add: masks of a SharedContextCache are not tensors"):
         torch.zeros(1) + window
 
 
@@ -219,7 +219,7 @@ def test_sinks_of_another_shape_are_refused():
 
     message = r"attention sinks of shape \(1,\), and one number for each of its 4 query heads is supported"
     query = torch.zeros(1, 4, 1, 16)
-    with pytest.raises(UnsupportedAttentionError, match=message):
+    with pytest.raises(Unsupported, match=message):
         shared_context_attention(torch.nn.Module(), query, Keys(), Keys(), None, s_aux=torch.zeros(1))
 
 

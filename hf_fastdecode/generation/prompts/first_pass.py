@@ -19,14 +19,14 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...attention.forest import path_slice
-from ...attention.interface import UnsupportedAttentionError
 from ...cache.shared import SharedContextCache
+from ...unsupported import Unsupported
 from ..report import CallReport
 from ..steps.modes import State
-from ..support import input_reason, is_nothing
+from ..support import check_arguments, check_prompts
 from .prefill import prefill_passes
 from .prompt_tree import PromptGroup, PromptPlan, group_prompts
-from .sharing import NotSharedError, find_shared, keep_nodes, require_gain
+from .sharing import find_shared, keep_nodes, require_gain
 
 if TYPE_CHECKING:
     from ..model_state import ModelState
@@ -98,8 +98,8 @@ class AwaitedPrompts:
         cache.awaited = None
         try:
             return self._prefill(model, cache, arguments)
-        except (UnsupportedAttentionError, NotSharedError) as error:
-            reason, level = str(error), error.level if isinstance(error, NotSharedError) else logging.WARNING
+        except Unsupported as error:
+            reason, level = str(error), error.level
         return forward(**arguments | {"past_key_values": self.refuse(reason, level)})
 
     def refuse(self, reason: str, level: int = logging.WARNING) -> Cache:
@@ -114,19 +114,16 @@ class AwaitedPrompts:
         return self.stock
 
     def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
-        for name, value in arguments.items():
-            if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
-                raise NotSharedError(f"the argument {name!r} is not accelerated yet")
+        check_arguments(arguments, _KNOWN_ARGUMENTS)
         if arguments.get("return_dict") is False:
-            raise NotSharedError("return_dict=False was requested")
+            raise Unsupported("return_dict=False was requested")
         ids, embeddings = arguments.get("input_ids"), None
         if ids is None:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if self.given is not None:
-                raise NotSharedError("its tokens cannot be compared with inputs_embeds")
+                raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get("attention_mask"), ids.shape[1]
-        if reason := input_reason(model, ids, mask, arguments.get("position_ids"), longest=self.longest):
-            raise NotSharedError(reason)
+        check_prompts(model, ids, mask, arguments.get("position_ids"), longest=self.longest)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         groups = group_prompts(ids, mask)
@@ -184,7 +181,7 @@ class AwaitedPrompts:
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
     """Number of last positions of the padded prompts to return logits for."""
     if isinstance(asked, Tensor):
-        raise NotSharedError("logits_to_keep is a tensor of positions")
+        raise Unsupported("logits_to_keep is a tensor of positions")
     return min(asked or width, width)  # 0 and None mean all
 
 

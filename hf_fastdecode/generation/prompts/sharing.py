@@ -16,6 +16,7 @@ from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.accounting import KVShape
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
+from ...unsupported import Unsupported
 from ..options import Options
 from ..report import CallReport
 from ..steps.modes import State
@@ -23,14 +24,6 @@ from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
 from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
-
-
-class NotSharedError(Exception):
-    """Raised when a call must run stock because of its prompts; the message is the reason."""
-
-    def __init__(self, reason: str, level: int = logging.WARNING):
-        super().__init__(reason)
-        self.level = level
 
 
 @dataclass
@@ -110,7 +103,7 @@ def require_gain(
         asked: Whether the caller gave a `SharedContextCache`, which forces sharing.
 
     Raises:
-        NotSharedError: Sharing does not pay off.
+        Unsupported: Sharing does not pay off.
     """
     options, plan = state.options, found.plan
     total = sum(plan.forest.context_lengths)
@@ -118,12 +111,12 @@ def require_gain(
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     if not asked and may_save < least and call.mode == "eager":
-        raise NotSharedError(
-            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
+        raise Unsupported(
+            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", level=logging.INFO
         )
     may_be_plain = not asked and not options.reuse_prefix and call.mode == "eager"
     if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
-        raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
+        raise Unsupported(f"stock decoding is predicted to be faster: {choice}", level=logging.INFO)
     call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
     if found.known:
         call.reason += f", {sum(plan.known_lengths)} were stored before"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +9,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...attention.interface import UnsupportedAttentionError
 from ...cache.shared import SharedContextCache
+from ...unsupported import Unsupported
 from ..forward_pass import forward_pass, input_device
 from ..report import CallReport
 from ..steps.modes import State
-from ..support import input_reason
+from ..support import check_prompts
 from .prefill import prefill_nodes
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
-from .sharing import NotSharedError, Shared, find_shared, keep_nodes, prefill_limit, require_gain
+from .sharing import Shared, find_shared, keep_nodes, prefill_limit, require_gain
 from .stored_prompts import StoredPrompts
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass
@@ -60,21 +57,19 @@ def start_shared(
         model_kwargs: Model arguments prepared by `generate`.
 
     Raises:
-        NotSharedError: The call must run stock.
+        Unsupported: The call must run stock.
         ValueError: A given `SharedContextCache` does not fit the prompts or the model.
     """
     given = model_kwargs.get("past_key_values")
     given = given if isinstance(given, SharedContextCache) and not given.is_empty else None
     try:
         return _start(model, state, call, input_ids, generation_config, model_kwargs, given)
-    except UnsupportedAttentionError as error:
-        reason, level = str(error), logging.WARNING
-    except NotSharedError as error:
+    except Unsupported as error:
         reason, level = str(error), error.level
     # Raise a new error: storing the caught one would keep this frame's tensors alive during the stock call.
     if given is not None:
         raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-    raise NotSharedError(reason, level)
+    raise Unsupported(reason, level=level)
 
 
 def _start(
@@ -88,8 +83,7 @@ def _start(
 ) -> Start:
     options, width = state.options, input_ids.shape[1]
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if reason := input_reason(model, input_ids, mask, positions, longest=generation_config.max_length):
-        raise NotSharedError(reason)
+    check_prompts(model, input_ids, mask, positions, longest=generation_config.max_length)
     max_suffix = int(generation_config.max_length) - width  # max_length may be another library's integer
     found = find_shared(model, state, call, group_prompts(input_ids, mask), given, max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache
