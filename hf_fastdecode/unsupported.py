@@ -18,7 +18,7 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
 
     def __init__(self, what: str, remedy: str | None = None, *, level: int = logging.WARNING):
         super().__init__(f"{what}; {remedy}" if remedy else what)
-        self.level = level
+        self.what, self.remedy, self.level = what, remedy, level
 
 
 def reason_of(check: Callable[..., object], *arguments: Any) -> str | None:

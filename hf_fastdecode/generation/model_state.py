@@ -81,15 +81,6 @@ class ModelState:
         self.reused.clear()
         self.captures.release()
 
-    def report_stock(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
-        """Record that a call runs stock; log each reason once."""
-        # Options that a stock call fulfils anyway.
-        of_stock = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
-        if unused := [option for option in self.options.forced if option not in of_stock]:
-            reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
-        call.path, call.reason = "stock", reason
-        self.log_once(f"this generate call runs stock transformers: {reason}", level)
-
     def log_once(self, message: str, level: int = logging.WARNING) -> None:
         """Log a message once; messages that differ only in numbers count as equal."""
         kind = re.sub(r"\d+", "#", message)

@@ -40,6 +40,11 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
 }
+# The decoding loop passes its own, or only loops take it.
+_NOT_IN_STEPS = {
+    *("attention_mask", "position_ids", "past_key_values"),
+    *("tokenizer", "assistant_tokenizer", "assistant_model"),
+}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -88,7 +93,7 @@ def _check_attention(name: str | None) -> None:
 
 
 def check_call(
-    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
 ) -> None:
     """Check the model and the arguments of a `generate` call.
 
@@ -108,10 +113,10 @@ def check_call(
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
         raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
-    cache = model_kwargs.get("past_key_values")
+    cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"past_key_values is a {type(cache).__name__}, not a SharedContextCache")
-    check_arguments(model_kwargs, _KNOWN_ARGUMENTS)
+    check_arguments(arguments, _KNOWN_ARGUMENTS)
     check_state(model)
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
@@ -133,13 +138,13 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
             raise Unsupported(f"the argument {name!r} is not accelerated yet")
 
 
-def other_loop(mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def other_loop(mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]) -> str | None:
     """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
     if config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(model_kwargs.get("inputs_embeds")):
+    if not is_nothing(arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
     return None
 
@@ -186,6 +191,11 @@ def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
 def is_nothing(argument: object) -> bool:
     """Whether an argument is equivalent to omitting it: None or an empty collection."""
     return argument is None or (isinstance(argument, Mapping | list | tuple) and not argument)
+
+
+def step_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Model arguments of `generate` that every step takes too, beyond tokens, positions and cache."""
+    return {name: value for name, value in arguments.items() if name not in _NOT_IN_STEPS and not is_nothing(value)}
 
 
 def _several_processes() -> bool:

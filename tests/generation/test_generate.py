@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation import generate_hooks as methods
-from hf_fastdecode.generation.decoding.decode import step_arguments
 from hf_fastdecode.generation.steps.modes import configs_of
+from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both, tokens_embedded
