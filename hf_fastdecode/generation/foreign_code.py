@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from .._compat import global_forward_hooks
 from ..unsupported import Unsupported
 from .instance_patch import STATE_ATTRIBUTE
 
@@ -62,7 +62,7 @@ def check_code(model: nn.Module) -> None:
     Raises:
         Unsupported: Some would.
     """
-    for hook in (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()):
+    for hook in global_forward_hooks():
         if not _is_known_hook(hook):
             raise Unsupported(f"all modules have a forward hook, {_name(hook)}, {_WHY}")
     # Custom model classes, also from the hub, define modules of their own.

@@ -33,6 +33,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from .._compat import is_compiled_in_place
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
@@ -246,7 +247,7 @@ def _decode(
                 raise _synced()
             start = start_shared(call, input_ids)
         if not call.runs_stock:
-            if model._compiled_call_impl is not None:
+            if is_compiled_in_place(model):
                 call.state.log_once(
                     "model.compile() does not apply to passes with shared context, which run uncompiled; "
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -16,15 +15,14 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .foreign_code import check_code
 
-# Methods that transformers' decoding loop calls and this package's loop does not.
-_OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Their override only drops the cache where the position embedding changes, see `rope_limit`.
+# Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -155,7 +153,7 @@ def check_state(model: PreTrainedModel) -> None:
     Raises:
         Unsupported: The model cannot currently share context.
     """
-    for name in _OWN_METHODS:
+    for name in LOOP_METHODS:
         method = getattr(type(model), name, None)
         if name in vars(model):
             raise Unsupported(f"the model carries a {name} of its own, which the decoding loop would not call")
@@ -169,7 +167,7 @@ def check_state(model: PreTrainedModel) -> None:
     for module in training:
         if (noise := _noise_in_training(module)) is not None:
             name, value = noise
-            layer = isinstance(module, _DropoutNd)
+            layer = isinstance(module, AnyDropout)
             remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
             raise Unsupported(
                 f"the model is in training mode with {type(module).__name__}.{name}={value}",
@@ -180,7 +178,7 @@ def check_state(model: PreTrainedModel) -> None:
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
     """Name and value of the module's active dropout or jitter setting, or None."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         return ("p", module.p) if module.p else None
     for name, value in vars(module).items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float | int) and value > 0 and value is not True:

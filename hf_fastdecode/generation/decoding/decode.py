@@ -10,6 +10,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..._compat import optimized_for_decode
 from ...cache.fingerprint import Fingerprint
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
@@ -64,7 +65,7 @@ def decode_shared(
     def eager(cache: SharedContextCache) -> EagerSteps:
         return EagerSteps(model, cache, arguments)
 
-    with model._optimize_model_for_decode(), steps_maker(call) as make_steps:
+    with optimized_for_decode(model), steps_maker(call) as make_steps:
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, eager, log_probs).run()
     if not call.returns_cache:
         return wave.tokens

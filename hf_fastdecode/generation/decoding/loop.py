@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
@@ -229,5 +230,5 @@ class Loop:
 
     @property
     def _pad(self) -> Tensor:
-        pad = self.call.config._pad_token_tensor
+        pad = pad_token(self.call.config)
         return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)

@@ -18,6 +18,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..._compat import COMPILED_CALL, dynamic_module_integers, uncompiled_call
 from ..instance_patch import own_method
 
 
@@ -32,10 +33,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         ):
             return list(module)
     return []
-
-
-# Attribute in which `nn.Module.compile` stores the compiled call. It is not pickled, copied, or part of fingerprints.
-_CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 class CompiledLayers:
@@ -69,18 +66,18 @@ class CompiledLayers:
             for layer in layers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
-                before = vars(layer).get(_CALL_ATTRIBUTE)  # set if the user has compiled the layer
+                before = vars(layer).get(COMPILED_CALL)  # set if the user has compiled the layer
                 call = _in_this_thread(self._compile(type(layer)), layer, before)
                 changed.append((layer, before))
-                vars(layer)[_CALL_ATTRIBUTE] = call
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+                vars(layer)[COMPILED_CALL] = call
+            with dynamic_module_integers():
                 yield
         finally:
             for layer, before in changed:
                 if before is None:
-                    del vars(layer)[_CALL_ATTRIBUTE]
+                    del vars(layer)[COMPILED_CALL]
                 else:
-                    vars(layer)[_CALL_ATTRIBUTE] = before
+                    vars(layer)[COMPILED_CALL] = before
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
         if kind not in self._compiled:
@@ -96,6 +93,6 @@ def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any)
     def call(*args: Any, **kwargs: Any) -> Any:
         if get_ident() == ours:
             return compiled(layer, *args, **kwargs)
-        return (before or layer._call_impl)(*args, **kwargs)
+        return before(*args, **kwargs) if before else uncompiled_call(layer, *args, **kwargs)
 
     return call

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._compat import tensor_version
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -54,7 +55,7 @@ class _Group:
 
     def output(self, inputs: Tensor, part: int) -> Tensor:
         """The output of one projection."""
-        version = None if inputs.is_inference() else inputs._version
+        version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
             self._inputs, self._version = inputs, version
             self._outputs = dict(enumerate(linears(inputs, self.weights, self._biases)))
