@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -49,8 +49,8 @@ class ModelState:
         self.reused = ReusedPrefixes()
         self._logged: set[str] = set()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # overrides are not pickled: the model loads as before `enable`
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # overrides are not pickled: the model loads as before `enable`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         twin = memo[id(self)] = object.__new__(ModelState)
@@ -87,10 +87,6 @@ class ModelState:
         if kind not in self._logged:
             self._logged.add(kind)
             logger.log(level, message)
-
-
-def _nothing() -> None:
-    """Unpickling result of `ModelState`."""
 
 
 STATE_LOCK = Lock()

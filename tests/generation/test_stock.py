@@ -1,4 +1,4 @@
-"""Calls that run stock transformers, and what they say about it."""
+"""Calls that run stock transformers, and the reasons they report."""
 
 import functools
 import logging
@@ -46,7 +46,7 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
 
 @pytest.mark.parametrize("where", ["class", "instance"])
 def test_a_model_with_its_own_inputs_runs_stock(where):
-    """Our loop would not call what it overrides."""
+    """This package's loop would not call the overridden method."""
     model = tiny_model("llama-gqa")
     plain = type(model).prepare_inputs_for_generation
 
@@ -76,7 +76,7 @@ def test_processes_that_must_keep_step_run_stock(model):
 
 @pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
 def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
-    """Where the cost model has plain decoding faster, sharing must save more of the prefill than it loses."""
+    """Where the cost model predicts plain decoding to be faster, sharing must save more prefill time than it loses."""
     forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
     times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
     monkeypatch.setattr(sharing, "choose", lambda *_: Choice("plain", times))
@@ -111,6 +111,19 @@ def test_dynamic_rope_runs_stock_beyond_its_limit():
     stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": 8})
     assert call.path == "shared"
     assert torch.equal(shared, stock)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["sample", "beams"])
+def test_a_given_cache_never_runs_stock(model, arguments):
+    """Not even an empty one, found out in the arguments, the prompts or the first pass of another loop."""
+    refused = (
+        ({"use_cache": False}, "use_cache=False; leave past_key_values out"),
+        ({"attention_mask": torch.tensor([[1] * 79 + [0]])}, "a prompt ends in padding; set padding_side='left'"),
+    )
+    for given, message in refused:
+        call = PROMPT | given | {"past_key_values": fd.SharedContextCache(), "max_new_tokens": 2}
+        with fd.enabled(model), pytest.raises(ValueError, match=f"cannot use a SharedContextCache: {message}"):
+            model.generate(**call, **arguments)
 
 
 def test_custom_position_ids_run_stock(model):
