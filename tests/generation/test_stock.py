@@ -1,17 +1,20 @@
 """Calls that run stock transformers, and the reasons they report."""
 
 import functools
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, StoppingCriteriaList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
-from hf_fastdecode.generation.prompts import sharing
+from hf_fastdecode.generation.prompts import first_pass, sharing, start
+from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
@@ -124,6 +127,31 @@ def test_a_given_cache_never_runs_stock(model, arguments):
         call = PROMPT | given | {"past_key_values": fd.SharedContextCache(), "max_new_tokens": 2}
         with fd.enabled(model), pytest.raises(ValueError, match=f"cannot use a SharedContextCache: {message}"):
             model.generate(**call, **arguments)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_stock_call_holds_no_memory_of_the_shared_attempt(model, monkeypatch, beams):
+    """An exception that were kept would keep its frames' tensors, without a garbage collection even in a cycle."""
+    left = []
+
+    def refused(call, found, max_suffix):
+        left.append(weakref.ref(found.cache))
+        raise Unsupported("it was refused")
+
+    def held(ids, scores):
+        left.append(left[0]())
+        return False
+
+    for module in (start, first_pass):
+        monkeypatch.setattr(module, "require_gain", refused)
+    gc.disable()
+    try:
+        with fd.enabled(model):
+            model.generate(**PROMPT, num_beams=beams, max_new_tokens=2, stopping_criteria=StoppingCriteriaList([held]))
+            assert fd.explain(model).last_call.reason == "it was refused"
+    finally:
+        gc.enable()
+    assert left[1:] == [None, None]
 
 
 def test_custom_position_ids_run_stock(model):
