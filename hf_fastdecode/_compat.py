@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 AnyDropout = _DropoutNd
 """Base class of all dropout modules; replace it if torch names a public one."""
@@ -71,17 +71,6 @@ ATTENTION_FIELD: Final = "_attn_implementation_internal"
 The public ``set_attn_implementation`` validates the name and changes sub-configs too; replace this if it can be a
 context for one config.
 """
-
-
-def attention_of(config: PreTrainedConfig) -> str | None:
-    """The attention functions that this config names; see `ATTENTION_FIELD`."""
-    name: str | None = getattr(config, ATTENTION_FIELD)
-    return name
-
-
-def set_attention(config: PreTrainedConfig, name: str | None) -> None:
-    """Name the attention functions of this config alone; see `ATTENTION_FIELD`."""
-    setattr(config, ATTENTION_FIELD, name)
 
 
 def optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:

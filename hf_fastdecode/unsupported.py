@@ -1,4 +1,4 @@
-"""The exception for what cannot run with shared context."""
+"""The exception for what this package leaves to stock transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from, by running stock
-    """A model, call, prompt or layer cannot run with shared context.
+    """A model, call, prompt or layer cannot run with shared context, or processors not in the sampling kernel.
 
     Args:
         what: What cannot, and why.

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .._compat import attention_of, set_attention
+from .._compat import ATTENTION_FIELD
 from ..unsupported import Unsupported
 from .autocast import cast, no_autocast
 from .scoring import Scoring
@@ -124,9 +124,9 @@ class _Switched:
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            before, count = self._entries.get(id(config), (attention_of(config), 0))
+            before, count = self._entries.get(id(config), (getattr(config, ATTENTION_FIELD), 0))
             self._entries[id(config)] = before, count + 1
-            set_attention(config, ATTENTION_NAME)
+            setattr(config, ATTENTION_FIELD, ATTENTION_NAME)
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
@@ -134,7 +134,7 @@ class _Switched:
             if count > 1:
                 self._entries[id(config)] = before, count - 1
             else:
-                set_attention(config, before)
+                setattr(config, ATTENTION_FIELD, before)
 
     def before(self, config: PreTrainedConfig) -> str:
         """The attention implementation that a switched config named before, ``sdpa`` by default."""
