@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import compiled_layers as compiled
 from hf_fastdecode.generation.steps import cuda_graph as capture
 from hf_fastdecode.generation.steps import modes, projections
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
@@ -35,7 +35,7 @@ def graphs(monkeypatch):
         found.append(module.graph)
         return module.forward
 
-    monkeypatch.setattr(compiled, "lookup_backend", lambda name: backend)
+    monkeypatch.setattr(capture, "CompiledLayers", partial(CompiledLayers, backend))
     torch._dynamo.reset()
     return found
 
@@ -251,7 +251,7 @@ def test_nothing_stays_when_a_layer_cannot_be_compiled(graphs, monkeypatch):
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
     stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
-    monkeypatch.setattr(compiled, "lookup_backend", lambda name: 1 / 0)
+    monkeypatch.setattr(CompiledLayers, "_compile", lambda self, kind: 1 / 0)
     with fd.enabled(model, mode="compile", backend="triton"):
         with pytest.raises(ZeroDivisionError):
             model.generate(**call)

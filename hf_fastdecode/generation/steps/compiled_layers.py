@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -39,10 +38,10 @@ class CompiledLayers:
     """The compiled forward functions of a model's layer classes, kept between captures.
 
     Args:
-        backend: Backend of `torch.compile`.
+        backend: Backend of `torch.compile`; models with equal ones share their compilations.
     """
 
-    def __init__(self, backend: str = "inductor"):
+    def __init__(self, backend: str | Callable[..., Any] = "inductor"):
         self.backend = backend
         self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
 
@@ -81,8 +80,7 @@ class CompiledLayers:
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
         if kind not in self._compiled:
-            # Compilations are shared between models only for the same backend object.
-            self._compiled[kind] = torch.compile(kind.forward, backend=lookup_backend(self.backend))
+            self._compiled[kind] = torch.compile(kind.forward, backend=self.backend)
         return self._compiled[kind]
 
 
