@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention.interface import UnsupportedAttentionError
 from .cache.fingerprint import Fingerprint
 from .cache.shared import SharedContextCache
 from .generation.enabled import install, report_on, uninstall
@@ -21,8 +19,9 @@ from .generation.prompts.prefill import prefill_nodes
 from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
 from .generation.prompts.stored_prompts import StoredPrompts
 from .generation.report import Report
-from .generation.support import input_reason, method_reason, model_reason, rope_limit, switch_reason
+from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .prompt_ids import padded_ids
+from .unsupported import Unsupported
 from .wrappers import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,9 +58,10 @@ def enable(
         sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
             samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
             half-precision models on a GPU, unless the call needs features that only transformers' code has.
-        fuse_projections: Whether captured steps compute query, key and value projections, and gate and up projections,
-            concurrently as parallel branches of the graph. ``auto`` does where it is faster; ``True`` captures steps
-            or raises; ``False`` computes them one by one. Weights are never moved or copied.
+        fuse_projections: Whether captured, uncompiled steps compute query, key and value projections, and gate and up
+            projections, concurrently as parallel branches of the graph. ``auto`` does where it is faster; ``True``
+            captures steps without compiling them, or raises; ``False`` computes them one by one. Weights are never
+            moved or copied.
         min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.
         min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
             their steps are captured.
@@ -171,13 +171,12 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    if reason := model_reason(inner) or method_reason(inner) or switch_reason(inner):
-        raise ValueError(f"{type(inner).__name__} cannot share context: {reason}")
+    with _or_value_error(f"{type(inner).__name__} cannot share context"):
+        check_model(inner)
+        check_state(inner)
     input_ids, mask = padded_ids(inputs)
-    if reason := input_reason(
-        inner, input_ids, mask, longest=input_ids.shape[1]
-    ):  # generate checks with its own length
-        raise ValueError(f"these prompts cannot be prefilled: {reason}")
+    with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
+        check_prompts(inner, input_ids, mask, longest=input_ids.shape[1])
     limit = rope_limit(inner.config.get_text_config(decoder=True))
     longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
     if limit is not None and longest >= limit:
@@ -190,17 +189,20 @@ def prefill(
     _check_vocabulary(inner, groups)
     cache = SharedContextCache(backend=model_state.options.backend)
     plan, rows = _plan(groups, cache, model_state.options.min_shared_tokens)
-    try:
-        with torch.no_grad():
-            prefill_nodes(
-                inner, cache, plan, max_tokens=model_state.options.max_prefill_tokens, length=input_ids.shape[1]
-            )
-    except UnsupportedAttentionError as error:
-        raise ValueError(f"{type(inner).__name__} cannot share context: {error}") from error
+    with _or_value_error(f"{type(inner).__name__} cannot share context"):
+        prefill_nodes(inner, cache, plan, max_tokens=model_state.options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
     return cache
+
+
+@contextmanager
+def _or_value_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Unsupported as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _plan(

@@ -217,7 +217,9 @@ def generate(
     ] = "auto",
     fuse_projections: Annotated[
         str,
-        typer.Option(help="Compute projections of one input concurrently: auto, true or false; likewise."),
+        typer.Option(
+            help="Compute projections of one input concurrently, in uncompiled steps: auto, true or false; likewise."
+        ),
     ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:

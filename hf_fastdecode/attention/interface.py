@@ -23,6 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import ATTENTION_FIELD
+from ..unsupported import Unsupported
 from .autocast import cast, no_autocast
 from .scoring import Scoring
 
@@ -35,17 +37,13 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-class UnsupportedAttentionError(Exception):
-    """A layer's attention is not supported with shared context; the caller falls back to stock decoding."""
-
-
-class NotATensorError(UnsupportedAttentionError, AttributeError):
+class NotATensorError(Unsupported, AttributeError):
     """Code that expects tensors got the placeholder of a shared-context cache."""
 
     def __init__(self, what: str, whose: str):
         super().__init__(
-            f"{what}: {whose} of a SharedContextCache are not tensors; call the model itself (not a submodule) after "
-            "hf_fastdecode.enable(model)"
+            f"{what}: {whose} of a SharedContextCache are not tensors",
+            "call the model itself (not a submodule) after hf_fastdecode.enable(model)",
         )
 
 
@@ -126,9 +124,9 @@ class _Switched:
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            before, count = self._entries.get(id(config), (config._attn_implementation_internal, 0))
+            before, count = self._entries.get(id(config), (getattr(config, ATTENTION_FIELD), 0))
             self._entries[id(config)] = before, count + 1
-            config._attn_implementation_internal = ATTENTION_NAME
+            setattr(config, ATTENTION_FIELD, ATTENTION_NAME)
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
@@ -136,7 +134,7 @@ class _Switched:
             if count > 1:
                 self._entries[id(config)] = before, count - 1
             else:
-                config._attn_implementation_internal = before
+                setattr(config, ATTENTION_FIELD, before)
 
     def before(self, config: PreTrainedConfig) -> str:
         """The attention implementation that a switched config named before, ``sdpa`` by default."""
@@ -204,7 +202,7 @@ def shared_context_attention(
         ``[batch, queries, heads, head_dim]`` and None (no attention weights).
 
     Raises:
-        UnsupportedAttentionError: The operators do not support the layer's attention.
+        Unsupported: The operators do not support the layer's attention.
     """
     lengths = _lengths.get()
     if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
@@ -213,16 +211,16 @@ def shared_context_attention(
         kwargs |= {name: given for name, given in extra.items() if given is not None}
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
-        raise UnsupportedAttentionError(f"{type(module).__name__} attends to keys that are not in the shared cache")
+        raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
     if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
-        raise UnsupportedAttentionError("the layer adds a mask of its own to the scores")
+        raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
-        raise UnsupportedAttentionError(f"attention dropout is {dropout}, and decoding needs 0; call model.eval()")
+        raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedAttentionError(f"{type(module).__name__} does not attend causally (is_causal=False)")
+        raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            raise UnsupportedAttentionError(
+            raise Unsupported(
                 f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
                 "an unknown effect"
             )
@@ -231,21 +229,21 @@ def shared_context_attention(
         window = lengths.binding(window)
     masked = None if attention_mask is None else attention_mask.size
     if window != masked:
-        raise UnsupportedAttentionError(
+        raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
     if window is None and lengths is not None:
         stored = _window_of_every_layer(getattr(module, "config", None))
         if lengths.binding(stored) is not None:
-            raise UnsupportedAttentionError(
+            raise Unsupported(
                 f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
                 f"{type(module).__name__} attends without one"
             )
     ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
     if ignored and lengths is not None and _switched.before(module.config) == "sdpa":
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or "
-            "refuses; call model.set_attn_implementation('eager')"
+        raise Unsupported(
+            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
+            "call model.set_attn_implementation('eager')",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
@@ -257,7 +255,7 @@ def shared_context_attention(
 
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
     if sinks.shape != (heads,):
-        raise UnsupportedAttentionError(
+        raise Unsupported(
             f"the layer has attention sinks of shape {tuple(sinks.shape)}, and one number for each of its {heads} "
             "query heads is supported"
         )
@@ -284,7 +282,7 @@ def shared_context_mask(
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`.
 
     Raises:
-        UnsupportedAttentionError: The mask is neither causal nor that of a sliding window.
+        Unsupported: The mask is neither causal nor that of a sliding window.
     """
     lengths = _lengths.get()
     if lengths is None:  # a stock pass of another thread
@@ -299,11 +297,11 @@ def shared_context_mask(
         return SlidingWindow(local_size)  # hides every key; models make it for windows of 0, and no layer takes it
     window = lengths.binding(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
-        raise UnsupportedAttentionError("the model's mask is not plain causal attention")
+        raise Unsupported("the model's mask is not plain causal attention")
     if window is None:
         return None
     if not _slides(mask_function, window):
-        raise UnsupportedAttentionError(
+        raise Unsupported(
             f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "
             "attention, only sliding windows are supported"
         )

@@ -8,6 +8,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from .._compat import tensor_version
+
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
 
@@ -104,7 +106,7 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
     """Identity, version and address of a tensor."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return id(tensor), tensor_version(tensor), tensor.data_ptr()
 
 
 def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
@@ -32,13 +32,7 @@ class FirstPass(Protocol):
 
     stock: Cache
 
-    def run(
-        self,
-        model: PreTrainedModel,
-        cache: SharedContextCache,
-        arguments: dict[str, Any],
-        forward: Callable[..., Any],
-    ) -> Any:
+    def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
         ...
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_fastdecode.api import enabled, prefill
-from hf_fastdecode.attention.interface import UnsupportedAttentionError
 from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
 from hf_fastdecode.generation.options import Options
-from hf_fastdecode.generation.support import model_reason, rope_limit
+from hf_fastdecode.generation.support import rope_limit
+from hf_fastdecode.unsupported import Unsupported
 
 from ..command_errors import CommandError, one_line
 from ..command_options import check_dtype
@@ -159,19 +159,13 @@ def _sharing(config: Any) -> tuple[bool | None, str]:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except Exception as error:  # whatever the model's own code raises
         return None, f"the model could not be built from its config: {one_line(error)}"
-    reason = model_reason(model) or _forward_reason(model)
-    return reason is None, reason or ""
-
-
-def _forward_reason(model: Any) -> str | None:
-    """Why the model's layers cannot share context, or None."""
     with enabled(model):
         try:
             prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))
-        except Exception as error:  # operators that need numbers, behind the checks of masks and layers
-            if isinstance(error.__cause__, UnsupportedAttentionError):
-                return str(error.__cause__)
-    return None
+        except Exception as error:  # operators that need numbers, behind the checks of the model, masks and layers
+            if isinstance(error.__cause__, Unsupported):
+                return False, str(error.__cause__)
+    return True, ""
 
 
 def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:

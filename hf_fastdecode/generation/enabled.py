@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from ..unsupported import reason_of
 from .generate_hooks import METHODS
 from .instance_patch import STATE_ATTRIBUTE
 from .model_state import STATE_LOCK, ModelState, state_of
 from .options import Options
 from .report import Report
-from .support import model_reason
+from .support import check_model
 
 
 def install(model: PreTrainedModel, options: Options) -> None:
@@ -47,6 +48,6 @@ def report_on(model: PreTrainedModel) -> Report:
         model=type(model).__name__,
         enabled=model_state is not None,
         layer_count=getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None),
-        model_reason=model_reason(model),
+        model_reason=reason_of(check_model, model),
         last_call=model_state.last_call if model_state else None,
     )

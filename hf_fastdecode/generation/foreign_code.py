@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from .._compat import global_forward_hooks
+from ..unsupported import Unsupported
 from .instance_patch import STATE_ATTRIBUTE
 
 # Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.
@@ -55,25 +56,28 @@ _KNOWN_CODE = (
 _WHY = "which would see prompts packed into one row"
 
 
-def foreign_code(model: nn.Module) -> str | None:
-    """Why third-party hooks, modules or `forward`s rule out packed prefill, or None."""
-    for hook in (*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()):
+def check_code(model: nn.Module) -> None:
+    """Check that no third-party hooks, modules or `forward`s would see packed prompts.
+
+    Raises:
+        Unsupported: Some would.
+    """
+    for hook in global_forward_hooks():
         if not _is_known_hook(hook):
-            return f"all modules have a forward hook, {_name(hook)}, {_WHY}"
+            raise Unsupported(f"all modules have a forward hook, {_name(hook)}, {_WHY}")
     # Custom model classes, also from the hub, define modules of their own.
     known = (*_KNOWN_CODE, type(model).__module__)
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' {path!r}' if path else ''}"
         for hook in _hooks(module):
             if not _is_known_hook(hook):
-                return f"{where} has a forward hook, {_name(hook)}, {_WHY}"
+                raise Unsupported(f"{where} has a forward hook, {_name(hook)}, {_WHY}")
         for piece in _own_code(module):
             if not _is_of(_defining_module(piece), known):
-                return f"{where} has a forward of its own, {_name(piece)}, {_WHY}"
+                raise Unsupported(f"{where} has a forward of its own, {_name(piece)}, {_WHY}")
         for method, default in ((type(module).forward, None), (type(module).__call__, nn.Module.__call__)):
             if method is not default and not _is_of(_defining_module(method), known):
-                return f"{where} runs third-party code, {_name(method)}, {_WHY}"
-    return None
+                raise Unsupported(f"{where} runs third-party code, {_name(method)}, {_WHY}")
 
 
 def only_requires_grad(hook: Any) -> bool:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .._compat import uncompiled_call
+
 
 def forward_pass(model: PreTrainedModel, **arguments: Any) -> Any:
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows.
     """
-    return model._call_impl(**arguments)
+    return uncompiled_call(model, **arguments)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

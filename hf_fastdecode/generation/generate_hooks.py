@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +33,21 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from .._compat import is_compiled_in_place
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, next_positions
 from ..cache.shared import SharedContextCache
-from .decoding.decode import decode_shared, step_arguments
+from ..unsupported import Unsupported
+from .call_context import CallContext
+from .decoding.decode import decode_shared
 from .instance_patch import STATE_ATTRIBUTE
-from .options import Options
+from .model_state import ModelState
 from .prompts.first_pass import AwaitedPrompts
-from .prompts.kept_prefixes import ReusedPrefixes
-from .prompts.sharing import NotSharedError, prefill_limit
 from .prompts.start import start_shared
 from .report import CallReport
-from .steps.cuda_graph import Captures
 from .steps.modes import choose_mode, configs_of
-from .support import call_reason, other_loop
+from .support import check_call, other_loop
 
-if TYPE_CHECKING:
-    from .model_state import ModelState
-
-_SYNCED = "synced_gpus=True: all processes must run the same number of forward passes"
 # Per-call data is attached to the call's own copy of the generation config, as transformers does.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
@@ -75,20 +71,6 @@ class _ActiveCall:
     configs: list[PreTrainedConfig] | None = None
 
 
-@dataclass
-class _CallState:
-    """Snapshot of the model's state for one call, unaffected by a concurrent `enable`."""
-
-    options: Options
-    captures: Captures
-    reused: ReusedPrefixes
-    log_once: Callable[..., None]
-
-
-def _call_state(model_state: ModelState) -> _CallState:
-    return _CallState(model_state.options, model_state.captures, model_state.reused, model_state.log_once)
-
-
 # The innermost active call of this thread.
 _active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
@@ -108,7 +90,7 @@ def _forward_shared(
 ) -> Any:
     given = _arguments(model, args, kwargs)
     if cache.awaited is not None:
-        return cache.awaited.run(model, cache, given, model_state.methods.original(model, "forward"))
+        return cache.awaited.run(cache, given, model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
@@ -122,9 +104,9 @@ def _forward_shared(
         output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
-    call = model_state.last_call
-    if call is not None and call.cache is not None and call.cache() is cache:
-        call.observe(cache)
+    report = model_state.last_call
+    if report is not None and report.cache is not None and report.cache() is cache:
+        report.observe(cache)
     return output
 
 
@@ -172,38 +154,32 @@ def _prepare_cache_for_generation(
     users_loop = active_call.loop if active_call is not None else None
     if model_state.disable_pending and not loop_is_ours:
         return prepare()
-    model_state.last_call = call = CallReport()
+    model_state.last_call = report = CallReport()
     if active_call is not None and active_call.model is model:
-        active_call.report = call
-    reason = call_reason(model, generation_mode, generation_config, model_kwargs)
-    if reason is None and not loop_is_ours and users_loop is None:
-        reason = "the model's class has a generate of its own"
-    if reason is not None:
-        if isinstance(model_kwargs.get("past_key_values"), SharedContextCache):
-            raise ValueError(f"this call cannot use a SharedContextCache: {reason}; leave past_key_values out")
-        model_state.report_stock(call, reason)
+        active_call.report = report
+    call = CallContext.of(model, model_state, generation_config, model_kwargs, report)
+    with call.or_stock():
+        check_call(model, generation_mode, generation_config, model_kwargs)
+        if not loop_is_ours and users_loop is None:
+            raise Unsupported("the model's class has a generate of its own")
+    if call.runs_stock:
         return prepare()
     loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
     if loop is None:
-        setattr(generation_config, _CALL_ATTRIBUTE, call)
+        setattr(generation_config, _CALL_ATTRIBUTE, report)
         return prepare()
-    given = model_kwargs.pop("past_key_values", None)
+    model_kwargs.pop("past_key_values", None)
     prepared = prepare()  # creates the fallback cache
-    cache = SharedContextCache(backend=model_state.options.backend)
+    cache = SharedContextCache(backend=call.options.backend)
     cache.awaited = AwaitedPrompts(
-        model_state,
-        _call_state(model_state),
         call,
-        max_tokens=prefill_limit(model_state.options, generation_config),
-        returns_cache=bool(generation_config.return_dict_in_generate),
-        given=given if isinstance(given, SharedContextCache) and not given.is_empty else None,
         stock=model_kwargs["past_key_values"],
         longest=max_cache_length + 1,
         loop=loop,
-        checks_masks=users_loop is not None or bool(generation_config.return_dict_in_generate),
+        checks_masks=users_loop is not None or call.returns_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
-    call.reason = f"the decoding loop of {loop} has not called the model"
+    report.reason = f"the decoding loop of {loop} has not called the model"
     model_kwargs["past_key_values"] = cache
     return prepared
 
@@ -261,41 +237,26 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
-    call: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
-    if call is not None:
-        model_state: ModelState = vars(model)[STATE_ATTRIBUTE]
-        state = _call_state(model_state)
-        new_tokens = (
-            int(generation_config.max_length) - input_ids.shape[1]
-        )  # max_length may be another library's integer
-        call.mode, call.mode_reason = choose_mode(model, state, step_arguments(model_kwargs), new_tokens)
-        try:
+    report: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
+    if report is not None:
+        call = CallContext.of(model, vars(model)[STATE_ATTRIBUTE], generation_config, model_kwargs, report)
+        new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
+        call.set_mode(*choose_mode(call, new_tokens))
+        with call.or_stock():
             if synced_gpus:
-                raise NotSharedError(_SYNCED)
-            start = start_shared(model, state, call, input_ids, generation_config, model_kwargs)
-        except NotSharedError as refusal:
-            model_state.report_stock(call, str(refusal), refusal.level)
-        else:
-            if model._compiled_call_impl is not None:
-                model_state.log_once(
+                raise _synced()
+            start = start_shared(call, input_ids)
+        if not call.runs_stock:
+            if is_compiled_in_place(model):
+                call.state.log_once(
                     "model.compile() does not apply to passes with shared context, which run uncompiled; "
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                 )
-            return decode_shared(
-                model,
-                state,
-                call,
-                start,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                model_kwargs,
-            )
+            return decode_shared(call, start, input_ids, logits_processor, stopping_criteria, streamer)
     cache = model_kwargs.get("past_key_values")
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.awaited, AwaitedPrompts):
-        model_kwargs["past_key_values"] = cache.awaited.refuse(_SYNCED)
+        cache.awaited.call.refuse(_synced())
+        model_kwargs["past_key_values"] = cache.awaited.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
@@ -310,6 +271,10 @@ def _decode(
         streamer=streamer,
         **model_kwargs,
     )
+
+
+def _synced() -> Unsupported:
+    return Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
 
 
 METHODS: dict[str, Callable[..., Any]] = {

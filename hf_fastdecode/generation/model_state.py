@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -49,8 +49,8 @@ class ModelState:
         self.reused = ReusedPrefixes()
         self._logged: set[str] = set()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # overrides are not pickled: the model loads as before `enable`
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # overrides are not pickled: the model loads as before `enable`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         twin = memo[id(self)] = object.__new__(ModelState)
@@ -81,25 +81,12 @@ class ModelState:
         self.reused.clear()
         self.captures.release()
 
-    def report_stock(self, call: CallReport, reason: str, level: int = logging.WARNING) -> None:
-        """Record that a call runs stock; log each reason once."""
-        # Options that a stock call fulfils anyway.
-        of_stock = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
-        if unused := [option for option in self.options.forced if option not in of_stock]:
-            reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
-        call.path, call.reason = "stock", reason
-        self.log_once(f"this generate call runs stock transformers: {reason}", level)
-
     def log_once(self, message: str, level: int = logging.WARNING) -> None:
         """Log a message once; messages that differ only in numbers count as equal."""
         kind = re.sub(r"\d+", "#", message)
         if kind not in self._logged:
             self._logged.add(kind)
             logger.log(level, message)
-
-
-def _nothing() -> None:
-    """Unpickling result of `ModelState`."""
 
 
 STATE_LOCK = Lock()

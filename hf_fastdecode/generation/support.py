@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -16,14 +15,14 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
-from .foreign_code import foreign_code
+from ..unsupported import Unsupported
+from .foreign_code import check_code
 
-# Methods that transformers' decoding loop calls and this package's loop does not.
-_OWN_METHODS = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Their override only drops the cache where the position embedding changes, see `rope_limit`.
+# Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -39,106 +38,147 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
 }
+# The decoding loop passes its own, or only loops take it.
+_NOT_IN_STEPS = {
+    *("attention_mask", "position_ids", "past_key_values"),
+    *("tokenizer", "assistant_tokenizer", "assistant_model"),
+}
 
 
-def model_reason(model: PreTrainedModel) -> str | None:
-    """Why this model can never decode with shared context, or None."""
-    config = model.config
+def check_model(model: PreTrainedModel) -> None:
+    """Check that this model can decode with shared context.
+
+    Raises:
+        Unsupported: It never can.
+    """
+    config, name = model.config, type(model).__name__
     if config.is_encoder_decoder:
-        return "encoder-decoder models are not accelerated yet"
+        raise Unsupported("encoder-decoder models are not accelerated yet")
     if not getattr(model, "_supports_attention_backend", False):
-        return f"{type(model).__name__} does not use transformers' attention interface"
+        raise Unsupported(f"{name} does not use transformers' attention interface")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__}.forward takes no position_ids"
+        raise Unsupported(f"{name}.forward takes no position_ids")
     text = config.get_text_config(decoder=True)
-    if attends := _foreign_attention(text._attn_implementation):
-        return attends
+    _check_attention(text._attn_implementation)
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(model, "_is_stateful", False):
-        return f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})"
+        raise Unsupported(f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})")
     if getattr(text, "attn_temperature_tuning", False):
-        return "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
+        raise Unsupported(
+            "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
+        )
     if getattr(text, "add_cross_attention", False) or getattr(text, "cross_attention_layers", None):
-        return "it has cross attention"
+        raise Unsupported("it has cross attention")
     if getattr(text, "kv_lora_rank", None):
-        return "its cache holds latents from which keys and values are made (multi-head latent attention)"
+        raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
     if getattr(text, "num_kv_shared_layers", 0):
-        return f"{text.num_kv_shared_layers} of its layers take keys and values from other layers"
-    return None
+        raise Unsupported(f"{text.num_kv_shared_layers} of its layers take keys and values from other layers")
 
 
-def call_reason(
-    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> str | None:
-    """Why this `generate` call must run stock according to its arguments, or None."""
-    if reason := model_reason(model):
-        return reason
+def _check_attention(name: str | None) -> None:
+    """Check that a config does not name third-party attention, which shared context would bypass."""
+    if name is None or name == ATTENTION_NAME or "/" in name:  # hub kernels compute the same as sdpa
+        return
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        if (function := registry.get(name)) is None:
+            continue
+        # Where it is defined: `__module__` may be copied from a wrapped function.
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if not module.startswith("transformers."):
+            raise Unsupported(
+                f"its attention is {name!r} of {module}, which passes with shared context would not call"
+            )
+
+
+def check_call(
+    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
+) -> None:
+    """Check the model and the arguments of a `generate` call.
+
+    Raises:
+        Unsupported: The call must run stock.
+    """
+    check_model(model)
     if mode not in _MODES:
-        return f"generation mode {mode.value!r} is not accelerated yet"
+        raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
-        return f"{type(model).__name__} reorders its cache by a method of its own"
+        raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
     if config.is_assistant:
-        return "the model assists another one"
+        raise Unsupported("the model assists another one")
     if config.use_cache is False:
-        return "use_cache=False"
+        raise Unsupported("use_cache=False")
     if config.output_attentions:
-        return "output_attentions=True needs weights that fused attention does not compute"
+        raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
-        return f"cache_implementation={config.cache_implementation!r} was requested"
-    cache = model_kwargs.get("past_key_values")
+        raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
+    cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, SharedContextCache):
-        return f"past_key_values is a {type(cache).__name__}, not a SharedContextCache"
-    if reason := method_reason(model):
-        return reason
-    for name, value in model_kwargs.items():
-        if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
-            return f"the argument {name!r} is not accelerated yet"
-    if reason := switch_reason(model):
-        return reason
+        raise Unsupported(f"past_key_values is a {type(cache).__name__}, not a SharedContextCache")
+    check_arguments(arguments, _KNOWN_ARGUMENTS)
+    check_state(model)
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
-        return "its parameters are sharded over processes, which must run the same forward passes"
+        raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
-        return f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
-    return None
+        raise Unsupported(
+            f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+        )
 
 
-def other_loop(mode: GenerationMode, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Check that no model argument other than `known` ones has a value other than a switch.
+
+    Raises:
+        Unsupported: One has.
+    """
+    for name, value in arguments.items():
+        if name not in known and not is_nothing(value) and not isinstance(value, bool):
+            raise Unsupported(f"the argument {name!r} is not accelerated yet")
+
+
+def other_loop(mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]) -> str | None:
     """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
     if config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(model_kwargs.get("inputs_embeds")):
+    if not is_nothing(arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
     return None
 
 
-def method_reason(model: PreTrainedModel) -> str | None:
-    """Why this package's decoding loop cannot replace transformers', because of an overridden method, or None."""
-    return next((changed for name in _OWN_METHODS if (changed := _changed(model, name))), None)
+def check_state(model: PreTrainedModel) -> None:
+    """Check what may change from call to call: method overrides, training mode and third-party code.
 
-
-def switch_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot currently share context (training mode or third-party code), or None."""
+    Raises:
+        Unsupported: The model cannot currently share context.
+    """
+    for name in LOOP_METHODS:
+        method = getattr(type(model), name, None)
+        if name in vars(model):
+            raise Unsupported(f"the model carries a {name} of its own, which the decoding loop would not call")
+        if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
+            raise Unsupported(
+                f"{type(model).__name__} has a {name} of its own, which the decoding loop would not call"
+            )
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
-        return "gradient checkpointing in training mode drops the cache"
+        raise Unsupported("gradient checkpointing in training mode drops the cache")
     for module in training:
         if (noise := _noise_in_training(module)) is not None:
             name, value = noise
-            layer = isinstance(module, _DropoutNd)
+            layer = isinstance(module, AnyDropout)
             remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
-            return (
-                f"the model is in training mode with {type(module).__name__}.{name}={value}; call model.eval(), or "
-                f"load it without dropout: {remedy}"
+            raise Unsupported(
+                f"the model is in training mode with {type(module).__name__}.{name}={value}",
+                f"call model.eval(), or load it without dropout: {remedy}",
             )
-    return foreign_code(model)
+    check_code(model)
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
     """Name and value of the module's active dropout or jitter setting, or None."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, AnyDropout):
         return ("p", module.p) if module.p else None
     for name, value in vars(module).items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float | int) and value > 0 and value is not True:
@@ -151,28 +191,9 @@ def is_nothing(argument: object) -> bool:
     return argument is None or (isinstance(argument, Mapping | list | tuple) and not argument)
 
 
-def _foreign_attention(name: str | None) -> str | None:
-    """Why a config's attention is third-party code that shared context would bypass, or None."""
-    if name is None or name == ATTENTION_NAME or "/" in name:  # hub kernels compute the same as sdpa
-        return None
-    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        if (function := registry.get(name)) is None:
-            continue
-        # Where it is defined: `__module__` may be copied from a wrapped function.
-        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        if not module.startswith("transformers."):
-            return f"its attention is {name!r} of {module}, which passes with shared context would not call"
-    return None
-
-
-def _changed(model: PreTrainedModel, name: str) -> str | None:
-    """Why a method that transformers' loop calls is not transformers' own, or None."""
-    if name in vars(model):
-        return f"the model carries a {name} of its own, which the decoding loop would not call"
-    method = getattr(type(model), name, None)
-    if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
-        return f"{type(model).__name__} has a {name} of its own, which the decoding loop would not call"
-    return None
+def step_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Model arguments of `generate` that every step takes too, beyond tokens, positions and cache."""
+    return {name: value for name, value in arguments.items() if name not in _NOT_IN_STEPS and not is_nothing(value)}
 
 
 def _several_processes() -> bool:
@@ -196,15 +217,15 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def input_reason(
+def check_prompts(
     model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
     *,
     longest: int,
-) -> str | None:
-    """Why these prompts must run stock, or None.
+) -> None:
+    """Check prompts, with their masks and positions.
 
     Args:
         model: The model.
@@ -212,24 +233,30 @@ def input_reason(
         attention_mask: ``[rows, length]`` or None.
         position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
         longest: Maximum row length, padding included; masks are checked where it exceeds a window.
+
+    Raises:
+        Unsupported: They cannot share context.
     """
     if input_ids.shape[1] == 0:
-        return "the prompt is empty"
+        raise Unsupported("the prompt is empty")
     if attention_mask is None:
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     else:
         if attention_mask.shape != input_ids.shape:
-            return f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
+            raise Unsupported(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
+            )
         if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-            return "attention_mask holds values other than 0 and 1"
+            raise Unsupported("attention_mask holds values other than 0 and 1")
         if not bool(attention_mask[:, -1].all()):
-            return "a prompt ends in padding; set padding_side='left' when calling the tokenizer"
+            raise Unsupported("a prompt ends in padding", "set padding_side='left' when calling the tokenizer")
         _, window = local_layers(model.config.get_text_config(decoder=True))
         if window is not None and longest > window and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
-            return f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
+            raise Unsupported(
+                f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
+            )
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if position_ids is not None:
         comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]
         if not comparable or not bool((position_ids == expected).all()):
-            return "position_ids are not those of the attention mask"
-    return None
+            raise Unsupported("position_ids are not those of the attention mask")

@@ -9,10 +9,10 @@ from hf_fastdecode.attention.interface import (
     RowLengths,
     SharedKV,
     SlidingWindow,
-    UnsupportedAttentionError,
     active,
     shared_context_attention,
 )
+from hf_fastdecode.unsupported import Unsupported
 
 
 class Keys(SharedKV):
@@ -44,7 +44,7 @@ def attend(module=None, mask=None, **arguments):
     ],
 )
 def test_unknown_arguments_are_refused(name, value, kind):
-    with pytest.raises(UnsupportedAttentionError, match=rf"Attention passes '{name}' \({kind}\)"):
+    with pytest.raises(Unsupported, match=rf"Attention passes '{name}' \({kind}\)"):
         attend(**{name: value})
     attend(**{name: None})
 
@@ -62,7 +62,7 @@ def test_arguments_without_an_effect_are_taken():
 
 @pytest.mark.parametrize(("module", "argument"), [(True, False), (False, None), (False, False)])
 def test_attention_that_is_not_causal_is_refused(module, argument):
-    with pytest.raises(UnsupportedAttentionError, match=r"Attention does not attend causally \(is_causal=False\)"):
+    with pytest.raises(Unsupported, match=r"Attention does not attend causally \(is_causal=False\)"):
         attend(Attention(module), is_causal=argument)
 
 
@@ -80,7 +80,7 @@ def test_a_window_that_only_the_cache_keeps_is_refused():
     message = (
         "a sliding window of 5 tokens, beyond which transformers' cache forgets, but Attention attends without one"
     )
-    with active([], RowLengths(6)), pytest.raises(UnsupportedAttentionError, match=message):
+    with active([], RowLengths(6)), pytest.raises(Unsupported, match=message):
         attend(module)
 
 
@@ -88,5 +88,5 @@ def test_a_window_that_only_the_cache_keeps_is_refused():
 def test_a_window_of_no_tokens_is_none(size):
     """Some configs write it, and models make the mask for it that no layer takes."""
     attend(sliding_window=size)
-    with pytest.raises(UnsupportedAttentionError, match=f"a sliding window of None tokens, .* one of {size}"):
+    with pytest.raises(Unsupported, match=f"a sliding window of None tokens, .* one of {size}"):
         attend(sliding_window=size, mask=SlidingWindow(size))

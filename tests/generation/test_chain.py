@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from hf_fastdecode.generation.decoding.processor_chain import Chain, read_chain
+from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import tiny_model
 
@@ -55,14 +56,12 @@ def built_by_generate(**options):
     ],
 )
 def test_what_generate_builds_is_read(options, chain):
-    read, reason = read_chain(built_by_generate(**options), prompt_length=6)
-    assert reason == ""
-    assert read == chain
+    assert read_chain(built_by_generate(**options), prompt_length=6) == chain
 
 
 def test_the_penalty_is_read_with_the_prompt_it_ignores():
     processors = built_by_generate(do_sample=True, repetition_penalty=1.3)
-    chain, _ = read_chain(processors, prompt_length=6)
+    chain = read_chain(processors, prompt_length=6)
     assert chain.repetition_penalty == 1.3
     assert chain.prompt_ignore_length is processors[0].prompt_ignore_length
 
@@ -77,9 +76,8 @@ def test_the_penalty_is_read_with_the_prompt_it_ignores():
     ],
 )
 def test_others_are_named(options, name):
-    chain, reason = read_chain(built_by_generate(**options), prompt_length=6)
-    assert chain is None
-    assert name in reason
+    with pytest.raises(Unsupported, match=name):
+        read_chain(built_by_generate(**options), prompt_length=6)
 
 
 class Mine(TopPLogitsWarper):
@@ -107,13 +105,12 @@ class Mine(TopPLogitsWarper):
     ],
 )
 def test_what_differs_is_refused_with_a_reason(processors, words):
-    chain, reason = read_chain(LogitsProcessorList(processors), prompt_length=6)
-    assert chain is None
-    assert reason.startswith(words)
+    with pytest.raises(Unsupported, match=f"^{words}"):
+        read_chain(LogitsProcessorList(processors), prompt_length=6)
 
 
 def test_top_k_keeps_what_its_constructor_made_of_it():
-    chain, _ = read_chain(LogitsProcessorList([TopKLogitsWarper(1, min_tokens_to_keep=3)]), prompt_length=0)
+    chain = read_chain(LogitsProcessorList([TopKLogitsWarper(1, min_tokens_to_keep=3)]), prompt_length=0)
     assert chain.top_k == 3
 
 

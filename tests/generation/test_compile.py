@@ -1,4 +1,4 @@
-"""Models that the user has compiled."""
+"""Models compiled by the caller."""
 
 import logging
 
@@ -19,7 +19,7 @@ def model():
 
 @pytest.fixture
 def frames():
-    """Counts what dynamo compiles."""
+    """Number of graphs that dynamo has compiled."""
     torch._dynamo.utils.counters.clear()
     return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -27,7 +27,7 @@ def frames():
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("first", ["compile", "enable"])
 def test_compiled_in_place(model, frames, first, fullgraph, caplog):
-    """Shared passes are left out of it, whole; all others are compiled as in stock."""
+    """Shared passes run uncompiled as a whole; all others are compiled as in stock."""
     expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     logits = model(**PROMPT).logits
     for step in (first, "enable" if first == "compile" else "compile"):
@@ -48,7 +48,7 @@ def test_compiled_in_place(model, frames, first, fullgraph, caplog):
 
 
 def test_a_prefilled_cache_through_a_model_compiled_in_place(model):
-    """A pass of the user's own, with the cache: correct, and in stock's graphs but for what attends."""
+    """A direct pass with a kept cache is correct, in stock's graphs except for attention."""
     fd.enable(model)
     ids = PROMPT["input_ids"]
     expected = model(ids).logits[:, -1]
@@ -60,7 +60,7 @@ def test_a_prefilled_cache_through_a_model_compiled_in_place(model):
 
 
 def test_a_compiled_copy_of_the_model(model):
-    """`torch.compile(model)` hands `generate` to the model itself, in stock as here."""
+    """`torch.compile(model)` forwards `generate` to the model itself, in stock as here."""
     expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     compiled = torch.compile(fd.enable(model), backend="eager")
     assert torch.equal(seeded(lambda: compiled.generate(**PROMPT, **SAMPLING)), expected)

@@ -14,15 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation import generate_hooks as methods
-from hf_fastdecode.generation.decoding.decode import step_arguments
 from hf_fastdecode.generation.steps.modes import configs_of
+from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both, tokens_embedded
 
 
 class BanToken(LogitsProcessor):
-    """A processor of the user's own: forbids one token and records the lengths it saw."""
+    """A third-party processor that forbids one token and records the lengths it saw."""
 
     def __init__(self, token):
         self.token, self.lengths = token, []
@@ -35,7 +35,7 @@ class BanToken(LogitsProcessor):
 
 
 class StopAfter(StoppingCriteria):
-    """Stops each row by itself, once it holds a token."""
+    """Stops each row once it holds a given token."""
 
     def __init__(self, token, start):
         self.token, self.start = token, start
@@ -79,7 +79,7 @@ def test_sampling_arguments_give_stock_tokens(model, name):
 
 
 class Edits:
-    """Code of the user's that changes tokens in place: one of the prompt's, the last one, and one far back.
+    """Third-party code that changes tokens in place: one of the prompt, the last one, and one far back.
 
     As a processor it also forbids what stands far back, so that what it changed is read again.
     """
@@ -101,7 +101,7 @@ class Edits:
 @pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 20))}], ids=["", "eos"])
 @pytest.mark.parametrize("prompt", [PROMPT, ragged_prompts(57, 40, shared=35)], ids=["one", "two"])
 def test_tokens_changed_in_place_are_stocks(model, as_what, extra, prompt):
-    """In stock what is given to processors and criteria is what the next step goes on with."""
+    """Stock passes its own tensor of tokens to processors and criteria, so in-place changes reach the next step."""
     unchanged, *_ = both(model, lambda: SAMPLING | extra, copy.deepcopy(prompt))
     stock, shared, call = both(model, lambda: SAMPLING | extra | {as_what: [Edits()]}, copy.deepcopy(prompt))
     assert call.path == "shared", call.reason
@@ -178,7 +178,7 @@ def test_text_streamer_prints_the_completion(capsys):
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_default_device_that_is_not_the_models(model, device):
-    """What the host keeps stays on the host. On the CPU, another default device is played by one without memory."""
+    """Host-side tensors ignore the default device; on the CPU, the meta device stands in for another one."""
     call = ragged_prompts(80, 60, shared=40) | SAMPLING | {"eos_token_id": list(range(3, 12)), "max_new_tokens": 24}
     call = {
         key: value.to(device) if isinstance(value, torch.Tensor) and device == "cuda" else value
@@ -266,7 +266,7 @@ def test_configs_are_looked_for_once_a_call(model, monkeypatch):
 
 
 def test_configs_changed_between_calls():
-    """Other objects for the same settings: what a call found does not outlive it."""
+    """Config objects replaced by equal ones: the list that a call collects is not kept for later calls."""
     model = tiny_model("llama-gqa")
     stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     with fd.enabled(model):
@@ -361,7 +361,7 @@ def test_numbers_of_other_libraries(model, number):
 
 
 def test_a_model_that_sees_images():
-    """`generate` hands its steps a place for what an encoder makes of images, which for text prompts is empty."""
+    """`generate` adds an argument for encoded images to its steps, which is empty for text prompts."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

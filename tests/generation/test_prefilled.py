@@ -1,4 +1,4 @@
-"""A cache that the user keeps: prefilled once, or returned by a call, and used by others."""
+"""Kept caches: prefilled once, or returned by a call, and used by later calls."""
 
 import copy
 import logging
@@ -100,7 +100,7 @@ def test_ragged_prompts_prefilled_together(model):
 
 
 def unpadded(prompts):
-    """By row, the tokens of a padded batch."""
+    """The tokens of each row of a padded batch."""
     return [ids[mask.bool()] for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"], strict=True)]
 
 
@@ -135,7 +135,7 @@ def test_prompts_of_one_length_in_a_list_are_the_tensor(model):
 
 
 def test_what_any_prompts_have_in_common_is_stored_once(model):
-    """Not only neighbours: prompts of two problems in turn, and one of them twice."""
+    """Prompts that share but are not neighbours: of two problems in turn, and one of them twice."""
     first, second = (unpadded(ragged_prompts(60, 70, 64, shared=40, seed=seed)) for seed in (1, 2))
     rows = [first[0], second[0], first[1], second[1], first[0], second[2]]
     with fd.enabled(model):
@@ -261,7 +261,7 @@ def test_a_cache_of_other_weights_is_an_error(model, other):
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_cache_of_fewer_weights_is_an_error(changed):
-    """An adapter of another dtype has been added since, and other weights may have changed."""
+    """An adapter of another dtype was added after the cache was made, and other weights may have changed."""
     model = tiny_model("llama-gqa")
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
@@ -290,7 +290,7 @@ def test_prefill_refuses_what_it_would_ignore(model, name):
 
 
 def test_a_report_is_of_its_own_call(model):
-    """Caches that come to lie where the call's was do not write to its report."""
+    """A cache allocated at the address of the call's does not write to its report."""
     with fd.enabled(model), torch.no_grad():
         model.generate(**PROMPT, **SAMPLING)
         before = str(fd.explain(model).last_call)
@@ -326,7 +326,7 @@ LIMITED = {
 
 @pytest.mark.parametrize("kind", LIMITED)
 def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
-    """Where rotary frequencies change with the length of the text, keys stored beyond it would be of other ones."""
+    """Where rotary frequencies change with the text length, keys stored beyond it would have other frequencies."""
     model = tiny_model("llama-gqa", **LIMITED[kind], max_position_embeddings=64)
     arguments = {"do_sample": False, "max_new_tokens": 1}
     ids = ragged_prompts(63, seed=5)["input_ids"]

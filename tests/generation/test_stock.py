@@ -1,17 +1,20 @@
-"""Calls that run stock transformers, and what they say about it."""
+"""Calls that run stock transformers, and the reasons they report."""
 
 import functools
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, StoppingCriteriaList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
-from hf_fastdecode.generation.prompts import sharing
+from hf_fastdecode.generation.prompts import first_pass, sharing, start
+from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
@@ -46,7 +49,7 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
 
 @pytest.mark.parametrize("where", ["class", "instance"])
 def test_a_model_with_its_own_inputs_runs_stock(where):
-    """Our loop would not call what it overrides."""
+    """This package's loop would not call the overridden method."""
     model = tiny_model("llama-gqa")
     plain = type(model).prepare_inputs_for_generation
 
@@ -76,7 +79,7 @@ def test_processes_that_must_keep_step_run_stock(model):
 
 @pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
 def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
-    """Where the cost model has plain decoding faster, sharing must save more of the prefill than it loses."""
+    """Where the cost model predicts plain decoding to be faster, sharing must save more prefill time than it loses."""
     forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
     times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
     monkeypatch.setattr(sharing, "choose", lambda *_: Choice("plain", times))
@@ -111,6 +114,44 @@ def test_dynamic_rope_runs_stock_beyond_its_limit():
     stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": 8})
     assert call.path == "shared"
     assert torch.equal(shared, stock)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["sample", "beams"])
+def test_a_given_cache_never_runs_stock(model, arguments):
+    """Not even an empty one, found out in the arguments, the prompts or the first pass of another loop."""
+    refused = (
+        ({"use_cache": False}, "use_cache=False; leave past_key_values out"),
+        ({"attention_mask": torch.tensor([[1] * 79 + [0]])}, "a prompt ends in padding; set padding_side='left'"),
+    )
+    for given, message in refused:
+        call = PROMPT | given | {"past_key_values": fd.SharedContextCache(), "max_new_tokens": 2}
+        with fd.enabled(model), pytest.raises(ValueError, match=f"cannot use a SharedContextCache: {message}"):
+            model.generate(**call, **arguments)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_stock_call_holds_no_memory_of_the_shared_attempt(model, monkeypatch, beams):
+    """An exception that were kept would keep its frames' tensors, without a garbage collection even in a cycle."""
+    left = []
+
+    def refused(call, found, max_suffix):
+        left.append(weakref.ref(found.cache))
+        raise Unsupported("it was refused")
+
+    def held(ids, scores):
+        left.append(left[0]())
+        return False
+
+    for module in (start, first_pass):
+        monkeypatch.setattr(module, "require_gain", refused)
+    gc.disable()
+    try:
+        with fd.enabled(model):
+            model.generate(**PROMPT, num_beams=beams, max_new_tokens=2, stopping_criteria=StoppingCriteriaList([held]))
+            assert fd.explain(model).last_call.reason == "it was refused"
+    finally:
+        gc.enable()
+    assert left[1:] == [None, None]
 
 
 def test_custom_position_ids_run_stock(model):

@@ -1,4 +1,4 @@
-"""Sliding windows and attention sinks: stock's tokens, wherever a window ends and whatever attends."""
+"""Sliding windows and attention sinks: stock's tokens, for every place of a window's edge and every operator."""
 
 import copy
 
@@ -10,11 +10,11 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import (
     SharedKV,
     SlidingWindow,
-    UnsupportedAttentionError,
     shared_context_attention,
 )
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both
@@ -64,7 +64,7 @@ def test_the_kernels_see_as_far(name, window):
 @interpreted
 @pytest.mark.parametrize(("name", "mode"), [("mistral-window", "compile"), ("gpt_oss", "graph")])
 def test_captured_steps(name, mode, monkeypatch):
-    """A step captured for rows that no window cuts is captured again for longer ones, and those serve both."""
+    """A step captured for rows within every window is captured again for longer rows, which then serves both."""
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     torch._dynamo.reset()
@@ -88,7 +88,7 @@ def test_captured_steps(name, mode, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
 def test_captured_steps_on_a_gpu(name):
-    """Shorter and longer rows than the window: the same kernels as without a graph, but for the shares of the work."""
+    """Rows shorter and longer than the window: the kernels of uncaptured steps, except for how work is divided."""
     model = tiny_model(name, hidden_size=256, sliding_window=200).bfloat16().cuda()
     calls = []
     for lengths in ((150, 120), (400, 450), (150, 120)):
@@ -123,7 +123,7 @@ def test_a_node_longer_than_a_forward_pass(name):
 @pytest.mark.parametrize("window", [3, 30, 66])
 @pytest.mark.parametrize("name", MODELS)
 def test_several_tokens_at_once(name, window):
-    """Rows fed by hand: five tokens, then three more, as stock's cache sees them."""
+    """Direct forward passes of five tokens, then three more, as with stock's cache."""
     model = tiny_model(name, sliding_window=window)
     prompts = ragged_prompts(70, 70, 70, shared=60)["input_ids"]
     more = ragged_prompts(8, 8, 8, seed=3)["input_ids"]
@@ -192,7 +192,7 @@ def test_chunked_attention_runs_stock_beyond_its_chunk():
 
 
 def test_a_layer_and_a_mask_that_disagree_run_stock():
-    """What stock computes then depends on which of its attention functions runs."""
+    """Stock's result then depends on which of its attention functions runs."""
     model = tiny_model("mistral-window")
     narrower = copy.deepcopy(model.config)
     narrower.sliding_window = 30
@@ -206,9 +206,9 @@ def test_a_layer_and_a_mask_that_disagree_run_stock():
 
 def test_a_model_that_takes_the_window_for_a_tensor_is_told():
     window = SlidingWindow(40)
-    with pytest.raises(UnsupportedAttentionError, match="'shape': masks of a SharedContextCache are not tensors"):
+    with pytest.raises(Unsupported, match="'shape': masks of a SharedContextCache are not tensors"):
         window.shape  # noqa: B018
-    with pytest.raises(UnsupportedAttentionError, match="add: masks of a SharedContextCache are not tensors"):
+    with pytest.raises(Unsupported, match="add: masks of a SharedContextCache are not tensors"):
         torch.zeros(1) + window
 
 
@@ -219,7 +219,7 @@ def test_sinks_of_another_shape_are_refused():
 
     message = r"attention sinks of shape \(1,\), and one number for each of its 4 query heads is supported"
     query = torch.zeros(1, 4, 1, 16)
-    with pytest.raises(UnsupportedAttentionError, match=message):
+    with pytest.raises(Unsupported, match=message):
         shared_context_attention(torch.nn.Module(), query, Keys(), Keys(), None, s_aux=torch.zeros(1))
 
 
@@ -237,7 +237,7 @@ def test_a_forced_fused_backend_refuses_a_window():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gaps_in_a_mask_run_stock(name):
-    """The second turn of a batch of chats: stock counts the pads behind a row's end among what its window shows."""
+    """The second turn of a batch of chats: stock's window counts the pad tokens after a row's end."""
     model = tiny_model(name, sliding_window=40)
     ids = ragged_prompts(80)["input_ids"].repeat(2, 1)
     mask = torch.ones_like(ids)
@@ -275,7 +275,7 @@ def test_embeddings_count_towards_the_window():
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
 def test_a_window_that_only_the_cache_has_runs_stock(name):
-    """A config names it, so stock's cache forgets older keys, but the model's mask does not hide them."""
+    """The config names a window, so stock's cache drops older keys, but the model's mask does not hide them."""
     model = tiny_model("llama-gqa", **{name: 40})
     stock, shared, call = both(model, lambda: CALL, PROMPTS)
     assert call.path == "stock"

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ..call_context import CallContext
 from ..prompts.start import Start
-from ..report import CallReport
 from ..steps.runners import EagerSteps, Steps
 from .finished_row_poller import FinishedRowPoller
 from .sampling import Drawn, Sampler
@@ -38,27 +38,25 @@ class Loop:
     """Decoding loop of one call.
 
     Attributes:
+        call: The call.
         prompts: ``[rows, width]`` int64.
         start: The prefilled cache and first logits.
         sampler: The sampler.
         stopping: The stopping criteria.
-        config: The call's generation config.
         streamer: Receives every token, if any.
         make_steps: Creates the step runner of a cache.
         make_eager: Creates an eager step runner, which takes several tokens per step.
-        report: The call's report.
         log_probs: Records the sampled tokens' log-probabilities, if requested.
     """
 
+    call: CallContext
     prompts: Tensor
     start: Start
     sampler: Sampler
     stopping: Stopping
-    config: GenerationConfig
     streamer: BaseStreamer | None
     make_steps: Callable[[SharedContextCache], Steps]
     make_eager: Callable[[SharedContextCache], EagerSteps]
-    report: CallReport
     log_probs: TokenLogProbs | None = None
 
     def run(self) -> Wave:
@@ -67,7 +65,7 @@ class Loop:
         Returns:
             One wave with all rows, padded after each row's end.
         """
-        limit = self.stopping.max_length or self.config.max_length
+        limit = self.stopping.max_length or self.call.config.max_length
         waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
         done: list[Wave] = []
         forest = self.start.cache.forest
@@ -87,7 +85,7 @@ class Loop:
             if not fits:  # outside of `except`, where the traceback keeps the memory alive
                 self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
-        self.report.waves = len(done) if len(done) > 1 else 0
+        self.call.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
         wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
@@ -128,7 +126,7 @@ class Loop:
         poller = FinishedRowPoller(
             self.prompts.device, synchronous=self._polls_synchronously, draws=self.sampler.generator_draws
         )
-        limit = stopping.max_length or self.config.max_length
+        limit = stopping.max_length or self.call.config.max_length
         while True:
             if logits is None:
                 last = wave.tokens[:, width + wave.drawn - 1]
@@ -164,7 +162,7 @@ class Loop:
                 positions = positions[keep.to(positions.device)]
                 active = batch[keep].to(positions.device)
                 row_numbers = wave.rows[active]
-                self.report.compactions += 1
+                self.call.report.compactions += 1
         wave.end()
         self._undo(wave, steps.cache, poller)
 
@@ -179,7 +177,7 @@ class Loop:
             cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
-        self.report.observe(cache)
+        self.call.report.observe(cache)
 
     def _draw(self, wave: Wave, logits: Tensor, row_numbers: Tensor, active: Tensor | None) -> Drawn:
         """Sample tokens for the wave's rows from the batch's logits."""
@@ -199,27 +197,27 @@ class Loop:
         logprobs = drawn.logprobs
         if self.log_probs is not None and logprobs is None and drawn.logits is not None:
             logprobs = drawn.logits.log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
-        if logprobs is not None and (self.log_probs is not None or self.config.return_dict_in_generate):
+        if logprobs is not None and (self.log_probs is not None or self.call.returns_cache):
             wave.logprobs.append(torch.where(wave.unfinished, logprobs, 0.0))
-        if not self.config.return_dict_in_generate:
+        if not self.call.returns_cache:
             return
-        if self.config.output_scores and drawn.scores is not None:
+        if self.call.config.output_scores and drawn.scores is not None:
             wave.scores.append(drawn.scores)
-        if self.config.output_logits and drawn.logits is not None:
+        if self.call.config.output_logits and drawn.logits is not None:
             wave.logits.append(drawn.logits)
 
     def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
-        return tuple(wave.scores) if self.config.return_dict_in_generate and self.config.output_scores else None
+        return tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
 
     @property
     def _can_compact(self) -> bool:
         """Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom processors."""
-        return self.stopping.pads and not self.config.return_dict_in_generate and not self.sampler.custom
+        return self.stopping.pads and not self.call.returns_cache and not self.sampler.custom
 
     @property
     def _why_unsplittable(self) -> str | None:
         """Why the batch cannot be split into waves, with the remedy; None if it can."""
-        if self.config.return_dict_in_generate:
+        if self.call.returns_cache:
             return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
         if self.streamer is not None or self.stopping.custom or self.sampler.custom:
             return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
@@ -232,5 +230,5 @@ class Loop:
 
     @property
     def _pad(self) -> Tensor:
-        pad = self.config._pad_token_tensor
+        pad = pad_token(self.call.config)
         return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)

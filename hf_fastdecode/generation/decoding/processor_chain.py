@@ -21,6 +21,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ...unsupported import Unsupported
+
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings
 
@@ -95,7 +97,7 @@ class Chain:
         return settings
 
 
-def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[Chain | None, str]:
+def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
     """Recognise a list of logits processors.
 
     Only transformers' own classes are recognised, not subclasses, and only in the order in which ``generate`` builds
@@ -105,26 +107,30 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[
         processors: As ``generate`` passes them to a decoding loop.
         prompt_length: Tokens of ``input_ids``, padding included.
 
-    Returns:
-        The chain and an empty string, or None and the reason, which names the processor.
+    Raises:
+        Unsupported: The kernel does not compute the same; the message names the processor.
     """
     values: dict[str, Any] = {}
     last: Any = None
     for processor in processors:
         kind, name = type(processor), type(processor).__name__
         if kind not in _ORDER:
-            return None, f"{name} is not among the processors that the kernel applies"
+            raise Unsupported(f"{name} is not among the processors that the kernel applies")
         if last is not None and (_ORDER[kind] < _ORDER[type(last)] or kind is type(last)):
-            return None, f"{name} comes after {type(last).__name__}, which is not the order of generate"
+            raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
         last = processor
         if getattr(processor, "filter_value", -math.inf) != -math.inf:
-            return None, f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)"
+            raise Unsupported(
+                f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)"
+            )
         if kind is not TopKLogitsWarper and getattr(processor, "min_tokens_to_keep", 1) != 1:
-            return None, f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1"
+            raise Unsupported(
+                f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1"
+            )
         if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
             eos = tuple(int(token) for token in processor.eos_token_id.flatten().tolist())
             if set(eos) != set(values.get("eos_token_ids", eos)):
-                return None, f"{name} means other end tokens than the processor before it"
+                raise Unsupported(f"{name} means other end tokens than the processor before it")
             if kind is MinLengthLogitsProcessor:
                 least = processor.min_length - prompt_length
             else:
@@ -145,4 +151,4 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> tuple[
         elif kind is TypicalLogitsWarper:
             values["typical_p"] = processor.mass
         # LogitNormalization changes no probability.
-    return Chain(**values), ""
+    return Chain(**values)

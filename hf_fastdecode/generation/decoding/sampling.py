@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ...kernels.failures import KernelFailedError
 from ...kernels.sampling import limits
+from ...unsupported import Unsupported
 from .processor_chain import Chain, read_chain
 
 
@@ -171,30 +172,28 @@ def choose_sampler(
     stock = TransformersSampler(processors, do_sample=config.do_sample)
     if asked == "hf":
         return stock, "sampler='hf' was requested"
-    reason, chain = _refusal(processors, config, prompts, logits)
-    if asked == "auto" and reason is None and computed_in.itemsize > 2:
-        reason = f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock"
-    if chain is not None and reason is None:
-        try:
-            fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
-        except KernelFailedError as error:
-            reason = str(error)
-        else:
-            why = "the kernel supports the call's processors"
-            return fast, "sampler='fast' was requested" if asked == "fast" else why
-    if asked == "fast":
-        raise ValueError(f"sampler='fast' cannot draw these tokens: {reason}; use sampler='auto'")
-    return stock, reason or ""
+    try:
+        chain = _chain(processors, config, prompts, logits)
+        if asked == "auto" and computed_in.itemsize > 2:
+            raise Unsupported(f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock")
+        fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
+    except (Unsupported, KernelFailedError) as error:
+        if asked == "fast":
+            raise ValueError(f"sampler='fast' cannot draw these tokens: {error}; use sampler='auto'") from error
+        return stock, str(error)
+    why = "the kernel supports the call's processors"
+    return fast, "sampler='fast' was requested" if asked == "fast" else why
 
 
-def _refusal(
-    processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor
-) -> tuple[str | None, Chain | None]:
-    """Why the kernel does not support the call, or else the chain for it."""
+def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
+    """The chain for the kernel.
+
+    Raises:
+        Unsupported: The kernel does not support the call.
+    """
     if refused := limits.refusal(logits.device, logits.dtype):
-        return refused, None
+        raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
-            return f"{name}=True needs tensors that the kernel does not compute", None
-    chain, reason = read_chain(processors, prompt_length=prompts.shape[1])
-    return (None, chain) if chain is not None else (reason, None)
+            raise Unsupported(f"{name}=True needs tensors that the kernel does not compute")
+    return read_chain(processors, prompt_length=prompts.shape[1])

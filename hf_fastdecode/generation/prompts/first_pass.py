@@ -7,29 +7,24 @@ the model would have returned for all rows. Later passes use the cache like any 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ...attention.forest import path_slice
-from ...attention.interface import UnsupportedAttentionError
 from ...cache.shared import SharedContextCache
-from ..report import CallReport
-from ..steps.modes import State
-from ..support import input_reason, is_nothing
+from ...unsupported import Unsupported
+from ..call_context import CallContext
+from ..support import check_arguments, check_prompts
 from .prefill import prefill_passes
 from .prompt_tree import PromptGroup, PromptPlan, group_prompts
-from .sharing import NotSharedError, find_shared, keep_nodes, require_gain
-
-if TYPE_CHECKING:
-    from ..model_state import ModelState
+from .sharing import find_shared, keep_nodes, require_gain
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -51,40 +46,23 @@ class AwaitedPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        model_state: The model's state.
-        state: Snapshot of the model's state for this call.
-        call: The call's report.
-        max_tokens: Maximum tokens per prefill pass.
-        returns_cache: Whether the cache is returned to the caller.
-        given: The caller's cache, if any, which holds a prefix of every prompt.
+        call: The call.
         stock: The cache that transformers would have used.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
         checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
-    model_state: ModelState
-    state: State
-    call: CallReport
-    max_tokens: int
-    returns_cache: bool
-    given: SharedContextCache | None
+    call: CallContext
     stock: Cache
     longest: int
     loop: str
     checks_masks: bool
 
-    def run(
-        self,
-        model: PreTrainedModel,
-        cache: SharedContextCache,
-        arguments: dict[str, Any],
-        forward: Callable[..., Any],
-    ) -> Any:
+    def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
 
         Args:
-            model: The enabled model.
             cache: The empty cache.
             arguments: Arguments of the pass by name.
             forward: The model's original method.
@@ -96,61 +74,38 @@ class AwaitedPrompts:
             ValueError: The caller's cache cannot be used.
         """
         cache.awaited = None
-        try:
-            return self._prefill(model, cache, arguments)
-        except (UnsupportedAttentionError, NotSharedError) as error:
-            reason, level = str(error), error.level if isinstance(error, NotSharedError) else logging.WARNING
-        return forward(**arguments | {"past_key_values": self.refuse(reason, level)})
+        output = None
+        with self.call.or_stock():
+            output = self._prefill(cache, arguments)
+        return forward(**arguments | {"past_key_values": self.stock}) if output is None else output
 
-    def refuse(self, reason: str, level: int = logging.WARNING) -> Cache:
-        """Report a stock call and return the stock cache.
-
-        Raises:
-            ValueError: The caller gave a shared-context cache, which cannot be used.
-        """
-        if self.given is not None:
-            raise ValueError(f"this call cannot use a SharedContextCache: {reason}")
-        self.model_state.report_stock(self.call, reason, level)
-        return self.stock
-
-    def _prefill(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
-        for name, value in arguments.items():
-            if name not in _KNOWN_ARGUMENTS and not is_nothing(value) and not isinstance(value, bool):
-                raise NotSharedError(f"the argument {name!r} is not accelerated yet")
+    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
+        call, model, report = self.call, self.call.model, self.call.report
+        check_arguments(arguments, _KNOWN_ARGUMENTS)
         if arguments.get("return_dict") is False:
-            raise NotSharedError("return_dict=False was requested")
+            raise Unsupported("return_dict=False was requested")
         ids, embeddings = arguments.get("input_ids"), None
         if ids is None:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
-            if self.given is not None:
-                raise NotSharedError("its tokens cannot be compared with inputs_embeds")
+            if call.given is not None:
+                raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get("attention_mask"), ids.shape[1]
-        if reason := input_reason(model, ids, mask, arguments.get("position_ids"), longest=self.longest):
-            raise NotSharedError(reason)
+        check_prompts(model, ids, mask, arguments.get("position_ids"), longest=self.longest)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         groups = group_prompts(ids, mask)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
-        call = self.call
-        call.mode_reason = call.sampler_reason = f"{self.loop} uses another decoding loop"
-        found = find_shared(
-            model,
-            self.state,
-            call,
-            groups,
-            self.given,
-            max(0, self.longest - width),
-            recompute=width if hidden else wanted,
-            reuse=embeddings is None,
-        )
-        require_gain(model, self.state, call, found, self.longest - width, asked=self.given is not None)
-        unused = [option for option in self.state.options.forced if option in _UNSUPPORTED_OPTIONS]
-        if unused:
-            self.model_state.log_once(f"{', '.join(unused)} not used: {call.mode_reason}")
-        call.padded_length = call.context_width = width
+        reason = f"{self.loop} uses another decoding loop"
+        report.mode_reason = report.sampler_reason = reason
+        max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
+        found = find_shared(call, groups, max_suffix, recompute=recompute, reuse=embeddings is None)
+        require_gain(call, found, max_suffix)
+        if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
+            call.state.log_once(f"{', '.join(unused)} not used: {reason}")
+        report.padded_length = report.context_width = width
         cache.adopt_state(found.cache)
         cache.checks_masks = self.checks_masks
-        call.cache = ref(cache)
+        report.cache = ref(cache)
         places = _places(groups, found.plan, width, wanted)
         extra = {"output_hidden_states": True} if hidden else {}
         passes = list(
@@ -159,14 +114,14 @@ class AwaitedPrompts:
                 cache,
                 found.plan,
                 sorted(set(places[places >= 0].tolist())),
-                max_tokens=self.max_tokens,
+                max_tokens=call.max_prefill_tokens,
                 length=width,
                 embeddings=embeddings,
                 **extra,
             )
         )
         if embeddings is None:
-            keep_nodes(model, self.state, call, cache, self.given, returned=self.returns_cache)
+            keep_nodes(call, cache)
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")
@@ -184,7 +139,7 @@ class AwaitedPrompts:
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
     """Number of last positions of the padded prompts to return logits for."""
     if isinstance(asked, Tensor):
-        raise NotSharedError("logits_to_keep is a tensor of positions")
+        raise Unsupported("logits_to_keep is a tensor of positions")
     return min(asked or width, width)  # 0 and None mean all
 
 

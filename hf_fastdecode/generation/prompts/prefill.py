@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..._compat import keeps_logits
 from ...attention.autocast import no_autocast
 from ...attention.forest import Path, Span
 from ...cache.shared import SharedContextCache
@@ -92,7 +93,7 @@ def prefill_passes(
     # Add the segment even if empty: the plan assumes its number.
     cache.add_segment(plan.new_tokens)
     # Logits of a whole context would take more memory than its keys and values.
-    keeps = model._supports_logits_to_keep()
+    keeps = keeps_logits(model)
     for items in _passes(plan.items, max_tokens):
         start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])

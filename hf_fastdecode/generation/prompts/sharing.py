@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weakref import ref
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
@@ -16,21 +16,12 @@ from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.accounting import KVShape
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
-from ..options import Options
-from ..report import CallReport
-from ..steps.modes import State
+from ...unsupported import Unsupported
+from ..call_context import CallContext
 from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
 from .stored_prompts import StoredPrompts
 
 logger = logging.getLogger("hf_fastdecode")
-
-
-class NotSharedError(Exception):
-    """Raised when a call must run stock because of its prompts; the message is the reason."""
-
-    def __init__(self, reason: str, level: int = logging.WARNING):
-        super().__init__(reason)
-        self.level = level
 
 
 @dataclass
@@ -51,36 +42,26 @@ class Shared:
 
 
 def find_shared(
-    model: PreTrainedModel,
-    state: State,
-    call: CallReport,
-    groups: list[PromptGroup],
-    given: SharedContextCache | None,
-    max_suffix: int,
-    *,
-    recompute: int = 0,
-    reuse: bool = True,
+    call: CallContext, groups: list[PromptGroup], max_suffix: int, *, recompute: int = 0, reuse: bool = True
 ) -> Shared:
-    """Find the prefixes that prompts share with each other, a given cache, or kept prefixes.
+    """Find the prefixes that prompts share with each other, the caller's cache, or kept prefixes.
 
     Args:
-        model: The enabled model.
-        state: Options and kept prefixes of the model.
-        call: The call's report.
+        call: The call.
         groups: The prompts in row order.
-        given: The caller's cache, if any, which must hold a prefix of every prompt.
         max_suffix: Maximum tokens appended per row.
         recompute: See `plan_prompts`.
         reuse: Whether kept prefixes may be used, if the options allow it.
 
     Raises:
-        ValueError: The given cache does not fit the prompts or the model.
+        ValueError: The caller's cache does not fit the prompts or the model.
     """
-    options, base = state.options, given
+    options, given = call.options, call.given
+    base = given
     if given is not None:
-        _check_cache(model, given)
+        _check_cache(call.model, given)
     elif options.reuse_prefix and reuse:
-        base = state.reused.find(model, groups, least=options.min_shared_tokens)
+        base = call.state.reused.find(call.model, groups, least=options.min_shared_tokens)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
     plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens, recompute=recompute)
     for index, (group, known) in enumerate(zip(groups, plan.known_lengths, strict=True)):
@@ -90,70 +71,52 @@ def find_shared(
                 "part"
             )
     if base is not None:
-        call.known_tokens = plan.known_lengths
+        call.report.known_tokens = plan.known_lengths
     if given is not None:
         _warn_if_short_match(given, groups, plan.known_lengths)
     return Shared(cache, groups, plan, base is not None)
 
 
-def require_gain(
-    model: PreTrainedModel, state: State, call: CallReport, found: Shared, max_suffix: int, *, asked: bool
-) -> None:
-    """Raise if sharing does not pay off; otherwise fill in the report.
+def require_gain(call: CallContext, found: Shared, max_suffix: int) -> None:
+    """Check that sharing pays off, and report it.
 
     Args:
-        model: The enabled model.
-        state: Options of the model.
-        call: The call's report, with the mode set.
+        call: The call, with the mode set.
         found: The sharing plan.
         max_suffix: Maximum tokens appended per row.
-        asked: Whether the caller gave a `SharedContextCache`, which forces sharing.
 
     Raises:
-        NotSharedError: Sharing does not pay off.
+        Unsupported: It does not.
     """
-    options, plan = state.options, found.plan
+    options, plan = call.options, found.plan
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
-    if not asked and may_save < least and call.mode == "eager":
-        raise NotSharedError(
-            f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", logging.INFO
-        )
-    may_be_plain = not asked and not options.reuse_prefix and call.mode == "eager"
-    if may_be_plain and (choice := plain_is_faster(model, plan.forest, max_suffix)):
-        raise NotSharedError(f"stock decoding is predicted to be faster: {choice}", logging.INFO)
-    call.path, call.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
+    if not call.must_share and call.mode == "eager":
+        if may_save < least:
+            raise Unsupported(
+                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", level=logging.INFO
+            )
+        if not options.reuse_prefix and (choice := plain_is_faster(call.model, plan.forest, max_suffix)):
+            raise Unsupported(f"stock decoding is predicted to be faster: {choice}", level=logging.INFO)
+    report = call.report
+    report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
     if found.known:
-        call.reason += f", {sum(plan.known_lengths)} were stored before"
-    call.rows, call.prefilled_tokens = plan.forest.rows, len(plan.new_tokens)
-    call.cache = ref(found.cache)
+        report.reason += f", {sum(plan.known_lengths)} were stored before"
+    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens)
+    report.cache = ref(found.cache)
 
 
-def prefill_limit(options: Options, generation_config: GenerationConfig) -> int:
-    """Maximum tokens per prefill pass."""
-    return min(generation_config.prefill_chunk_size or options.max_prefill_tokens, options.max_prefill_tokens)
-
-
-def keep_nodes(
-    model: PreTrainedModel,
-    state: State,
-    call: CallReport,
-    cache: SharedContextCache,
-    given: SharedContextCache | None,
-    *,
-    returned: bool,
-) -> None:
+def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
     """Prepare prefilled nodes for later calls, in the returned cache and in the kept prefixes."""
-    options = state.options
-    if returned:  # the caller may keep the cache for further calls
+    if call.returns_cache:
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
-    if options.reuse_prefix and given is None:  # a given cache may hold tokens of direct passes
+    if call.options.reuse_prefix and call.given is None:  # which may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
-            call.kept_bytes = state.reused.keep(model, cache, options.reused_bytes)
-    call.forest, call.stored_tokens = repr(cache.forest), cache.node_tokens
+            call.report.kept_bytes = call.state.reused.keep(call.model, cache, call.options.reused_bytes)
+    call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
 
 
 def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:

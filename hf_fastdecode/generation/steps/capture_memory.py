@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..._compat import free_cublas_workspaces
+
 CAPTURING = threading.RLock()
 """Held during a capture: all models share a device's capture streams."""
 
@@ -72,5 +74,5 @@ def free_workspaces() -> None:
     """Free cached memory, and cuBLAS workspaces unless a remaining CUDA graph might use them."""
     torch.cuda.empty_cache()  # frees pools of deleted graphs
     if all(segment["segment_pool_id"] == (0, 0) for segment in torch.cuda.memory_snapshot()):
-        torch._C._cuda_clearCublasWorkspaces()
+        free_cublas_workspaces()
         torch.cuda.empty_cache()

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..._compat import COMPILED_CALL, dynamic_module_integers, uncompiled_call
 from ..instance_patch import own_method
-from .projections import fusing
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -36,36 +34,25 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return []
 
 
-@cache  # compilations are shared between models only for the same backend object
-def _backend(name: str, *, fused: bool) -> Callable[..., Any]:
-    compile_graph: Callable[..., Any] = lookup_backend(name)
-    return fusing(compile_graph) if fused else compile_graph
-
-
-# Attribute in which `nn.Module.compile` stores the compiled call. It is not pickled, copied, or part of fingerprints.
-_CALL_ATTRIBUTE = "_compiled_call_impl"
-
-
 class CompiledLayers:
     """The compiled forward functions of a model's layer classes, kept between captures.
 
     Args:
-        backend: Backend of `torch.compile`.
+        backend: Backend of `torch.compile`; models with equal ones share their compilations.
     """
 
-    def __init__(self, backend: str = "inductor"):
+    def __init__(self, backend: str | Callable[..., Any] = "inductor"):
         self.backend = backend
-        self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
+        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
 
     @contextmanager
-    def installed(self, model: PreTrainedModel, *, fused: bool = True) -> Iterator[None]:
+    def installed(self, model: PreTrainedModel) -> Iterator[None]:
         """Context in which this thread runs the model's layers compiled; other threads are unaffected.
 
         Every attribute is restored on exit, also by an error.
 
         Args:
             model: The model.
-            fused: Compute projections of the same input concurrently.
 
         Raises:
             ValueError: The model has no list of decoder layers, or a layer has an instance-level `forward`.
@@ -78,24 +65,23 @@ class CompiledLayers:
             for layer in layers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
-                before = vars(layer).get(_CALL_ATTRIBUTE)  # set if the user has compiled the layer
-                call = _in_this_thread(self._compile(type(layer), fused), layer, before)
+                before = vars(layer).get(COMPILED_CALL)  # set if the user has compiled the layer
+                call = _in_this_thread(self._compile(type(layer)), layer, before)
                 changed.append((layer, before))
-                vars(layer)[_CALL_ATTRIBUTE] = call
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+                vars(layer)[COMPILED_CALL] = call
+            with dynamic_module_integers():
                 yield
         finally:
             for layer, before in changed:
                 if before is None:
-                    del vars(layer)[_CALL_ATTRIBUTE]
+                    del vars(layer)[COMPILED_CALL]
                 else:
-                    vars(layer)[_CALL_ATTRIBUTE] = before
+                    vars(layer)[COMPILED_CALL] = before
 
-    def _compile(self, kind: type[nn.Module], fused: bool) -> Callable[..., Any]:
-        if (kind, fused) not in self._compiled:
-            backend = _backend(self.backend, fused=fused)
-            self._compiled[kind, fused] = torch.compile(kind.forward, backend=backend)
-        return self._compiled[kind, fused]
+    def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        if kind not in self._compiled:
+            self._compiled[kind] = torch.compile(kind.forward, backend=self.backend)
+        return self._compiled[kind]
 
 
 def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any) -> Callable[..., Any]:
@@ -105,6 +91,6 @@ def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any)
     def call(*args: Any, **kwargs: Any) -> Any:
         if get_ident() == ours:
             return compiled(layer, *args, **kwargs)
-        return (before or layer._call_impl)(*args, **kwargs)
+        return before(*args, **kwargs) if before else uncompiled_call(layer, *args, **kwargs)
 
     return call

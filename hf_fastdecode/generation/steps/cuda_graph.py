@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..._compat import ATTENTION_FIELD
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import OwnNodes, choose_own_nodes
 from ...attention.launch.step_tables import StepTables
@@ -110,7 +111,7 @@ class CapturedStep:
             with ExitStack() as stack:
                 stack.enter_context(active(configs, lengths))
                 if options.compiled:
-                    stack.enter_context(compiled.installed(model, fused=fused))
+                    stack.enter_context(compiled.installed(model))
                 elif fused:
                     stack.enter_context(FusedProjections(model))
                 yield
@@ -294,7 +295,7 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
     return tuple(
         (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
         for name, value in vars(config).items()
-        if name != "_attn_implementation_internal"  # temporarily changed by passes of any thread
+        if name != ATTENTION_FIELD  # temporarily changed by passes of any thread
     )
 
 

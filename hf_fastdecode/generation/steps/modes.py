@@ -7,17 +7,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.shared import SharedContextCache
-from ..options import Options
-from ..prompts.kept_prefixes import ReusedPrefixes
-from ..report import CallReport
+from ..call_context import CallContext
+from ..support import step_arguments
 from .compiled_layers import decoder_layers
-from .cuda_graph import Captures, capture_reason
+from .cuda_graph import capture_reason
 from .projections import has_projections
 from .runners import CapturedSteps, EagerSteps, Steps
 
@@ -30,42 +28,27 @@ _STEPS_THAT_PAY_A_COMPILATION = 4096
 _MOST_STEPS_EXPECTED = 1024
 
 
-class State(Protocol):
-    """The part of an enabled model's state that decoding uses."""
-
-    options: Options
-    captures: Captures
-    reused: ReusedPrefixes
-
-    def log_once(self, message: str, level: int = logging.WARNING) -> None: ...
-
-
 def _fused_rows(option: str | bool, *, compiled: bool) -> int:
     """Maximum rows for which captured steps compute projections of the same input concurrently.
 
     ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
-    and 9.12 ms of 128; compiled, 4.94 and 4.95 ms of 16.
+    and 9.12 ms of 128. In compiled steps nothing is gained: 4.94 and 4.95 ms of 16.
     """
+    if compiled:
+        return 0
     if option == "auto":
-        return 0 if compiled else 64
+        return 64
     return sys.maxsize if option else 0
 
 
 @contextmanager
-def steps_maker(
-    model: PreTrainedModel, state: State, call: CallReport, arguments: dict[str, Any]
-) -> Iterator[StepsMaker]:
-    """Context that yields a factory of step runners, in the mode chosen in the report.
-
-    Args:
-        model: The model.
-        state: Its options and captures.
-        call: The report, with the mode set; updated if the mode changes.
-        arguments: Model arguments beyond tokens, positions and cache.
+def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
+    """Context that yields a factory of step runners, in the call's mode, which may turn eager.
 
     Raises:
         ValueError: A forced mode cannot run.
     """
+    model, arguments = call.model, step_arguments(call.arguments)
 
     def eager(cache: SharedContextCache) -> Steps:
         return EagerSteps(model, cache, arguments)
@@ -73,15 +56,15 @@ def steps_maker(
     if call.mode == "eager":
         yield eager
         return
-    captures, configs, forced = state.captures, configs_of(model), state.options.needs_capture
+    captures, configs, forced = call.state.captures, configs_of(model), call.options.needs_capture
     if captures.owner == threading.get_ident():
         if forced:
             raise _cannot_run(forced, "it is inside another generate call of this model")
-        call.mode, call.mode_reason = "eager", "it runs inside another generate call of this model"
+        call.set_mode("eager", "it runs inside another generate call of this model")
         yield eager
         return
     if not captures.lock.acquire(blocking=forced is not None):
-        call.mode, call.mode_reason = "eager", "another thread is using this model's captured steps"
+        call.set_mode("eager", "another thread is using this model's captured steps")
         yield eager
         return
 
@@ -90,7 +73,7 @@ def steps_maker(
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         nonlocal checked
         compiled = call.mode == "compile"
-        fused_rows = _fused_rows(state.options.fuse_projections, compiled=compiled)
+        fused_rows = _fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
             if not checked:
                 captures.refresh(model, configs)
@@ -100,7 +83,7 @@ def steps_maker(
             )
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
-                state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
+                call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
                 return larger
             if _ran_out_of_memory(error):
                 captures.clear()
@@ -111,15 +94,15 @@ def steps_maker(
                 raise _cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         captures.fail(reason, of_memory=_is_memory_failure(reason))
-        state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
-        call.mode, call.mode_reason = "eager", reason
+        call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
+        call.set_mode("eager", reason)
         return eager(cache)
 
     before, captures.owner = captures.count, threading.get_ident()
     try:
         yield captured
     finally:
-        call.captures = captures.count - before
+        call.report.captures = captures.count - before
         captures.owner = None
         captures.lock.release()
 
@@ -146,23 +129,21 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
 
-def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any], new_tokens: int) -> tuple[str, str]:
+def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a call's decode steps, with the reason.
 
     Args:
-        model: The model.
-        state: Its options and captures.
-        arguments: Model arguments beyond tokens, positions and cache.
+        call: The call.
         new_tokens: Maximum new tokens per row.
 
     Raises:
         ValueError: A forced mode cannot run.
     """
-    options, captures = state.options, state.captures
+    model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
-    reason = capture_reason(model, options.backend, arguments)
+    reason = capture_reason(model, options.backend, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
@@ -180,6 +161,7 @@ def choose_mode(model: PreTrainedModel, state: State, arguments: dict[str, Any],
         return "eager", reason
     if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
         return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
-    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+    pays_a_compilation = captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION
+    if pays_a_compilation and options.fuse_projections is not True and decoder_layers(model):
         return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
     return "graph", f"{captures.steps_asked} steps so far pay for a capture"

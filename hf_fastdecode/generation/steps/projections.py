@@ -1,4 +1,4 @@
-"""Concurrent projections of the same input in captured steps.
+"""Concurrent projections of the same input in captured steps of uncompiled layers.
 
 A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
 Query, key and value projections have the same input, and so do gate and up projections: as parallel branches of the
@@ -10,16 +10,15 @@ capturing thread are affected.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..._compat import tensor_version
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -44,20 +43,6 @@ def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     return outputs
 
 
-_linears_op = torch.library.custom_op(
-    "hf_fastdecode::linears",
-    linears,
-    mutates_args=(),
-    schema="(Tensor inputs, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-)
-"""`linears` as a single node in compiled graphs."""
-
-
-@_linears_op.register_fake
-def _shapes(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    return [inputs.new_empty((*inputs.shape[:-1], weight.shape[0])) for weight in weights]
-
-
 class _Group:
     """Projections of the same input; caches the outputs for the latest input until each has been read."""
 
@@ -70,7 +55,7 @@ class _Group:
 
     def output(self, inputs: Tensor, part: int) -> Tensor:
         """The output of one projection."""
-        version = None if inputs.is_inference() else inputs._version
+        version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
             self._inputs, self._version = inputs, version
             self._outputs = dict(enumerate(linears(inputs, self.weights, self._biases)))
@@ -117,69 +102,3 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether it is exactly `nn.Linear`, without hooks."""
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def fusing(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `torch.compile` backend to replace projections of the same input by one operator.
-
-    Args:
-        compile_graph: The backend to wrap.
-    """
-
-    def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        for nodes in list(_projections_of_one_input(module.graph)):
-            _fuse(module.graph, nodes)
-        module.recompile()
-        return compile_graph(module, inputs, **options)
-
-    return backend
-
-
-def _projections_of_one_input(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Groups of linear products of the same input that can be moved to the first of them."""
-    by_input: dict[Any, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if _is_projection(node):
-            by_input.setdefault(node.args[0], []).append(node)
-        elif _is_barrier(node):
-            yield from (nodes for nodes in by_input.values() if len(nodes) > 1)
-            by_input = {}
-    yield from (nodes for nodes in by_input.values() if len(nodes) > 1)
-
-
-def _is_projection(node: fx.Node) -> bool:
-    """Whether it is a linear product with graph inputs, such as parameters, as weights."""
-    if node.target is not F.linear or node.kwargs:
-        return False
-    return all(argument is None or _is_plain_input(argument) for argument in node.args[1:])
-
-
-def _is_plain_input(node: Any) -> bool:
-    is_input = isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
-    # Quantized and distributed weights are tensor subclasses with their own products.
-    return is_input and not is_traceable_wrapper_subclass(node.meta.get("example_value"))
-
-
-def _is_barrier(node: fx.Node) -> bool:
-    """Whether products must not be moved across a node: it mutates arguments, or enters or exits a mode.
-
-    Recognised by PyTorch's naming conventions.
-    """
-    if not node.op.startswith("call"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = getattr(node.target, "__module__", None) == operator.setitem.__module__ and name.startswith("i")
-    mode = name.startswith(("_enter_", "_exit_", "_set_"))
-    return in_place or augmented or mode or name == "setitem" or "out" in node.kwargs
-
-
-def _fuse(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    weights = [node.args[1] for node in nodes]
-    biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
-    with graph.inserting_before(nodes[0]):
-        outputs = graph.call_function(torch.ops.hf_fastdecode.linears.default, (nodes[0].args[0], weights, biases))
-        for index, node in enumerate(nodes):
-            node.replace_all_uses_with(graph.call_function(operator.getitem, (outputs, index)))
-    for node in nodes:
-        graph.erase_node(node)

@@ -1,0 +1,89 @@
+"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.23) that this package uses.
+
+Each entry says what would replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import GenerationConfig, PreTrainedModel
+
+AnyDropout = _DropoutNd
+"""Base class of all dropout modules; replace it if torch names a public one."""
+
+COMPILED_CALL: Final = "_compiled_call_impl"
+"""Attribute in which `nn.Module.compile` stores the compiled call. It is not pickled or copied.
+
+Replace it when a module can be compiled for one thread or one context.
+"""
+
+
+def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, bypassing `nn.Module.compile`; replace it if torch has a switch for that."""
+    return module._call_impl(*args, **kwargs)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` was called; replace it if torch has a public query."""
+    return getattr(module, COMPILED_CALL) is not None
+
+
+def dynamic_module_integers() -> AbstractContextManager[None]:
+    """Compile integer attributes of modules as dynamic values; remove it when that is dynamo's default."""
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+    return patch
+
+
+def global_forward_hooks() -> Iterator[Callable[..., Any]]:
+    """Hooks of all modules; replace it if torch lists what ``register_module_forward_hook`` registered."""
+    yield from torch_module._global_forward_hooks.values()
+    yield from torch_module._global_forward_pre_hooks.values()
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Counter of in-place writes, -1 for inference tensors; replace it if torch makes `_version` public."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def free_cublas_workspaces() -> None:
+    """Free cuBLAS's workspaces of all streams; remove it when ``torch.cuda.empty_cache`` does."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+LOOP_METHODS: Final = (
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+)
+"""Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
+
+ATTENTION_FIELD: Final = "_attn_implementation_internal"
+"""Attribute of a config that names its attention functions.
+
+The public ``set_attn_implementation`` validates the name and changes sub-configs too; replace this if it can be a
+context for one config.
+"""
+
+
+def optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Context of transformers' decode steps, e.g. for kernels of experts; replace it if that becomes public."""
+    return model._optimize_model_for_decode()
+
+
+def keeps_logits(model: PreTrainedModel) -> bool:
+    """Whether `forward` takes ``logits_to_keep``; replace it if transformers makes the query public."""
+    return model._supports_logits_to_keep()
+
+
+def pad_token(config: GenerationConfig) -> Tensor | None:
+    """Pad token of a `generate` call, by default its end token; replace it if it is passed to ``custom_generate``."""
+    token: Tensor | None = config._pad_token_tensor
+    return token

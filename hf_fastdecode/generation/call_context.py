@@ -1,0 +1,114 @@
+"""The context of one `generate` call: what grouping, planning, prefill and decoding of its prompts all need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..cache.shared import SharedContextCache
+from ..unsupported import Unsupported
+from .model_state import ModelState
+from .options import Options
+from .report import CallReport
+
+# Options that a stock call fulfils anyway.
+_STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
+
+
+@dataclass
+class CallContext:
+    """One `generate` call of an enabled model.
+
+    Attributes:
+        model: The model.
+        state: Its state.
+        options: Its options at the start of the call, unaffected by a concurrent `enable`.
+        config: The call's generation config, with lengths prepared.
+        arguments: Model arguments, as `generate` prepared them.
+        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
+        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
+        max_prefill_tokens: Maximum tokens per prefill pass.
+        report: The call's report, which is written here and never read.
+        mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
+        runs_stock: Whether the call turned out to be unsupported.
+    """
+
+    model: PreTrainedModel
+    state: ModelState
+    options: Options
+    config: GenerationConfig
+    arguments: dict[str, Any]
+    given: SharedContextCache | None
+    must_share: bool
+    max_prefill_tokens: int
+    report: CallReport
+    mode: str = "eager"
+    runs_stock: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        state: ModelState,
+        config: GenerationConfig,
+        arguments: dict[str, Any],
+        report: CallReport,
+    ) -> CallContext:
+        """The context of a call with these arguments; see the attributes."""
+        cache, limit = arguments.get("past_key_values"), state.options.max_prefill_tokens
+        return cls(
+            model,
+            state,
+            state.options,
+            config,
+            arguments,
+            given=cache if isinstance(cache, SharedContextCache) and not cache.is_empty else None,
+            must_share=isinstance(cache, SharedContextCache),
+            max_prefill_tokens=min(config.prefill_chunk_size or limit, limit),
+            report=report,
+        )
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the caller gets the cache, and may keep it."""
+        return bool(self.config.return_dict_in_generate)
+
+    def set_mode(self, mode: str, reason: str) -> None:
+        """Set how decode steps run, and why."""
+        self.mode = self.report.mode = mode
+        self.report.mode_reason = reason
+
+    @contextmanager
+    def or_stock(self) -> Iterator[None]:
+        """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.
+
+        Raises:
+            ValueError: The call is unsupported and must share.
+        """
+        try:
+            yield
+            return
+        except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
+            what, remedy, level = error.what, error.remedy, error.level
+        self.refuse(Unsupported(what, remedy, level=level))
+
+    def refuse(self, error: Unsupported) -> None:
+        """Report that the call runs stock; log each reason once.
+
+        Raises:
+            ValueError: The call must share.
+        """
+        if self.must_share:
+            remedy = error.remedy or "leave past_key_values out"
+            raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
+        reason, level = str(error), error.level
+        if unused := [option for option in self.options.forced if option not in _STOCK_OPTIONS]:
+            reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
+        self.runs_stock = True
+        self.report.path, self.report.reason = "stock", reason
+        self.state.log_once(f"this generate call runs stock transformers: {reason}", level)
