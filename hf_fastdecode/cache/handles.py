@@ -11,12 +11,13 @@ from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
-from ..attention.launch.step_tables import KernelRefusalError, StepTables
+from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import torch_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.forest_decode.limits import refusal
+from ..unsupported import Unsupported
 from .state import SharedState
 from .storage import TokenStorage
 
@@ -110,7 +111,7 @@ class DecodeKV(SharedKV):
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
-            except KernelRefusalError:  # a kernel failed, and is no longer a candidate
+            except Unsupported:  # a kernel failed, and is no longer a candidate
                 continue
         return self._run_pytorch(query, scoring).transpose(1, 2)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
+from ...unsupported import Unsupported
 from ..forest import Forest
 from ..kv import Segment, SuffixLengths
 from ..scoring import Scoring
@@ -43,10 +44,6 @@ class StoredKV(Protocol):
     def suffix(self) -> Segment: ...
     @property
     def version(self) -> object: ...
-
-
-class KernelRefusalError(Exception):
-    """The kernels do not support a layer's attention; the message gives the reason."""
 
 
 @dataclass
@@ -161,13 +158,13 @@ class StepTables:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
 
         Raises:
-            KernelRefusalError: The kernels do not support these, or cannot be compiled or launched here.
+            Unsupported: The kernels do not support these, or cannot be compiled or launched here.
         """
         layout = Layout.of(query, new_keys, scoring)
         while True:
             if layout not in self._schedules:
                 if reason := refusal(query, new_keys, new_values, []):
-                    raise KernelRefusalError(reason)
+                    raise Unsupported(reason)
                 self._schedules[layout] = self._scheduled(layout)
             known = self._schedules[layout]
             tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)

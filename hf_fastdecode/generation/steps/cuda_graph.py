@@ -216,7 +216,7 @@ class Captures:
         """Get or capture a step for this cache's rows.
 
         Raises:
-            KernelRefusalError: The kernels cannot compute the model's attention.
+            Unsupported: The kernels cannot compute the model's attention.
         """
         rows = bucket(cache.rows)
         for index, step in enumerate(self._steps):
