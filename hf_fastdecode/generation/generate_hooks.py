@@ -164,7 +164,8 @@ def _prepare_cache_for_generation(
             raise Unsupported("the model's class has a generate of its own")
     if call.runs_stock:
         return prepare()
-    loop = other_loop(generation_mode, generation_config, model_kwargs) if users_loop is None else "custom_generate"
+    needed_by = other_loop(model, generation_mode, generation_config, model_kwargs)
+    loop = needed_by if users_loop is None else "custom_generate"
     if loop is None:
         setattr(generation_config, _CALL_ATTRIBUTE, report)
         return prepare()

@@ -136,8 +136,16 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
             raise Unsupported(f"the argument {name!r} is not accelerated yet")
 
 
-def other_loop(mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]) -> str | None:
+def other_loop(
+    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
+) -> str | None:
     """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
+    for name in LOOP_METHODS:
+        method = getattr(type(model), name, None)
+        if name in vars(model):
+            return f"the model's own {name}"
+        if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
+            return f"{type(model).__name__}.{name}"
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
     if config.output_hidden_states:
@@ -148,19 +156,11 @@ def other_loop(mode: GenerationMode, config: GenerationConfig, arguments: dict[s
 
 
 def check_state(model: PreTrainedModel) -> None:
-    """Check what may change from call to call: method overrides, training mode and third-party code.
+    """Check what may change from call to call: training mode and third-party code.
 
     Raises:
         Unsupported: The model cannot currently share context.
     """
-    for name in LOOP_METHODS:
-        method = getattr(type(model), name, None)
-        if name in vars(model):
-            raise Unsupported(f"the model carries a {name} of its own, which the decoding loop would not call")
-        if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
-            raise Unsupported(
-                f"{type(model).__name__} has a {name} of its own, which the decoding loop would not call"
-            )
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")

@@ -48,8 +48,8 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
-def test_a_model_with_its_own_inputs_runs_stock(where):
-    """This package's loop would not call the overridden method."""
+def test_a_model_with_its_own_inputs_keeps_its_loop(where):
+    """This package's loop would not call the overridden method; transformers' runs over the shared prompts."""
     model = tiny_model("llama-gqa")
     plain = type(model).prepare_inputs_for_generation
 
@@ -63,7 +63,26 @@ def test_a_model_with_its_own_inputs_runs_stock(where):
         model.prepare_inputs_for_generation = shifted.__get__(model)
     stock, shared, call = both(model, lambda: SAMPLING)
     assert torch.equal(shared, stock)
-    assert "prepare_inputs_for_generation of its own" in call.reason
+    assert call.path == "shared"
+    whose = "Shifted." if where == "class" else "the model's own "
+    assert call.mode_reason == f"{whose}prepare_inputs_for_generation uses another decoding loop"
+
+
+def test_padded_prompts_without_positions_run_stock():
+    """Models then count padding, which is not stored."""
+    model = tiny_model("llama-gqa")
+    plain = model.prepare_inputs_for_generation
+
+    def without_positions(*args, **kwargs):
+        return plain(*args, **kwargs) | {"position_ids": None}
+
+    model.prepare_inputs_for_generation = without_positions
+    padded, even = ragged_prompts(41, 36, shared=33), ragged_prompts(41, 41, shared=33)
+    for prompts, path in ((padded, "stock"), (even, "shared")):
+        stock = seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING))
+        with fd.enabled(model):
+            assert torch.equal(seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING)), stock)
+            assert fd.explain(model).last_call.path == path
 
 
 def test_processes_that_must_keep_step_run_stock(model):

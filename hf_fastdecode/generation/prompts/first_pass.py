@@ -89,8 +89,10 @@ class AwaitedPrompts:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width = arguments.get("attention_mask"), ids.shape[1]
-        check_prompts(model, ids, mask, arguments.get("position_ids"), longest=self.longest)
+        mask, width, positions = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
+        check_prompts(model, ids, mask, positions, longest=self.longest)
+        if mask is not None and positions is None and not bool(mask.all()):
+            raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         groups = group_prompts(ids, mask)
