@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from .prefix_tree import Run, prefix_tree
 
 
@@ -136,6 +138,13 @@ class Forest:
                 for row in range(node.row_start, node.row_stop):
                     above[row] += node.span.length
         return tuple(starts)
+
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Segment and first token of each node's span, ``[nodes]`` int64 each."""
+        spans = np.array([(node.span.segment, node.span.start) for node in self.nodes], dtype=np.int64)
+        segments, starts = spans.reshape(-1, 2).T
+        return segments, starts
 
     @cached_property
     def node_tokens(self) -> int:

@@ -24,15 +24,23 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SuffixLengths:
-    """Tokens in each row's suffix: per row on the device, with an upper bound on the host.
+    """Tokens in each row's suffix, with bounds that the host knows.
 
     Attributes:
-        longest: The longest suffix's tokens, or an upper bound where suffixes differ.
-        per_row: ``[rows]`` int32; None while all suffixes have `longest` tokens. Never written in place.
+        longest: At least the longest suffix's tokens.
+        per_row: ``[rows]`` int32, on the CPU if the host knows them; None while all suffixes have `longest` tokens.
+            Compared by identity, and never written in place.
+        shortest: At most the shortest suffix's tokens.
     """
 
     longest: int = 0
     per_row: Tensor | None = None
+    shortest: int = 0
+
+    @classmethod
+    def of(cls, length: int) -> SuffixLengths:
+        """All suffixes of one length."""
+        return cls(length, None, length)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SuffixLengths):
@@ -41,7 +49,8 @@ class SuffixLengths:
 
     def plus(self, tokens: int) -> SuffixLengths:
         """These with `tokens` more in every suffix."""
-        return SuffixLengths(self.longest + tokens, None if self.per_row is None else self.per_row + tokens)
+        per_row = None if self.per_row is None else self.per_row + tokens
+        return SuffixLengths(self.longest + tokens, per_row, self.shortest + tokens)
 
     def on_host(self) -> int | list[int]:
         """As `ForestKV` takes them; waits for the device where suffixes differ."""

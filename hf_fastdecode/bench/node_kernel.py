@@ -37,7 +37,7 @@ class NodeKernel:
         # Launches that overlap would hide a part of each in the one before.
         self.config, self.kv_heads = replace(plan.config, overlap=False), plan.layout.kv_heads
         self.schedule = plan.schedule(plan.programs(0))
-        self.addresses = torch.tensor(node_addresses(inputs.forest, [inputs.segment]), device=device)
+        self.addresses = node_addresses(inputs.forest, [inputs.segment]).to(device)
         self.lengths = torch.zeros(len(query), dtype=torch.int32, device=device)
 
     def attend(self) -> Pieces:

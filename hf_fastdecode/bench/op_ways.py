@@ -112,7 +112,7 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
     )
     tables = StepTables(case.rows, len(sets), first.forest, device, chosen)
     scoring = Scoring(first.scale)
-    before, stored = SuffixLengths(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
+    before, stored = SuffixLengths.of(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
     tables.follow(first.forest, before, stored)
 
     def call(index: int, inputs: OpInputs) -> Call:

@@ -11,9 +11,11 @@ from .shared import SharedContextCache
 
 
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
-    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the CPU."""
-    first = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu") + cache.suffix_lengths
-    return first[:, None] + torch.arange(queries, device="cpu")
+    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths."""
+    lengths = cache.state.suffixes.lengths
+    own = torch.tensor(lengths.longest, device="cpu") if lengths.per_row is None else lengths.per_row
+    contexts = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu").to(own.device)
+    return (contexts + own)[:, None] + torch.arange(queries, device=own.device)
 
 
 def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:

@@ -18,7 +18,7 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.forest_decode.limits import refusal
 from ..unsupported import Unsupported
-from .state import SharedState
+from .state import MadeTables, SharedState
 from .storage import TokenStorage
 
 
@@ -133,12 +133,15 @@ class DecodeKV(SharedKV):
     def _tables(self, query: Tensor) -> StepTables:
         """The tables of this cache on the query's device, made anew when they no longer suit the batch."""
         state, forest, device = self.layer.state, self.layer.forest, query.device
+        known, dominate = state.tables.get(device), state.own_nodes_dominate
+        same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
+        if known is not None and same and known.tables.fits(forest):
+            return known.tables
+        # All layers share the tables, whatever their heads, so that the first one decides.
         kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-        own_nodes = choose_own_nodes(forest.rows, kv_heads, group, device, dominate=state.own_nodes_dominate)
-        tables = state.tables.get(device)
-        if tables is None or (tables.rows, tables.own_nodes) != (forest.rows, own_nodes) or not tables.fits(forest):
-            tables = StepTables(forest.rows, self.layer.index + 1, forest, device, own_nodes)
-            state.tables[device] = tables
+        own_nodes = choose_own_nodes(forest.rows, kv_heads, group, device, dominate=dominate)
+        tables = StepTables(forest.rows, self.layer.index + 1, forest, device, own_nodes)
+        state.tables[device] = MadeTables(tables, dominate)
         return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:

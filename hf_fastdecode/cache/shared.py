@@ -126,7 +126,7 @@ class SharedContextCache(Cache):
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
         self.state.forest, self.state.suffixes = forest, Suffixes()
-        self.state.padding = 0 if length is None else length - longest
+        self.state.padded_length = longest if length is None else length
         for layer in self.layers:
             layer.storage.drop_suffixes()
 
@@ -155,6 +155,7 @@ class SharedContextCache(Cache):
         """Record that a captured step appended tokens ``[rows, queries]`` to the suffixes of every layer."""
         self.record_tokens(input_ids)
         self.state.suffixes.lengths = self.state.suffixes.lengths.plus(input_ids.shape[1])
+        self.state.padded_length += input_ids.shape[1]
 
     def record_tokens(self, input_ids: Tensor) -> None:
         """Record the ids ``[rows, queries]`` of appended tokens, for prefix matching in later calls."""
@@ -176,7 +177,7 @@ class SharedContextCache(Cache):
             fork.state.forest = Forest.from_paths(
                 [(*path, Span(segment, row * own, lengths[row])) for row, path in enumerate(self.forest.paths)]
             )
-        fork.state.padding = self.get_seq_length() - fork.get_seq_length()
+        fork.state.padded_length = self.get_seq_length()
         return fork
 
     def nodes_only(
@@ -188,6 +189,7 @@ class SharedContextCache(Cache):
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
+        twin.state.padded_length = twin.state.longest_row
         for index, layer in enumerate(self.layers):
             fresh = SharedContextLayer(twin.state, index, type(layer.storage)())
             fresh.storage.segments = dict(layer.storage.segments)
@@ -216,6 +218,7 @@ class SharedContextCache(Cache):
                     "hf_fastdecode.prefill(model, ...) of this model"
                 )
             suffixes.lengths = before.plus(max(appended, default=0))
+            state.padded_length += max(appended, default=0)
         except BaseException:
             state.forest, self.layers = forest, layers
             suffixes.restore(before, ids)
@@ -321,14 +324,12 @@ class SharedContextCache(Cache):
             )
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         own = self.suffix_lengths.clamp(max=count)
-        if bool((own < count).any()) and self.state.forest is not None:
-            length = self.get_seq_length()
+        if self.state.forest is not None and bool((own < count).any()):
             contexts = self.forest.context_lengths
             rest = [min(count - gone, context) for gone, context in zip(own.tolist(), contexts, strict=True)]
             self.state.forest = self.forest.drop_last(rest)
-            context = max(self.state.forest.context_lengths, default=0)
-            self.state.padding = max(0, length - count) - context - int((self.suffix_lengths - own).max())
         self.state.suffixes.drop(own, self._storages)
+        self.state.padded_length = max(0, self.state.padded_length - count)
 
     def drop_last(self, tokens: Tensor | Sequence[int]) -> None:
         """Remove the last ``tokens[i]`` tokens of row ``i``'s suffix, such as draft tokens that were not accepted.
@@ -336,34 +337,36 @@ class SharedContextCache(Cache):
         Suffixes may then differ in length; new tokens follow each row's own. Storage stays.
 
         Args:
-            tokens: A count per row. On a GPU it is not read by the host, and counts beyond a suffix's length drop all
-                of it; `suffix_length` then stays as it was, as an upper bound.
+            tokens: A whole number per row. On a GPU the host does not read them: counts beyond 0 and a suffix's
+                length are taken as these, and `suffix_length`, by which storage grows, stays as it was, as an upper
+                bound, until counts on the CPU or `crop` tighten it.
 
         Raises:
-            ValueError: There are not as many counts as rows, or a row has fewer tokens in its suffix.
+            ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix.
         """
         counts = torch.as_tensor(tokens)
-        if counts.shape != (self.rows,):
-            raise ValueError(f"drop_last takes a count for each of {self.rows} rows, got shape {list(counts.shape)}")
-        if not counts.is_cuda:
-            wrong = ((counts < 0) | (counts > self.suffix_lengths)).nonzero()
-            if len(wrong):
-                row = int(wrong[0])
-                raise ValueError(
-                    f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(self.suffix_lengths[row])}"
-                )
+        if counts.shape != (self.rows,) or counts.dtype == torch.bool or counts.is_floating_point():
+            raise ValueError(
+                f"drop_last takes a whole number for each of {self.rows} rows, got {str(counts.dtype)[6:]} numbers of "
+                f"shape {list(counts.shape)}"
+            )
+        if counts.is_cuda:
+            self.state.suffixes.drop(counts, self._storages)
+            return
+        own = self.suffix_lengths
+        if len(wrong := ((counts < 0) | (counts > own)).nonzero()):
+            row = int(wrong[0])
+            raise ValueError(f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(own[row])}")
+        longest = self.state.longest_row
         self.state.suffixes.drop(counts, self._storages)
-        if not counts.is_cuda:
-            contexts = torch.tensor(self.forest.context_lengths, device="cpu")
-            longest = int((contexts + self.suffix_lengths).max()) if self.rows else 0
-            self.state.padding += longest - self.get_seq_length()
+        self.state.padded_length -= longest - self.state.longest_row
 
     def reset(self) -> None:
         """Remove all tokens and rows."""
         super().reset()
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
-        self.segment_tokens, self.state.padding, self.fingerprint = [], 0, None
+        self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
@@ -377,13 +380,11 @@ class SharedContextCache(Cache):
             return
         if list(rows) == list(range(self.rows)):
             return
-        length = self.get_seq_length()
         paths, before = self.forest.paths, self.rows
         # Keep the same forest object for the same nodes, so that plans made for it stay valid.
         if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
             self.state.forest = self.forest.select_rows(list(rows))
         self.state.suffixes.select(torch.tensor(list(rows), dtype=torch.long, device="cpu"), before, self._storages)
-        self.state.padding = length - self.suffix_length - max(self.forest.context_lengths, default=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +33,18 @@ class PrefillItem:
         return sum(span.length for span in self.context)
 
 
+class MadeTables(NamedTuple):
+    """Kernel tables, and whether they were made while own nodes held most keys.
+
+    Attributes:
+        tables: The tables.
+        dominate: As `SharedState.own_nodes_dominate` at that time.
+    """
+
+    tables: StepTables
+    dominate: bool
+
+
 @dataclass
 class SharedState:
     """State shared by all layers of one cache.
@@ -39,11 +52,11 @@ class SharedState:
     Attributes:
         forest: Nodes over the rows; None while the number of rows is unknown.
         suffixes: Lengths and token ids of the rows' suffixes.
-        padding: Width of the caller's ``input_ids`` minus the longest row.
+        padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `backends.ALL_BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
-        tables: Kernel inputs other than keys and values, by device; None in a copy of the cache.
+        tables: Kernel inputs other than keys and values, by device.
         windowed: Whether a sliding window has hidden tokens from any layer.
         packed: During prefill, the items packed into the forward pass.
         segment_lengths: Tokens of each storage segment.
@@ -51,14 +64,18 @@ class SharedState:
 
     forest: Forest | None = None
     suffixes: Suffixes = field(default_factory=Suffixes)
-    padding: int = 0
+    padded_length: int = 0
     max_suffix: int | None = None
     backend: str = "auto"
     choices: Choices = field(default_factory=Choices)
-    tables: dict[torch.device, StepTables | None] = field(default_factory=dict)
+    tables: dict[torch.device, MadeTables] = field(default_factory=dict)
     windowed: bool = False
     packed: Sequence[PrefillItem] = ()
     segment_lengths: list[int] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses are invalid in a copy of the cache, whose tensors are new.
+        return self.__dict__ | {"tables": {}}
 
     @property
     def torch_backend(self) -> str:
@@ -73,7 +90,9 @@ class SharedState:
         return own_nodes_dominate(self.forest, self.suffixes.longest)
 
     @property
-    def padded_length(self) -> int:
-        """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
-        context = 0 if self.forest is None else max(self.forest.context_lengths, default=0)
-        return context + self.padding + self.suffixes.longest
+    def longest_row(self) -> int:
+        """Tokens in the longest row, or an upper bound as for suffixes; waits for the device where suffixes differ."""
+        if self.forest is None:
+            return 0
+        lengths = torch.tensor(self.forest.context_lengths, device="cpu") + self.suffixes.per_row(self.forest.rows)
+        return max(lengths.tolist(), default=0)

@@ -12,7 +12,7 @@ _MOST_PARTS = 256
 
 
 class SuffixIds:
-    """Ids of the tokens appended to each row's suffix, as far as they are known.
+    """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
 
     Args:
         parts: ``[rows, tokens]`` int64 each, one after the other.
@@ -34,7 +34,12 @@ class SuffixIds:
         return torch.cat([part.to(device) for part in self._parts], dim=1)
 
     def plus(self, ids: Tensor, before: SuffixLengths) -> SuffixIds:
-        """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`."""
+        """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`.
+
+        Ids behind a gap are not kept.
+        """
+        if self.length != before.longest:
+            return self
         ids = ids.clone()  # may be a view of a tensor that the caller changes
         if before.per_row is None:
             few = len(self._parts) < _MOST_PARTS

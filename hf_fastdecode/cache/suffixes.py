@@ -34,8 +34,8 @@ class Suffixes:
 
     @property
     def in_order(self) -> bool:
-        """Whether suffixes are of one length, each in its own storage row, as own nodes need."""
-        return self.origins is None and self.lengths.per_row is None
+        """Whether each suffix is in its own storage row, as own nodes need."""
+        return self.origins is None
 
     def per_row(self, rows: int) -> Tensor:
         """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
@@ -58,15 +58,17 @@ class Suffixes:
         """
         bound = self.longest
         before = self.lengths.per_row
+        counts = counts.clamp_min(0)
         left = (bound - counts if before is None else before.to(counts.device) - counts).clamp_min(0).int()
-        per_row: Tensor | None = left
-        if not counts.is_cuda:
-            bound = max(left.tolist(), default=0)
-            per_row = None if bool((left == bound).all()) else left
-        self.lengths, self.ids = SuffixLengths(bound, per_row), self.ids.first(bound)
+        if counts.is_cuda:
+            self.lengths = SuffixLengths(bound, left)
+        else:
+            shortest, bound = min(left.tolist(), default=0), max(left.tolist(), default=0)
+            self.lengths = SuffixLengths(bound, None if shortest == bound else left, shortest)
+        self.ids = self.ids.first(bound)
         if self.origins is None:
             return
-        if per_row is None:
+        if self.lengths.per_row is None:
             self.origins.truncate(bound)
         else:  # new tokens go to places that the index table gives to other rows
             self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
@@ -84,7 +86,7 @@ class Suffixes:
         self.ids = self.ids.select(rows)
         per_row = self.lengths.per_row
         if per_row is not None:
-            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)])
+            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)], self.lengths.shortest)
         if per_row is not None or len(rows) != before:
             self._copy_rows(rows, storages)
         elif self.longest:

@@ -9,10 +9,11 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment, SuffixLengths
+from hf_fastdecode.attention.launch import own_nodes, step_tables
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch import step_tables
 from hf_fastdecode.attention.launch.addresses import node_addresses
 from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
+from hf_fastdecode.attention.launch.own_nodes import OwnNodes
 from hf_fastdecode.attention.launch.plan import Layout, Plan
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.scoring import Scoring
@@ -113,7 +114,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     forest: the bits are those of the same kernels launched one by one."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel for Hopper leaves programs to suffixes")
-    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(step_tables, "_SCHEDULE_INTERVAL", 1)
     chosen = [132]
     monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: chosen[0])
     device, rows, room = torch.device("cuda"), 128, 40
@@ -133,7 +134,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     def step():
         return [tables.attend(layer, query[layer], new_keys[layer], new_values[layer], scoring) for layer in range(2)]
 
-    tables.follow(forests[0], SuffixLengths(20), storage)
+    tables.follow(forests[0], SuffixLengths.of(20), storage)
     step()
     known = next(iter(tables._schedules.values()))
     assert known.plan.config.overlap_suffix
@@ -147,7 +148,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     ]:
         chosen[0] = programs
         for more in range(3):
-            tables.follow(forest, SuffixLengths(length + more), storage)
+            tables.follow(forest, SuffixLengths.of(length + more), storage)
             expected = [out.clone() for out in step()]
             for out in captured:
                 out.fill_(torch.nan)
@@ -166,7 +167,7 @@ def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
     on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
-    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 2)
+    monkeypatch.setattr(step_tables, "_SCHEDULE_INTERVAL", 2)
     asked = []
 
     def programs(self, suffix_tokens):
@@ -198,7 +199,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
     tables = StepTables(rows, 1, one_context(rows, 20), CPU)
 
     def attend(length):
-        tables.follow(one_context(rows, length), SuffixLengths(3), {0: Stored({0: stored}, suffixes)})
+        tables.follow(one_context(rows, length), SuffixLengths.of(3), {0: Stored({0: stored}, suffixes)})
         return tables.attend(0, query, new_keys, new_values, Scoring(0.25))
 
     attend(20)
@@ -220,7 +221,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
 def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
     on_hopper[0] = Config(16, block_n=16, overlap=False, overlap_suffix=True)
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
-    monkeypatch.setattr(step_tables, "_TOKENS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(step_tables, "_SCHEDULE_INTERVAL", 1)
     seen = []
     monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens)
     model = tiny_model("llama-gqa")
@@ -365,9 +366,84 @@ def test_addresses_are_those_of_the_nodes_views():
     segments = {1: plain, 4: turned}
     forest = Forest(12, [Node(Span((1, 4)[row % 2], 3 * row, 2), row, 1) for row in range(12)])
     views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
-    assert node_addresses(forest, segments) == [
+    assert node_addresses(forest, segments).tolist() == [
         [view.keys.data_ptr() for view in views],
         [view.values.data_ptr() for view in views],
         [view.keys.stride(0) for view in views],
     ]
-    assert node_addresses(Forest(2), segments) == [[], [], []]
+    assert node_addresses(Forest(2), segments).tolist() == [[], [], []]
+
+
+@pytest.fixture
+def stepping(monkeypatch):
+    """Tables whose own nodes grow by four tokens, and a step that compares with PyTorch's attention."""
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    rows, room, context = 3, 32, 20
+    query, new = torch.randn(rows, 4, 1, 16), Segment(torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16))
+    shared = Segment(torch.randn(2, context, 16), torch.randn(2, context, 16))
+    suffixes = Segment(torch.randn(rows, 2, room, 16), torch.randn(rows, 2, room, 16))
+    forest = one_context(rows, context)
+    tables = StepTables(rows, 1, forest, CPU, OwnNodes(used=True))
+
+    def step(length):
+        tables.follow(forest, SuffixLengths.of(length), {0: Stored({0: shared}, suffixes)})
+        out = tables.attend(0, query, *new, Scoring(0.25))
+        whole = [
+            torch.cat([part.expand(rows, -1, -1, -1), own[:, :, : length + 1]], 2).repeat_interleave(2, 1)
+            for part, own in zip(shared, suffixes, strict=True)
+        ]
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *whole, scale=0.25)
+        torch.testing.assert_close(out, expected)
+
+    return tables, step
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+@pytest.mark.parametrize("where", ["schedule", "addresses"])
+def test_an_update_that_failed_is_done_again(stepping, monkeypatch, where):
+    """No memory for a schedule, or an interrupt before addresses are written: the next step is right again."""
+    _, step = stepping
+    step(2)
+    step(3)
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **kwargs):
+            raise torch.OutOfMemoryError("no room")
+
+        patch.setattr(*((Plan, "schedule") if where == "schedule" else (step_tables, "suffix_addresses")), fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(4)
+    for length in (4, 5, 8, 9):
+        step(length)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_launch_parameters_stay_while_own_nodes_grow(stepping, monkeypatch):
+    """Where others would now be chosen, as after another kernel has failed: schedules are cut for those in use."""
+    tables, step = stepping
+    step(2)
+    (known,) = tables._schedules.values()
+    choose = plans.decode_config
+    monkeypatch.setattr(plans, "decode_config", lambda *a, **k: replace(choose(*a, **k), block_m=32, block_n=32))
+    for length in (3, 4, 8, 12):
+        step(length)
+    assert list(tables._schedules.values()) == [known]
+    assert not tables.fits(one_context(3, 19))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_own_nodes_of_rows_of_different_lengths(monkeypatch):
+    """As long as the shortest suffix allows."""
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    rows, lengths = 3, torch.tensor([9, 14, 6], dtype=torch.int32)
+    query, new = torch.randn(rows, 4, 1, 16), Segment(torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16))
+    suffixes = Segment(torch.randn(rows, 2, 32, 16), torch.randn(rows, 2, 32, 16))
+    tables = StepTables(rows, 1, Forest(rows), CPU, OwnNodes(used=True))
+    for _ in range(2):  # own nodes begin with the second step
+        tables.follow(Forest(rows), SuffixLengths(14, lengths, 6), {0: Stored({}, suffixes)})
+        out = tables.attend(0, query, *new, Scoring(0.25))
+    assert [node.span.length for node in tables.forest.nodes] == [4, 4, 4]
+    for row, length in enumerate(lengths.tolist()):
+        keys, values = (part[row, :, : length + 1].repeat_interleave(2, 0) for part in suffixes)
+        expected = torch.nn.functional.scaled_dot_product_attention(query[row], keys, values, scale=0.25)
+        torch.testing.assert_close(out[row], expected)

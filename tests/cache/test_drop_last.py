@@ -9,7 +9,7 @@ import hf_fastdecode as fd
 
 from ..tiny_models import ragged_prompts, tiny_model
 
-NEW_TOKENS, DRAFTED = 12, 3
+NEW_TOKENS, DRAFTED = 8, 3
 
 
 def speculate(model, cache, last, drafts):
@@ -68,8 +68,11 @@ def test_counts_are_checked():
         model(torch.tensor([[5, 6], [7, 8]]), past_key_values=cache)
         with pytest.raises(ValueError, match="row 1 cannot lose 3 tokens: its suffix has 2"):
             cache.drop_last([0, 3])
-        with pytest.raises(ValueError, match=r"a count for each of 2 rows, got shape \[3\]"):
+        with pytest.raises(ValueError, match=r"a whole number for each of 2 rows, got int64 numbers of shape \[3\]"):
             cache.drop_last([0, 0, 1])
+        for counts in ([0.5, 1.0], torch.tensor([True, False])):
+            with pytest.raises(ValueError, match="a whole number for each of 2 rows, got (float32|bool) numbers"):
+                cache.drop_last(counts)
         with pytest.raises(ValueError, match="row 0 cannot lose -1 tokens"):
             cache.drop_last([-1, 0])
         cache.drop_last([2, 1])
@@ -77,3 +80,51 @@ def test_counts_are_checked():
         assert cache.suffix_length == 1
         cache.drop_last([0, 1])
         assert cache.state.suffixes.lengths.per_row is None
+
+
+def test_as_many_of_each_row_as_crop_removes():
+    """Also where rows that were dropped have left padding."""
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, [[5] * 10, [6] * 4])
+        cache.select_rows([1, 1])
+        model(torch.tensor([[5, 6, 7], [7, 8, 9]]), past_key_values=cache)
+        assert cache.get_seq_length() == 13
+        other = cache.fork()
+        cache.drop_last([0, 0])
+        assert cache.get_seq_length() == 13
+        cache.drop_last([1, 1])
+        other.crop(-1)
+        assert cache.get_seq_length() == other.get_seq_length() == 12
+        cache.drop_last([1, 2])
+        assert cache.get_seq_length() == 11
+
+
+@pytest.mark.parametrize(
+    "drop", [lambda cache: cache.crop(-2), lambda cache: cache.drop_last([2])], ids=["crop", "drop_last"]
+)
+def test_ids_behind_embeddings_stay_unknown(drop):
+    """A pass of embeddings gives no ids: what is left behind it must not be taken for the first tokens."""
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, [[5, 6, 7, 8]])
+        model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[50]])), past_key_values=cache)
+        model(torch.tensor([[11, 12, 13]]), past_key_values=cache)
+        drop(cache)
+        with pytest.raises(ValueError, match="holds 2 suffix tokens but knows the ids of 0"):
+            cache.suffix_tokens()
+        cache.crop(-2)
+        model(torch.tensor([[14]]), past_key_values=cache)
+        assert cache.suffix_tokens().tolist() == [[14]]
+
+
+def test_rows_of_different_lengths_behind_embeddings():
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
+        embedded = model.get_input_embeddings()(torch.tensor([[50, 51], [52, 53]]))
+        model(inputs_embeds=embedded, past_key_values=cache)
+        cache.drop_last([0, 1])
+        logits = model(torch.tensor([[9], [10]]), past_key_values=cache).logits[:, -1]
+    for row, ids in enumerate(([5, 6, 7, 50, 51, 9], [6, 7, 8, 52, 10])):
+        torch.testing.assert_close(logits[row], model(torch.tensor([ids])).logits[0, -1])

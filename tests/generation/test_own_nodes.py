@@ -15,7 +15,7 @@ from hf_fastdecode.attention.launch.own_nodes import (
     own_tokens,
     with_own_nodes,
 )
-from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import Captures
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -75,14 +75,15 @@ def test_tokens_are_stocks(mode, short_steps):
 
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_rows_that_leave(mode, short_steps):
+def test_rows_that_leave(mode, short_steps, monkeypatch):
     """Suffixes move to other storage while they are nodes."""
+    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
     model = tiny_model(**SMALL)
     call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 12}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.compactions >= (mode == "eager")
+        assert fd.explain(model).last_call.compactions >= 1
     assert 4 in own_lengths(short_steps)
 
 
@@ -140,7 +141,8 @@ def test_completions_four_times_as_long_as_what_is_shared():
     assert dominate(4, 0, 128)
 
 
-LONG_CALL = CALL | {"num_return_sequences": 4, "min_new_tokens": 30, "max_new_tokens": 30}
+# What rows draw holds four times as many keys as the prompt after 8 tokens.
+LONG_CALL = CALL | {"num_return_sequences": 4, "min_new_tokens": 14, "max_new_tokens": 14}
 
 
 @on_the_cpu
@@ -148,8 +150,9 @@ LONG_CALL = CALL | {"num_return_sequences": 4, "min_new_tokens": 30, "max_new_to
 def test_launch_parameters_change_as_completions_grow(mode, short_steps, monkeypatch):
     """A captured step is captured again. The tokens stay stock's."""
     model = tiny_model(**SMALL)
-    call = ragged_prompts(17) | LONG_CALL
+    call = ragged_prompts(9) | LONG_CALL
     stock = seeded(lambda: model.generate(**call))
+    monkeypatch.setattr(runners, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
     planned = []
     choose = plan.decode_config
 
@@ -163,17 +166,18 @@ def test_launch_parameters_change_as_completions_grow(mode, short_steps, monkeyp
         assert fd.explain(model).last_call.captures == (2 if mode == "graph" else 0)
         assert planned == sorted(planned)
         assert set(planned) == {False, True}
-        # The next call begins with the first capture and goes on with the second.
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.captures == 0
+        if mode == "graph":  # the next call begins with the first capture and goes on with the second
+            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+            assert fd.explain(model).last_call.captures == 0
 
 
 @on_the_cpu
 def test_a_failed_capture_for_completions(short_steps, monkeypatch):
     """The first capture goes on."""
     model = tiny_model(**SMALL)
-    call = ragged_prompts(17) | LONG_CALL
+    call = ragged_prompts(9) | LONG_CALL
     stock = seeded(lambda: model.generate(**call))
+    monkeypatch.setattr(runners, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
     find, found = Captures.find, []
 
     def fail(self, *arguments):

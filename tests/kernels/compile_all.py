@@ -222,13 +222,14 @@ def attend_in_parts(
     """The nodes alone, and a step that goes on with their partial and returns its own."""
     nodes, kv_heads = addresses[0], new[0].shape[1]
     parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
-    if scoring.window is None:
-        forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
+    if scoring.window is not None:
+        return
+    forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
     other = (
         torch.empty(query.shape, dtype=torch.float32, device=CUDA),
         torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
     )
-    parts |= {"window": scoring.window, "sinks": scoring.sinks, "other": other, "return_lse": True}
+    parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
 
 

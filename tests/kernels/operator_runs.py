@@ -84,7 +84,7 @@ def decode(
     out, lse = forest_decode(
         query,
         *new,
-        torch.tensor(node_addresses(kv.forest, kv.segments), dtype=torch.int64, device=query.device),
+        node_addresses(kv.forest, kv.segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
         before,

@@ -42,7 +42,7 @@ def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softca
         programs=multiprocessors(DEVICE),
         device=DEVICE,
     )
-    addresses = torch.tensor(node_addresses(kv.forest, kv.segments), dtype=torch.int64, device=DEVICE)
+    addresses = node_addresses(kv.forest, kv.segments).to(DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
     scale = query.shape[-1] ** -0.5
     return Partial(
@@ -155,5 +155,11 @@ def test_arguments_are_checked():
         decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
     with pytest.raises(ValueError, match=r"other\[1\] must be"):
         decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
+    with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):
+        decode(query, kv, config=CONFIG, other=partial, window=5)
     with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):
         forest_partial(query, *[None] * 4, kv_heads=3, scale=1.0)
+    with pytest.raises(ValueError, match="query must be .* contiguous in the last dimension"):
+        forest_partial(query.repeat_interleave(2, -1)[..., ::2], *[None] * 4, kv_heads=2, scale=1.0)
+    with pytest.raises(ValueError, match="query must be fp16, bf16 or fp32, got torch.float64"):
+        forest_partial(query.double(), *[None] * 4, kv_heads=2, scale=1.0)

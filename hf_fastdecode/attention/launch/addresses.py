@@ -1,25 +1,47 @@
-"""Device addresses of stored keys and values, as the kernels' tables hold them."""
+"""Device addresses of stored keys and values, as the kernels' tables hold them.
+
+Keys and values of a segment, and of the suffixes, have equal strides, and tokens lie ``head_dim`` numbers apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ..forest import Forest
 from ..kv import Segment
 
 
-def node_addresses(forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment]) -> list[list[int]]:
-    """Address of each node's keys, address of its values, and stride between KV heads in elements."""
-    spans = [node.span for node in forest.nodes]
-    used = {span.segment: segments[span.segment] for span in spans}
+def node_addresses(
+    forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None = None
+) -> Tensor:
+    """Address of each node's keys, address of its values, and stride between KV heads in numbers.
 
-    def column(part: int) -> list[int]:  # arithmetic, because a view per node takes longer than the rest of a plan
-        bases = {number: segment[part].data_ptr() for number, segment in used.items()}
-        steps = {number: segment[part].stride(1) * segment[part].element_size() for number, segment in used.items()}
-        return [bases[span.segment] + span.start * steps[span.segment] for span in spans]
+    Args:
+        forest: The nodes.
+        segments: Storage of shared nodes.
+        suffix: Storage of own nodes, ``[rows, kv_heads, capacity, head_dim]`` each; needed if there are any.
 
-    heads = {number: segment.keys.stride(0) for number, segment in used.items()}
-    return [column(0), column(1), [heads[span.segment] for span in spans]]
+    Returns:
+        ``[3, nodes]`` int64, on the CPU.
+    """
+    numbers, starts = forest.places
+    table = np.zeros((3, len(numbers)), dtype=np.int64)  # arithmetic, because a view per node takes far longer
+    for number in np.unique(numbers[numbers >= 0]).tolist():
+        own, segment = numbers == number, segments[number]
+        for column, part in enumerate(segment):
+            table[column, own] = part.data_ptr() + starts[own] * part.stride(1) * part.element_size()
+        table[2, own] = segment.keys.stride(0)
+    if suffix is not None:
+        own = numbers < 0
+        rows = -1 - numbers[own]  # see `own_segment`
+        for column, part in enumerate(suffix):
+            table[column, own] = part.data_ptr() + rows * part.stride(0) * part.element_size()
+        table[2, own] = suffix.keys.stride(1)
+    return torch.from_numpy(table)
 
 
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:

@@ -6,14 +6,12 @@ suffix becomes a node below its row's path, for the node kernel, which divides a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
 from ...kernels.forest_decode.limits import multiprocessors
 from ..forest import Forest, Node, Span
-from ..kv import Segment
 
 STEP: Final = 128
 """Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
@@ -85,22 +83,10 @@ def with_own_nodes(forest: Forest, tokens: int) -> Forest:
     """The forest with a node of `tokens` tokens below every row's path; the same object for 0 tokens."""
     if not tokens:
         return forest
-    own = [Node(Span(_segment(row), 0, tokens), row, 1, len(path)) for row, path in enumerate(forest.paths)]
+    own = [Node(Span(own_segment(row), 0, tokens), row, 1, len(path)) for row, path in enumerate(forest.paths)]
     return Forest(forest.rows, [*forest.nodes, *own])
 
 
-def with_own_segments(segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment) -> Mapping[int, Segment]:
-    """Segments by number, with those of own nodes added.
-
-    Args:
-        segments: Segments of the shared nodes.
-        suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
-    """
-    shared = segments if isinstance(segments, Mapping) else dict(enumerate(segments))
-    own = {_segment(row): Segment(*parts) for row, parts in enumerate(zip(*suffix, strict=True))}
-    return {**shared, **own}
-
-
-def _segment(row: int) -> int:
-    """Segment number of a row's suffix: negative, because shared segments count from 0."""
+def own_segment(row: int) -> int:
+    """Segment number of a row's suffix: negative, because shared segments count from 0. Its own inverse."""
     return -1 - row

@@ -63,8 +63,7 @@ class Plan:
         device: Device of the layer.
         rows: Rows of the step when it has more than the forest.
         own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
-        like: Launch parameters to keep, such as those of a captured graph, if they differ from the chosen ones only in
-            what depends on context lengths (key tiles, stages, suffix parameters). Results then differ in rounding.
+        config: Launch parameters, such as those of a captured graph; chosen when None.
 
     Attributes:
         config: Launch parameters for all schedules.
@@ -79,12 +78,10 @@ class Plan:
         *,
         rows: int | None = None,
         own_dominate: bool = False,
-        like: Config | None = None,
+        config: Config | None = None,
     ):
         self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
-        self.config = decode_config(forest, layout, device, self.rows, own_dominate=own_dominate)
-        if like is not None and like == replace(self.config, **{name: getattr(like, name) for name in _BY_LENGTH}):
-            self.config = like
+        self.config = config or decode_config(forest, layout, device, self.rows, own_dominate=own_dominate)
         self.grid = self.config.per_sm * multiprocessors(device)
         self._last_asked = 0, self.grid
         self._shapes = [
@@ -169,6 +166,14 @@ class Plan:
             capacity=capacity,
             grid=self.grid,
         )
+
+
+def differ_by_length(chosen: Config, kept: Config) -> bool:
+    """Whether launch parameters differ at most in what depends on context lengths.
+
+    These are key tiles, stages and suffix parameters; results then differ in rounding.
+    """
+    return kept == replace(chosen, **{name: getattr(kept, name) for name in _BY_LENGTH})
 
 
 def decode_config(

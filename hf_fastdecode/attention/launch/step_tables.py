@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from ..kv import Segment, SuffixLengths
 from ..scoring import Scoring
 from .addresses import node_addresses, suffix_addresses
 from .kernel_call import run_kernels
-from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes, with_own_segments
-from .plan import Layout, Plan
+from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
+from .plan import Layout, Plan, differ_by_length
 
-_TOKENS_BETWEEN_LOOKS = 32
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ...kernels.forest_decode.api import Config
+
+_SCHEDULE_INTERVAL = 32
 """Suffix tokens between two updates of the schedules."""
 
 
@@ -35,7 +38,7 @@ class StoredKV(Protocol):
     Attributes:
         segments: Storage of the nodes, by number.
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
-        version: Another object whenever `segments` or `suffix` have moved.
+        version: Another object whenever `segments` or `suffix` are reallocated.
     """
 
     @property
@@ -55,16 +58,21 @@ class _Scheduled:
     room: Capacity
     tables: Schedule
 
-    def takes(self, plan: Plan) -> bool:
-        """Whether the tables fit the schedules of another plan."""
-        return plan.config == self.plan.config and self.room.holds(plan.needed)
-
-    def turn_to(self, plan: Plan, suffix_length: int) -> None:
-        """Load the schedule of a plan for this suffix length, unless it is loaded."""
+    def load(self, plan: Plan, suffix_length: int) -> None:
+        """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
+            self.plan, self.programs = plan, 0  # until the copy is done
             self.tables.copy_(plan.schedule(programs, self.room))
-            self.plan, self.programs = plan, programs
+            self.programs = programs
+
+
+class _Described(NamedTuple):
+    """What the tables describe: the batch's forest, leading tokens of suffixes in own nodes, and suffix lengths."""
+
+    forest: Forest
+    own_tokens: int
+    suffixes: SuffixLengths
 
 
 class StepTables:
@@ -72,7 +80,7 @@ class StepTables:
 
     Args:
         rows: Rows of the step; a batch may have fewer.
-        layers: Attention layers of the model, if known; the tables grow for more.
+        layers: Attention layers of the model, or those known so far; the tables grow for more.
         forest: The forest that decides the sizes, which are rounded up.
         device: Device of the step.
         own_nodes: How to attend to long suffixes.
@@ -92,23 +100,17 @@ class StepTables:
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first forward pass.
         self._schedules: dict[Layout, _Scheduled] = {}
-        self._batch: Forest | None = None
-        self._own_tokens = 0
-        self._suffixes = SuffixLengths()
+        self._described: _Described | None = None  # None also after a failed update
         self._versions: dict[int, object] = {}  # of the storage whose addresses are written, by layer
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        # Addresses are invalid in a copy of a cache, whose tensors are new: tables are copied as None.
-        return type(None), ()
 
     def fits(self, forest: Forest) -> bool:
         """Whether a batch over this forest fits the tables."""
-        if forest is self._batch:
+        if self._described is not None and forest is self._described.forest:
             return True
         largest = self._largest(forest)
         if forest.rows > self.rows or len(largest.levels) > self._depths or len(largest.nodes) > self._nodes:
             return False
-        return all(known.takes(self._plan(largest, layout, known)) for layout, known in self._schedules.items())
+        return all(self._holds(largest, layout, known) for layout, known in self._schedules.items())
 
     def follow(
         self, forest: Forest, suffixes: SuffixLengths, layers: Mapping[int, StoredKV], *, in_order: bool = True
@@ -121,19 +123,20 @@ class StepTables:
             layers: Storage of consecutive layers, by index; that of others is assumed not to have moved.
             in_order: Whether each row's suffix is stored in its own slot throughout, as own nodes need.
         """
-        own = self._wanted_own_tokens(suffixes) if in_order else 0
-        if moved := forest is not self._batch or own != self._own_tokens:
-            self.forest = with_own_nodes(forest, own)
-            self._versions.clear()
-        if forest is not self._batch:
+        now = _Described(forest, self._wanted_own_tokens(suffixes) if in_order else 0, suffixes)
+        before, self._described = self._described, None
+        if before is None or before.forest is not forest:
             rows = torch.arange(self.rows, dtype=torch.int32, device="cpu")
             self.slots.copy_(torch.where(rows < forest.rows, rows, -1))
-        self._batch, self._own_tokens = forest, own
-        if moved or suffixes != self._suffixes:
-            self._write_lengths(suffixes)
-            self._update_schedules(suffixes, moved=moved)
-            self._suffixes = suffixes
-        self._write_addresses(layers)
+        if before is None or (before.forest, before.own_tokens) != (forest, now.own_tokens):
+            before = None
+            self.forest = with_own_nodes(forest, now.own_tokens)
+            self._versions.clear()
+        if before is None or before.suffixes != suffixes:
+            self._write_lengths(now)
+            self._update_schedules(before, now)
+        self._write_addresses(layers, now.own_tokens)
+        self._described = now
 
     def attend(
         self,
@@ -178,50 +181,52 @@ class StepTables:
         own = self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
         units = plan.needed.units + (own if self.own_nodes.used else 0)
         room = Capacity(self._depths, self._nodes, _rounded(units))
-        programs = plan.programs(self._suffixes.longest - self._own_tokens)
+        assert self._described is not None
+        programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
         with torch.inference_mode(False):
             return _Scheduled(plan, programs, room, plan.schedule(programs, room))
 
     def _wanted_own_tokens(self, suffixes: SuffixLengths) -> int:
         """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
         windowed = any(layout.windowed for layout in self._schedules)
-        wanted = self.own_nodes.used and self._schedules and not windowed and suffixes.per_row is None
-        return own_tokens(suffixes.longest) if wanted else 0
+        wanted = self.own_nodes.used and bool(self._schedules) and not windowed
+        return own_tokens(suffixes.shortest) if wanted else 0
 
-    def _write_lengths(self, suffixes: SuffixLengths) -> None:
-        """Write the lengths of the suffixes after their own nodes."""
-        if suffixes.per_row is None:
-            self.lengths.fill_(suffixes.longest - self._own_tokens)
+    def _write_lengths(self, now: _Described) -> None:
+        """Write the tokens of suffixes that are not in own nodes."""
+        if now.suffixes.per_row is None:
+            self.lengths.fill_(now.suffixes.longest - now.own_tokens)
         else:
-            self.lengths[: len(suffixes.per_row)].copy_(suffixes.per_row)
+            self.lengths[: len(now.suffixes.per_row)].copy_(now.suffixes.per_row - now.own_tokens)
 
-    def _update_schedules(self, suffixes: SuffixLengths, *, moved: bool) -> None:
-        """Update the schedules for other nodes, or every few tokens for longer suffixes."""
-        before, now = self._suffixes.longest, suffixes.longest
-        if not moved and before // _TOKENS_BETWEEN_LOOKS == now // _TOKENS_BETWEEN_LOOKS:
+    def _update_schedules(self, before: _Described | None, now: _Described) -> None:
+        """Update the schedules for other nodes (no `before`), or every few tokens for longer suffixes."""
+        length = now.suffixes.longest
+        if before is not None and before.suffixes.longest // _SCHEDULE_INTERVAL == length // _SCHEDULE_INTERVAL:
             return
         for layout, known in self._schedules.items():
-            plan = self._plan(self.forest, layout, known) if moved else known.plan
-            known.turn_to(plan, now - self._own_tokens)
+            # The tables, and the graph that reads them, are made for these launch parameters.
+            plan = self._plan(self.forest, layout, known.plan.config) if before is None else known.plan
+            known.load(plan, length - now.own_tokens)
 
-    def _write_addresses(self, layers: Mapping[int, StoredKV]) -> None:
-        """Write the addresses of layers whose storage has moved, by one copy for all of them."""
+    def _write_addresses(self, layers: Mapping[int, StoredKV], own: int) -> None:
+        """Write the addresses of all layers from the first to the last whose storage has moved, by one copy."""
         moved = [index for index, stored in layers.items() if self._versions.get(index) is not stored.version]
         if not moved:
             return
-        first, stop, own = moved[0], moved[-1] + 1, self._own_tokens
+        first, stop = moved[0], moved[-1] + 1
         self._grow(stop)
         nodes = torch.zeros(stop - first, 3, self._nodes, dtype=torch.int64, device="cpu")
         suffixes = torch.zeros(stop - first, 4, dtype=torch.int64, device="cpu")
         for index in range(first, stop):
             stored = layers[index]
-            segments = with_own_segments(stored.segments, stored.suffix) if own else stored.segments
-            addresses = torch.tensor(node_addresses(self.forest, segments), dtype=torch.int64, device="cpu")
-            nodes[index - first, :, : len(self.forest.nodes)] = addresses
+            nodes[index - first, :, : len(self.forest.nodes)] = node_addresses(
+                self.forest, stored.segments, stored.suffix
+            )
             suffixes[index - first] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
-            self._versions[index] = stored.version
         self.nodes[first:stop].copy_(nodes)
         self.suffixes[first:stop].copy_(suffixes)
+        self._versions |= {index: layers[index].version for index in range(first, stop)}
 
     def _grow(self, layers: int) -> None:
         """Make room for the addresses of so many layers; never in captured steps, which know their number."""
@@ -235,10 +240,16 @@ class StepTables:
         """The forest with every node that it may get, own nodes among them."""
         return with_own_nodes(forest, int(self.own_nodes.used))
 
-    def _plan(self, forest: Forest, layout: Layout, known: _Scheduled | None = None) -> Plan:
-        like = known.plan.config if known is not None else None
+    def _holds(self, forest: Forest, layout: Layout, known: _Scheduled) -> bool:
+        """Whether the schedules of a forest fit these tables, and would have the same launch parameters."""
+        plan, kept = self._plan(forest, layout), known.plan.config
+        if not differ_by_length(plan.config, kept):
+            return False
+        return known.room.holds(self._plan(forest, layout, kept).needed)
+
+    def _plan(self, forest: Forest, layout: Layout, config: Config | None = None) -> Plan:
         own_dominate = self.own_nodes.dominate
-        return Plan(forest, layout, self.device, rows=self.rows, own_dominate=own_dominate, like=like)
+        return Plan(forest, layout, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
 
 
 def _rounded(count: int) -> int:

@@ -2,8 +2,8 @@
 
 A captured step reads all per-step and per-call state from device tables (`StepTables`), so one capture serves other
 prompts, lengths and sample counts in its bucket of rows. Another capture is needed only for more rows, more nodes or
-levels than the tables hold, a widest node that needs other launch parameters, rows that outgrow a sliding window, or
-changes of the model's state.
+levels than the tables hold, a widest node that needs other launch parameters, completions that have outgrown what rows
+share, rows that outgrow a sliding window, or changes of the model's state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
 
 _MOST_STEPS = 32
-"""Maximum captured steps kept per model; one of each size up to 1,024 rows is 18."""
+"""Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
 
 
 class CaptureOptions(NamedTuple):
@@ -134,11 +134,14 @@ class CapturedStep:
             self.logits = unowned(logits)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the captured step: its windows, launch parameters and table sizes."""
+        """Whether this batch can use the captured step: its windows and table sizes."""
         same_up_to = self.lengths.same_up_to
-        if same_up_to is not None and cache.longest_row(1) > same_up_to:
-            return False
-        return self.tables.own_nodes == self._own_nodes(cache) and self.tables.fits(cache.forest)
+        longest = cache.longest_row(1)
+        return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
+
+    def suits(self, cache: SharedContextCache) -> bool:
+        """Whether a capture for this batch would have the same launch parameters for own nodes."""
+        return self.tables.own_nodes == self._own_nodes(cache)
 
     def _own_nodes(self, cache: SharedContextCache) -> OwnNodes:
         kv_heads = cache.layers[0].stored.suffix.keys.shape[1]
@@ -170,7 +173,10 @@ class CapturedStep:
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {index: layer.stored for index, layer in enumerate(cache.layers)}
-        self.tables.follow(cache.forest, cache.state.suffixes.lengths, layers)
+        suffixes = cache.state.suffixes
+        if not suffixes.in_order:
+            raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
+        self.tables.follow(cache.forest, suffixes.lengths, layers)
 
 
 class Captures:
@@ -192,6 +198,7 @@ class Captures:
         self.compiled = CompiledLayers()
         self.count = 0
         self.steps_asked = 0
+        self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
         self._failure: str | None = None
         self._free = 0  # free memory at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
@@ -220,7 +227,7 @@ class Captures:
         """
         rows = bucket(cache.rows)
         for index, step in enumerate(self._steps):
-            if (step.rows, step.options) == (rows, options) and step.fits(cache):
+            if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):
                 self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":
@@ -233,9 +240,10 @@ class Captures:
         self.count += 1
         return step
 
-    def sizes(self, options: CaptureOptions) -> set[int]:
-        """Numbers of rows of the kept steps with these options."""
-        return {step.rows for step in self._steps if step.options == options}
+    def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
+        """Numbers of rows of the kept steps with these options and launch parameters."""
+        kept = (step for step in self._steps if step.options == options)
+        return {step.rows for step in kept if step.tables.own_nodes.dominate == own_dominate}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
@@ -256,8 +264,8 @@ class Captures:
         return self._failure
 
     def retry(self) -> None:
-        """Reset the recorded failure."""
-        self._failure = self._free_then = None
+        """Reset the recorded failures."""
+        self._failure = self._free_then = self.own_nodes_failure = None
 
     def clear(self) -> None:
         """Drop all captures and their memory."""

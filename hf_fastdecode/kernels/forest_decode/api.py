@@ -68,7 +68,7 @@ def forest_decode(
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
             row's suffix (beam search). New tokens are written to the row's own slot.
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
-            `forest_partial` returns them, contiguous. Complete before the preceding kernel starts, like `nodes`.
+            `forest_partial` returns them, contiguous. Not with a window, which would not count its keys.
         return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
 
     Returns:
@@ -76,8 +76,8 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with the Hopper
-            kernel.
+        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other` or the
+            Hopper kernel.
         KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
             configuration or backend.
     """
@@ -92,6 +92,8 @@ def forest_decode(
     if origins is not None:
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
     if other is not None:
+        if window is not None:
+            raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
         check_table("other[0]", other[0], tuple(query.shape), torch.float32)
         check_table("other[1]", other[1], (rows, heads, queries), torch.float32)
     check_schedule(schedule, config, rows)

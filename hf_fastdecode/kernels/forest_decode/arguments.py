@@ -18,14 +18,26 @@ def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
     Raises:
         ValueError: One is not as documented.
     """
-    rows, heads, queries, head_dim = query.shape
+    rows, _, queries, head_dim = query.shape
     kv_heads = keys.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
-    for name, part, count in (("query", query, heads), ("new_keys", keys, kv_heads), ("new_values", values, kv_heads)):
-        shape = (rows, count, queries, head_dim)
+    check_query(query, kv_heads)
+    for name, part in (("new_keys", keys), ("new_values", values)):
+        shape = (rows, kv_heads, queries, head_dim)
         if part.shape != shape or part.dtype != query.dtype or part.stride(3) != 1:
             raise ValueError(f"{name} must be {_in_words(shape, query.dtype)}, got {_found(part)}")
+
+
+def check_query(query: Tensor, kv_heads: int) -> None:
+    """Check strides, dtype and heads of queries.
+
+    Raises:
+        ValueError: One is not as documented.
+    """
+    heads = query.shape[1]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
+    if query.stride(3) != 1:
+        raise ValueError(f"query must be {_in_words(tuple(query.shape), query.dtype)}, got {_found(query)}")
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be fp16, bf16 or fp32, got {query.dtype}")
 

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
-from .arguments import check_numbers, check_schedule, check_table
+from .arguments import check_numbers, check_query, check_schedule, check_table
 from .config import Config, choose_merge_config
 from .node_merge import merge_nodes
 from .nodes import attend_nodes, overlaps
@@ -45,20 +45,19 @@ def forest_partial(
         fp32; 0 and ``-inf`` for rows without nodes.
 
     Raises:
-        ValueError: A shape, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or number is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, queries, head_dim = query.shape
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
+    check_query(query, kv_heads)
     check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, None)
-    out = torch.zeros(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.full((rows, heads, queries), -torch.inf, dtype=torch.float32, device=query.device)
+    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
     if not schedule.piece_count or not rows:
-        return out, lse
+        return out.zero_(), lse.fill_(-torch.inf)
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
     queries_per_kv_head = heads // kv_heads * queries
     merging = choose_merge_config(queries_per_kv_head, head_dim)
