@@ -23,15 +23,23 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
 
     Args:
         cache: The cache.
-        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and shapes
-            are left to the attention function, which rejects them.
+        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
+            four dimensions are left to the attention function, which rejects them.
         queries: Tokens the pass appends to each row.
 
     Raises:
-        ValueError: The mask hides more than left padding.
+        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
     """
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()):
+    if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
         return
+    if mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be [rows, tokens], got shape {list(mask.shape)}; omit it for no padding"
+        )
+    if not cache.rows:
+        raise ValueError(
+            "an empty SharedContextCache takes no padded prompts; make it with hf_fastdecode.prefill(model, ...)"
+        )
     hidden = (mask == 0).cpu()
     own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
     in_front = hidden.long().cumprod(1).sum(1)

@@ -18,8 +18,8 @@ from ..attention.torch_operators.backends import ALL_BACKENDS
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import SharedContextLayer
+from .rows import CacheRows
 from .state import PrefillItem, SharedState
-from .storage import TokenStorage
 from .suffixes import Suffixes
 
 
@@ -37,7 +37,7 @@ class FirstPass(Protocol):
         ...
 
 
-class SharedContextCache(Cache):
+class SharedContextCache(CacheRows):
     """Cache of keys and values for rows that share context.
 
     Nodes (runs of tokens shared by a contiguous range of rows) are stored once. Each row's own tokens go to a suffix,
@@ -51,8 +51,6 @@ class SharedContextCache(Cache):
         ValueError: `max_suffix` is not a token count, or `backend` is unknown.
     """
 
-    layers: list[SharedContextLayer]
-
     def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
         if max_suffix is not None and not _is_count(max_suffix):
             raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
@@ -65,26 +63,6 @@ class SharedContextCache(Cache):
         self.fingerprint: Fingerprint | None = None  # of the model that filled the cache, if known
         self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
-
-    @property
-    def forest(self) -> Forest:
-        """Nodes over this cache's rows."""
-        return self.state.forest if self.state.forest is not None else Forest(0)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows (sequences)."""
-        return self.forest.rows
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all rows are empty."""
-        return not self.suffix_length and not any(self.forest.context_lengths)
-
-    @property
-    def suffix_length(self) -> int:
-        """Tokens in each row's suffix, after its path of nodes; an upper bound after `drop_last`."""
-        return self.state.suffixes.longest
 
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
@@ -217,6 +195,8 @@ class SharedContextCache(Cache):
                     "tokens: the model has other layers than the cache; make it with "
                     "hf_fastdecode.prefill(model, ...) of this model"
                 )
+            if suffixes.ids is ids and any(appended):  # a pass without ids, behind which no others are known
+                suffixes.ids = ids.first(before.shortest)
             suffixes.lengths = before.plus(max(appended, default=0))
             state.padded_length += max(appended, default=0)
         except BaseException:
@@ -230,10 +210,6 @@ class SharedContextCache(Cache):
         finally:
             for layer in self.layers:
                 layer.appended = 0
-
-    @property
-    def _storages(self) -> list[TokenStorage]:
-        return [layer.storage for layer in self.layers]
 
     def adopt_state(self, other: SharedContextCache) -> None:
         """Take on the state of another cache, which must not be used afterwards."""
@@ -252,11 +228,6 @@ class SharedContextCache(Cache):
                 "input_ids through the enabled model"
             )
         return ids.whole(self.rows).cpu()
-
-    @property
-    def suffix_lengths(self) -> Tensor:
-        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
-        return self.state.suffixes.per_row(self.rows)
 
     def path_tokens(self, path: Path) -> Tensor:
         """Token ids of a path: ``[length]`` int64, on the CPU."""
@@ -301,108 +272,12 @@ class SharedContextCache(Cache):
         if self.awaited is not None:
             self.awaited.stock.activate_past_recording()
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
-        appended = self.layers[layer_idx].appended if layer_idx < len(self.layers) else 0
-        return self.state.padded_length + appended
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``(kv_length, kv_offset)`` of a stock model's mask."""
-        return self.get_seq_length(layer_idx) + query_length, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of every row, first from its suffix, then from its nodes.
-
-        Node storage is not modified, since other caches may use it; this cache's paths are shortened.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass a value <= 0"
-            )
-        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
-        own = self.suffix_lengths.clamp(max=count)
-        if self.state.forest is not None and bool((own < count).any()):
-            contexts = self.forest.context_lengths
-            rest = [min(count - gone, context) for gone, context in zip(own.tolist(), contexts, strict=True)]
-            self.state.forest = self.forest.drop_last(rest)
-        self.state.suffixes.drop(own, self._storages)
-        self.state.padded_length = max(0, self.state.padded_length - count)
-
-    def drop_last(self, tokens: Tensor | Sequence[int]) -> None:
-        """Remove the last ``tokens[i]`` tokens of row ``i``'s suffix, such as draft tokens that were not accepted.
-
-        Suffixes may then differ in length; new tokens follow each row's own. Storage stays.
-
-        Args:
-            tokens: A whole number per row. On a GPU the host does not read them: counts beyond 0 and a suffix's
-                length are taken as these, and `suffix_length`, by which storage grows, stays as it was, as an upper
-                bound, until counts on the CPU or `crop` tighten it.
-
-        Raises:
-            ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix.
-        """
-        counts = torch.as_tensor(tokens)
-        if counts.shape != (self.rows,) or counts.dtype == torch.bool or counts.is_floating_point():
-            raise ValueError(
-                f"drop_last takes a whole number for each of {self.rows} rows, got {str(counts.dtype)[6:]} numbers of "
-                f"shape {list(counts.shape)}"
-            )
-        if counts.is_cuda:
-            self.state.suffixes.drop(counts, self._storages)
-            return
-        own = self.suffix_lengths
-        if len(wrong := ((counts < 0) | (counts > own)).nonzero()):
-            row = int(wrong[0])
-            raise ValueError(f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(own[row])}")
-        longest = self.state.longest_row
-        self.state.suffixes.drop(counts, self._storages)
-        self.state.padded_length -= longest - self.state.longest_row
-
     def reset(self) -> None:
         """Remove all tokens and rows."""
         super().reset()
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
-
-        If the number of rows is unchanged, suffixes are not copied either, see `SuffixOrigins`.
-        """
-        out_of_range = [row for row in rows if not 0 <= row < self.rows]
-        if out_of_range:
-            raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
-        if self.state.forest is None:
-            return
-        if list(rows) == list(range(self.rows)):
-            return
-        paths, before = self.forest.paths, self.rows
-        # Keep the same forest object for the same nodes, so that plans made for it stay valid.
-        if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
-            self.state.forest = self.forest.select_rows(list(rows))
-        self.state.suffixes.select(torch.tensor(list(rows), dtype=torch.long, device="cpu"), before, self._storages)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row ``i`` by row ``beam_idx[i]``."""
-        self.select_rows(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows in ``indices`` (row numbers, or a boolean mask)."""
-        if indices.dtype == torch.bool:
-            if len(indices) != self.rows:
-                raise IndexError(f"a boolean for each of the cache's {self.rows} rows is needed, got {len(indices)}")
-            indices = indices.nonzero().flatten()
-        self.select_rows([row + self.rows if -self.rows <= row < 0 else row for row in indices.tolist()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row ``repeats`` times; nodes are not copied."""
-        if repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {repeats}")
-        self.select_rows([row for row in range(self.rows) for _ in range(repeats)])
 
     def __repr__(self) -> str:
         return f"SharedContextCache({self.forest!r}, suffix_length={self.suffix_length}, layers={len(self.layers)})"

@@ -40,7 +40,7 @@ class SuffixIds:
         """
         if self.length != before.longest:
             return self
-        ids = ids.clone()  # may be a view of a tensor that the caller changes
+        ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
         if before.per_row is None:
             few = len(self._parts) < _MOST_PARTS
             return SuffixIds((*(self._parts if few else (self.whole(len(ids)),)), ids))
@@ -53,7 +53,7 @@ class SuffixIds:
         """The first `tokens` of every row."""
         if tokens >= self.length or not self._parts:
             return self
-        return SuffixIds((torch.cat(self._parts, dim=1)[:, :tokens],))
+        return SuffixIds((self.whole(len(self._parts[0]))[:, :tokens],))
 
     def select(self, rows: Tensor) -> SuffixIds:
         """The ids of these rows, ``[rows]`` int64 on any device."""

@@ -71,7 +71,7 @@ def test_counts_are_checked():
         with pytest.raises(ValueError, match=r"a whole number for each of 2 rows, got int64 numbers of shape \[3\]"):
             cache.drop_last([0, 0, 1])
         for counts in ([0.5, 1.0], torch.tensor([True, False])):
-            with pytest.raises(ValueError, match="a whole number for each of 2 rows, got (float32|bool) numbers"):
+            with pytest.raises(ValueError, match=r"a whole number for each of 2 rows, got (float32|bool) numbers"):
                 cache.drop_last(counts)
         with pytest.raises(ValueError, match="row 0 cannot lose -1 tokens"):
             cache.drop_last([-1, 0])
@@ -100,17 +100,15 @@ def test_as_many_of_each_row_as_crop_removes():
         assert cache.get_seq_length() == 11
 
 
-@pytest.mark.parametrize(
-    "drop", [lambda cache: cache.crop(-2), lambda cache: cache.drop_last([2])], ids=["crop", "drop_last"]
-)
-def test_ids_behind_embeddings_stay_unknown(drop):
+@pytest.mark.parametrize(("method", "counts"), [("crop", -2), ("drop_last", [2])])
+def test_ids_behind_embeddings_stay_unknown(method, counts):
     """A pass of embeddings gives no ids: what is left behind it must not be taken for the first tokens."""
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5, 6, 7, 8]])
         model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[50]])), past_key_values=cache)
         model(torch.tensor([[11, 12, 13]]), past_key_values=cache)
-        drop(cache)
+        getattr(cache, method)(counts)
         with pytest.raises(ValueError, match="holds 2 suffix tokens but knows the ids of 0"):
             cache.suffix_tokens()
         cache.crop(-2)
@@ -128,3 +126,36 @@ def test_rows_of_different_lengths_behind_embeddings():
         logits = model(torch.tensor([[9], [10]]), past_key_values=cache).logits[:, -1]
     for row, ids in enumerate(([5, 6, 7, 50, 51, 9], [6, 7, 8, 52, 10])):
         torch.testing.assert_close(logits[row], model(torch.tensor([ids])).logits[0, -1])
+
+
+def test_ids_of_some_rows_behind_embeddings():
+    """Lengths that are equal again do not make the ids known of the row that was shorter."""
+    model = tiny_model("llama-gqa")
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
+        model(torch.tensor([[20, 21, 22], [23, 24, 25]]), past_key_values=cache)
+        cache.drop_last([2, 0])
+        embedded = model.get_input_embeddings()(torch.tensor([[10, 11], [12, 13]]))
+        model(inputs_embeds=embedded, past_key_values=cache)
+        cache.drop_last([0, 2])
+        assert cache.suffix_lengths.tolist() == [3, 3]
+        with pytest.raises(ValueError, match="holds 3 suffix tokens but knows the ids of 1"):
+            cache.suffix_tokens()
+
+
+def test_counts_and_ids_of_any_integer_type():
+    model = tiny_model("llama-gqa")
+    fd.SharedContextCache().drop_last([])
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
+        model(torch.full((2, 300), 9), past_key_values=cache)
+        cache.drop_last(torch.tensor([1, 2], dtype=torch.uint8))
+        assert cache.suffix_lengths.tolist() == [299, 298]
+        model(torch.tensor([[9], [9]], dtype=torch.int32), past_key_values=cache)
+        assert cache.suffix_tokens().dtype == torch.int64
+        for counts in (None, "ab", ["1", "0"], [2**100, 0], [1j, 0]):
+            with pytest.raises(ValueError, match="drop_last takes a whole number for each of 2 rows, got"):
+                cache.drop_last(counts)
+        with pytest.raises(TypeError, match=r"crop takes minus the number of tokens to remove, got -1\.5"):
+            cache.crop(-1.5)
+        assert cache.suffix_lengths.tolist() == [300, 299]

@@ -159,7 +159,7 @@ def test_arguments_are_checked():
         decode(query, kv, config=CONFIG, other=partial, window=5)
     with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):
         forest_partial(query, *[None] * 4, kv_heads=3, scale=1.0)
-    with pytest.raises(ValueError, match="query must be .* contiguous in the last dimension"):
+    with pytest.raises(ValueError, match=r"query must be .* contiguous in the last dimension"):
         forest_partial(query.repeat_interleave(2, -1)[..., ::2], *[None] * 4, kv_heads=2, scale=1.0)
-    with pytest.raises(ValueError, match="query must be fp16, bf16 or fp32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"query must be fp16, bf16 or fp32, got torch\.float64"):
         forest_partial(query.double(), *[None] * 4, kv_heads=2, scale=1.0)

@@ -1,0 +1,160 @@
+"""Rows of a shared-context cache: how long they are, and selecting, repeating and shortening them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..attention.forest import Forest
+from .layer import SharedContextLayer
+from .state import SharedState
+from .storage import TokenStorage
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class CacheRows(Cache):
+    """Base of `SharedContextCache`: its rows, none of whose operations copies nodes.
+
+    Attributes:
+        state: State shared by all layers.
+    """
+
+    state: SharedState
+    layers: list[SharedContextLayer]
+
+    @property
+    def forest(self) -> Forest:
+        """Nodes over this cache's rows."""
+        return self.state.forest if self.state.forest is not None else Forest(0)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows (sequences)."""
+        return self.forest.rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all rows are empty."""
+        return not self.suffix_length and not any(self.forest.context_lengths)
+
+    @property
+    def suffix_length(self) -> int:
+        """Tokens in each row's suffix, after its path of nodes; an upper bound after `drop_last`."""
+        return self.state.suffixes.longest
+
+    @property
+    def suffix_lengths(self) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        return self.state.suffixes.per_row(self.rows)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the longest row, including the padding of the caller's ``input_ids``."""
+        appended = self.layers[layer_idx].appended if layer_idx < len(self.layers) else 0
+        return self.state.padded_length + appended
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """``(kv_length, kv_offset)`` of a stock model's mask."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every row, first from its suffix, then from its nodes.
+
+        Node storage is not modified, since other caches may use it; this cache's paths are shortened.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass a value <= 0"
+            )
+        try:
+            count = -operator.index(tokens_to_remove)
+        except TypeError as error:
+            raise TypeError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove!r}") from error
+        own = self.suffix_lengths.clamp(max=count)
+        if self.state.forest is not None and bool((own < count).any()):
+            contexts = self.forest.context_lengths
+            rest = [min(count - gone, context) for gone, context in zip(own.tolist(), contexts, strict=True)]
+            self.state.forest = self.forest.drop_last(rest)
+        self.state.suffixes.drop(own, self._storages)
+        self.state.padded_length = max(0, self.state.padded_length - count)
+
+    def drop_last(self, tokens: Tensor | Sequence[int]) -> None:
+        """Remove the last ``tokens[i]`` tokens of row ``i``'s suffix, such as draft tokens that were not accepted.
+
+        Suffixes may then differ in length; new tokens follow each row's own. Storage stays.
+
+        Args:
+            tokens: A whole number per row. On a GPU the host does not read them: counts beyond 0 and a suffix's
+                length are taken as these, and `suffix_length`, by which storage grows, stays as it was, as an upper
+                bound, until counts on the CPU or `crop` tighten it.
+
+        Raises:
+            ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix.
+        """
+        try:
+            counts = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.long)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"drop_last takes a whole number for each of {self.rows} rows, got {tokens!r}") from error
+        if counts.shape != (self.rows,) or counts.dtype not in _INTEGERS:
+            raise ValueError(
+                f"drop_last takes a whole number for each of {self.rows} rows, got {str(counts.dtype)[6:]} numbers of "
+                f"shape {list(counts.shape)}"
+            )
+        counts = counts.long()
+        if counts.is_cuda:
+            self.state.suffixes.drop(counts, self._storages)
+            return
+        own = self.suffix_lengths
+        if len(wrong := ((counts < 0) | (counts > own)).nonzero()):
+            row = int(wrong[0])
+            raise ValueError(f"row {row} cannot lose {int(counts[row])} tokens: its suffix has {int(own[row])}")
+        longest = self.state.longest_row
+        self.state.suffixes.drop(counts, self._storages)
+        self.state.padded_length -= longest - self.state.longest_row
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
+
+        If the number of rows is unchanged, suffixes are not copied either, see `SuffixOrigins`.
+        """
+        out_of_range = [row for row in rows if not 0 <= row < self.rows]
+        if out_of_range:
+            raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
+        if self.state.forest is None:
+            return
+        if list(rows) == list(range(self.rows)):
+            return
+        paths, before = self.forest.paths, self.rows
+        # Keep the same forest object for the same nodes, so that plans made for it stay valid.
+        if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
+            self.state.forest = self.forest.select_rows(list(rows))
+        self.state.suffixes.select(torch.tensor(list(rows), dtype=torch.long, device="cpu"), before, self._storages)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row ``i`` by row ``beam_idx[i]``."""
+        self.select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices`` (row numbers, or a boolean mask)."""
+        if indices.dtype == torch.bool:
+            if len(indices) != self.rows:
+                raise IndexError(f"a boolean for each of the cache's {self.rows} rows is needed, got {len(indices)}")
+            indices = indices.nonzero().flatten()
+        self.select_rows([row + self.rows if -self.rows <= row < 0 else row for row in indices.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times; nodes are not copied."""
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}")
+        self.select_rows([row for row in range(self.rows) for _ in range(repeats)])
+
+    @property
+    def _storages(self) -> list[TokenStorage]:
+        return [layer.storage for layer in self.layers]
