@@ -89,7 +89,7 @@ class RowLengths:
     longest: int
     same_up_to: int | None = None
 
-    def binding(self, window: int | None) -> int | None:
+    def keep_if_binding(self, window: int | None) -> int | None:
         """The window where it hides any token of the longest row, else None."""
         if window is None or self.longest > window:
             return window
@@ -111,7 +111,7 @@ def require_active() -> None:
         raise NotATensorError("update", "keys and values")
 
 
-class _Switched:
+class _ConfigSwitch:
     """Reference-counted switch of configs to our functions, with what they named before.
 
     Passes of several threads, or of models that share a config, overlap in any order: the first to enter switches a
@@ -142,7 +142,7 @@ class _Switched:
             return self._entries.get(id(config), (None, 0))[0] or "sdpa"
 
 
-_switched = _Switched()
+_switch = _ConfigSwitch()
 
 
 @contextmanager
@@ -157,12 +157,12 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
     token = _lengths.set(lengths)
     try:
         for config in configs:
-            _switched.enter(config)
+            _switch.enter(config)
             entered.append(config)
         yield
     finally:
         for config in entered:
-            _switched.leave(config)
+            _switch.leave(config)
         _lengths.reset(token)
 
 
@@ -226,7 +226,7 @@ def shared_context_attention(
             )
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
-        window = lengths.binding(window)
+        window = lengths.keep_if_binding(window)
     masked = None if attention_mask is None else attention_mask.size
     if window != masked:
         raise Unsupported(
@@ -234,13 +234,13 @@ def shared_context_attention(
         )
     if window is None and lengths is not None:
         stored = _window_of_every_layer(getattr(module, "config", None))
-        if lengths.binding(stored) is not None:
+        if lengths.keep_if_binding(stored) is not None:
             raise Unsupported(
                 f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
                 f"{type(module).__name__} attends without one"
             )
     ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
-    if ignored and lengths is not None and _switched.before(module.config) == "sdpa":
+    if ignored and lengths is not None and _switch.before(module.config) == "sdpa":
         raise Unsupported(
             f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
             "call model.set_attn_implementation('eager')",
@@ -286,7 +286,7 @@ def shared_context_mask(
     """
     lengths = _lengths.get()
     if lengths is None:  # a stock pass of another thread
-        name = _switched.before(kwargs["config"])
+        name = _switch.before(kwargs["config"])
         given = {
             "mask_function": mask_function,
             "allow_is_causal_skip": allow_is_causal_skip,
@@ -295,7 +295,7 @@ def shared_context_mask(
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
     if local_size is not None and local_size < 1:
         return SlidingWindow(local_size)  # hides every key; models make it for windows of 0, and no layer takes it
-    window = lengths.binding(local_size)
+    window = lengths.keep_if_binding(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise Unsupported("the model's mask is not plain causal attention")
     if window is None:
@@ -329,7 +329,7 @@ def _slides(mask_function: Callable[..., Any], window: int) -> bool:
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that a module's config named before it was switched."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = _switched.before(module.config)
+    name = _switch.before(module.config)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 

@@ -25,7 +25,7 @@ class Scoring:
     sinks: Tensor | None = None
 
     @property
-    def report_suffix(self) -> str:
+    def report_note(self) -> str:
         """Report suffix naming features beyond causal attention."""
         window = "" if self.window is None else f", within a window of {self.window} tokens"
         return window if self.sinks is None else f"{window}, with sinks"

@@ -41,7 +41,7 @@ class SharedState:
         suffixes: Lengths and token ids of the rows' suffixes.
         padding: Width of the caller's ``input_ids`` minus the longest row.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `backends.ALL_BACKENDS`.
+        backend: One of `backends.BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
         tables: Kernel inputs other than keys and values, by device; None in a copy of the cache.
         windowed: Whether a sliding window has hidden tokens from any layer.
