@@ -202,6 +202,8 @@ def _with_context(
     if some.shape[2] == grouped.shape[2]:
         return merge(own, part)
     merged = merge(Partial(own.out[:, :, place], own.lse[:, :, place]), part)
+    if own.lse.requires_grad:  # the merge has saved views of `own` for its gradient
+        own = Partial(own.out.clone(), own.lse.clone())
     own.out[:, :, place], own.lse[:, :, place] = merged.out, merged.lse
     return own
 
