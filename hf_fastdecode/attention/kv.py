@@ -12,13 +12,17 @@ from .forest import Forest, Span
 
 
 class Segment(NamedTuple):
-    """Keys and values of a run of tokens: each ``[kv_heads, tokens, head_dim]``, the last dimension contiguous."""
+    """Keys and values of stored tokens, of equal strides, the last dimension contiguous.
+
+    Those of a run of tokens are ``[kv_heads, tokens, head_dim]`` each; those of all rows' suffixes are
+    ``[rows, kv_heads, capacity, head_dim]`` each, and have no `view`.
+    """
 
     keys: Tensor
     values: Tensor
 
     def view(self, span: Span) -> Segment:
-        """A view of the span."""
+        """A view of the span's tokens."""
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
 
 
@@ -28,7 +32,8 @@ class SuffixLengths:
 
     Attributes:
         longest: The longest suffix's tokens, or an upper bound where suffixes differ.
-        per_row: ``[rows]`` int32; None while all suffixes have `longest` tokens. Never written in place.
+        per_row: ``[rows]`` int32 on the device; None if all suffixes have `longest` tokens. Other lengths are always
+            another tensor, so equal lengths are recognized without reading it.
     """
 
     longest: int = 0
@@ -44,7 +49,7 @@ class SuffixLengths:
         return SuffixLengths(self.longest + tokens, None if self.per_row is None else self.per_row + tokens)
 
     def on_host(self) -> int | list[int]:
-        """As `ForestKV` takes them; waits for the device where suffixes differ."""
+        """The same lengths for `ForestKV`; synchronizes with the device if `per_row` is given."""
         return self.longest if self.per_row is None else self.per_row.tolist()
 
 

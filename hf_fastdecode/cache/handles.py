@@ -32,7 +32,7 @@ class StoredLayer:
 
     Attributes:
         window: Window of the last pass, where it hid any token.
-        report_note: Report suffix of the last pass, naming features beyond causal attention.
+        report_note: What the last pass had beyond causal attention, for reports.
         ran: For reports: phase -> operators that computed it.
         ran_for: The forest and operators that ``ran["decode"]`` describes.
     """
