@@ -139,8 +139,10 @@ class _ConfigSwitch:
 
     def before(self, config: PreTrainedConfig) -> str:
         """The attention implementation that a config names when no pass has switched it, ``sdpa`` by default."""
-        with self._lock:
-            return self._entries.get(id(config), (None, 0))[0] or "sdpa"
+        with self._lock:  # another thread may have restored the config since our function was called
+            known = self._entries.get(id(config))
+            name: str | None = getattr(config, ATTENTION_FIELD, None) if known is None else known[0]
+        return name if name and name != ATTENTION_NAME else "sdpa"
 
 
 _switch = _ConfigSwitch()
