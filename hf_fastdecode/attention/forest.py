@@ -1,8 +1,8 @@
 """The forest: which rows share which runs of tokens.
 
 A *node* is a run of tokens whose keys and values are stored once and attended to by a contiguous range of rows. The
-rows of a node of depth ``d`` lie inside those of one node of depth ``d - 1``, for any number of levels, tokens and rows
-(Hydragen, section 3.3). A row's own tokens are its *suffix*, which the cache stores separately.
+rows of a node of depth ``d`` lie inside those of one node of depth ``d - 1``. There may be any number of levels, of
+tokens and of rows (Hydragen, section 3.3). A row's own tokens are its *suffix*, which the cache stores separately.
 
 A forest is an immutable description on the host. It says where nodes are stored (`Span`), and holds no token ids, keys
 or values.

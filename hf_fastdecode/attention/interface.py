@@ -322,8 +322,8 @@ def _window_of_every_layer(config: Any) -> int | None:
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
     """Whether a mask function is a sliding window of `window` tokens, rather than one of chunks."""
-    # Four ages of a key: just outside the window, the oldest inside, the query itself, and the next token. Two queries,
-    # because at the last token of a chunk the chunk looks like a window.
+    # Four ages of a key: just outside the window, the oldest inside, the query itself, and the next token. For two
+    # adjacent queries, because the last query of a chunk sees what it would in a window.
     # On the CPU, whatever the default device, because a CUDA graph may be under capture.
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)
