@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.torch_operators.backends import ALL_BACKENDS
+from hf_fastdecode.attention.torch_operators.backends import BACKENDS
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
 
@@ -242,7 +242,7 @@ def test_enable_explains_every_option():
     }
     explained = inspect.getdoc(fd.enable)
     assert all(f"\n    {name}: " in explained for name in parameters)
-    for known in (ALL_BACKENDS, MODES, SAMPLERS, FUSE_PROJECTIONS):
+    for known in (BACKENDS, MODES, SAMPLERS, FUSE_PROJECTIONS):
         assert all(f"``{value}``" in explained for value in known)
 
 

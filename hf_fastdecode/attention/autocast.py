@@ -1,4 +1,8 @@
-"""`torch.autocast` for custom attention: autocast covers neither operators called by name nor cache writes."""
+"""Casts for custom attention under `torch.autocast`.
+
+Autocast itself casts inputs of PyTorch's public functions, but neither those of ``torch.ops.aten`` operators and of
+kernels, nor keys and values that a cache stores.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor) -> Tensor:
-    """Cast queries, keys or values as autocast does for PyTorch's attention; float64 stays, as there."""
+    """Cast queries, keys or values as autocast casts inputs of PyTorch's attention: all but float64."""
     dtype = autocast_dtype(tensor.device)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 

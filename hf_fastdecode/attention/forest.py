@@ -1,10 +1,11 @@
 """The forest: which rows share which runs of tokens.
 
-A *node* is a run of tokens whose keys and values are stored once and attended to by a contiguous range of rows. Nodes
-nest to any depth, with any lengths and group sizes (Hydragen, section 3.3). A row's own tokens are its *suffix*, which
-the cache stores separately.
+A *node* is a run of tokens whose keys and values are stored once and attended to by a contiguous range of rows. The
+rows of a node of depth ``d`` lie inside those of one node of depth ``d - 1``. There may be any number of levels, of
+tokens and of rows (Hydragen, section 3.3). A row's own tokens are its *suffix*, which the cache stores separately.
 
-A forest is a small, immutable description on the host: where a node's tokens are stored (`Span`), not which they are.
+A forest is an immutable description on the host. It says where nodes are stored (`Span`), and holds no token ids, keys
+or values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .prefix_tree import Run, prefix_tree
+from .prefix_tree import SharedRange, prefix_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class Forest:
 
     @cached_property
     def batches(self) -> tuple[tuple[tuple[Node, ...], ...], ...]:
-        """Each level in runs of *alike* nodes, served by one batched call: neighbours of equal length and row count,
-        evenly spaced in one segment."""
+        """Each level, divided into groups of *alike* nodes: adjacent nodes of equal length and row count that are
+        evenly spaced in one segment, so that one batched call attends to all of them."""
         return tuple(tuple(_alike(level)) for level in self.levels)
 
     @cached_property
@@ -171,8 +172,8 @@ class Forest:
     def from_paths(cls, paths: Sequence[Path]) -> Forest:
         """The forest in which row ``i`` attends to the spans ``paths[i]``.
 
-        Neighbouring rows whose paths begin with the same tokens share nodes; where one path ends, or two diverge,
-        in the middle of a span, the span is split there.
+        Adjacent rows share nodes as far as their paths begin at the same places of storage; equal tokens that are
+        stored twice are not shared. Where a path ends, or two diverge, inside a span, the span is split there.
         """
         rows = [joined(path) for path in paths]
         tree = prefix_tree(
@@ -180,14 +181,12 @@ class Forest:
             [_shared_tokens(upper, lower) for upper, lower in pairwise(rows)],
         )
         nodes: list[Node] = []
-        depth: dict[Run | None, int] = {None: 0}  # below a run
-        for run in tree.runs:
-            spans = path_slice(rows[run.first], run.start, run.stop)
-            above = depth[run.parent]
-            nodes += [
-                Node(span, run.first, run.last - run.first + 1, above + index) for index, span in enumerate(spans)
-            ]
-            depth[run] = above + len(spans)
+        depth_below: dict[SharedRange | None, int] = {None: 0}  # a range of several spans becomes as many nodes
+        for shared in tree.ranges:
+            spans = path_slice(rows[shared.row_start], shared.start, shared.stop)
+            depth, row_count = depth_below[shared.parent], shared.row_stop - shared.row_start
+            nodes += [Node(span, shared.row_start, row_count, depth + index) for index, span in enumerate(spans)]
+            depth_below[shared] = depth + len(spans)
         return cls(len(paths), nodes)
 
     def select_rows(self, rows: Sequence[int]) -> Forest:

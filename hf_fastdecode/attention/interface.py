@@ -1,9 +1,9 @@
 """Adapter to transformers: an attention function and a mask function in its official registries.
 
-A cache layer's ``update`` may return any object, and attention classes hand it to the attention function as ``key``.
-Ours returns a `SharedKV`, whose `attend` the attention function calls. The mask function likewise returns a
-`SlidingWindow` instead of a mask tensor. A model's configs name the two functions only inside `active`, which is
-entered for forward passes with a shared-context cache.
+transformers' attention classes pass what the cache layer's ``update`` returns to their attention function, as ``key``
+and ``value``, whatever its type. Layers of a shared-context cache return a `SharedKV`, and the attention function here
+calls its `attend`. Likewise the mask function here returns a `SlidingWindow` instead of a mask tensor. A model's
+configs name these two functions only inside `active`, which wraps every forward pass with a shared-context cache.
 """
 
 from __future__ import annotations
@@ -78,19 +78,20 @@ class SlidingWindow(_NotATensor):
 
 @dataclass
 class RowLengths:
-    """The longest row of the forward passes inside `active`, and the lengths for which they would be the same.
+    """Length of the longest row in the forward passes inside `active`, which decides whether windows hide tokens.
 
     Attributes:
-        longest: Tokens of the longest row by the end of the call. A window at least this long hides nothing, and
-            is left out.
-        same_up_to: The shortest window that was left out, which would bind for longer rows; None without one.
+        longest: Tokens of the longest row at the end of the pass. Windows of at least this size hide nothing and are
+            dropped: layers then attend without a window.
+        same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
+            computation, longer ones need the window (a captured step checks that).
     """
 
     longest: int
     same_up_to: int | None = None
 
-    def binding(self, window: int | None) -> int | None:
-        """The window where it hides any token of the longest row, else None."""
+    def keep_if_binding(self, window: int | None) -> int | None:
+        """The window if it hides any token of the longest row; else None, with the window noted in `same_up_to`."""
         if window is None or self.longest > window:
             return window
         self.same_up_to = min(window, self.same_up_to or window)
@@ -102,20 +103,20 @@ _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", de
 
 
 def require_active() -> None:
-    """Raise in forward passes that would write to a shared-context cache without being able to read it.
+    """Check that the model's attention is routed here, which alone can read a shared-context cache.
 
     Raises:
-        NotATensorError: The caller runs outside of `active`.
+        NotATensorError: The forward pass runs outside of `active`.
     """
     if _lengths.get() is None:
         raise NotATensorError("update", "keys and values")
 
 
-class _Switched:
-    """Reference-counted switch of configs to our functions, with what they named before.
+class _ConfigSwitch:
+    """Makes configs name our functions for the time of some forward passes, and restores what they named before.
 
-    Passes of several threads, or of models that share a config, overlap in any order: the first to enter switches a
-    config, the last to leave restores it.
+    Passes of several threads, or of models that share a config, may overlap, so entries are counted: the first pass to
+    enter switches a config, the last to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -137,36 +138,38 @@ class _Switched:
                 setattr(config, ATTENTION_FIELD, before)
 
     def before(self, config: PreTrainedConfig) -> str:
-        """The attention implementation that a switched config named before, ``sdpa`` by default."""
-        with self._lock:
-            return self._entries.get(id(config), (None, 0))[0] or "sdpa"
+        """The attention implementation that a config names when no pass has switched it, ``sdpa`` by default."""
+        with self._lock:  # another thread may have restored the config since our function was called
+            known = self._entries.get(id(config))
+            name: str | None = getattr(config, ATTENTION_FIELD, None) if known is None else known[0]
+        return name if name and name != ATTENTION_NAME else "sdpa"
 
 
-_switched = _Switched()
+_switch = _ConfigSwitch()
 
 
 @contextmanager
 def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
-    """Route the attention of modules with these configs through this module; restores them on exit.
+    """Make these configs name this file's attention and mask function inside the context; restores them on exit.
 
     Args:
         configs: The distinct config objects that the model's attention layers and mask creation read.
-        lengths: The longest row of the call.
+        lengths: Length of the longest row in the passes inside the context.
     """
     entered: list[PreTrainedConfig] = []
     token = _lengths.set(lengths)
     try:
         for config in configs:
-            _switched.enter(config)
+            _switch.enter(config)
             entered.append(config)
         yield
     finally:
         for config in entered:
-            _switched.leave(config)
+            _switch.leave(config)
         _lengths.reset(token)
 
 
-# Not compiled: a compiled layer must not depend on the cache's storage.
+# Excluded from torch.compile: one compiled layer serves all layers, each with storage of its own.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shared_context_attention(
     module: nn.Module,
@@ -193,7 +196,7 @@ def shared_context_attention(
         scaling: Factor on the scores; ``head_dim ** -0.5`` when None.
         dropout: Must be 0.
         softcap: Soft cap on the scores, if any.
-        sliding_window: Window of the layer, if any; where it binds, the mask's must be the same.
+        sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True; the module's attribute of that name, if any, when None.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
@@ -226,7 +229,7 @@ def shared_context_attention(
             )
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
-        window = lengths.binding(window)
+        window = lengths.keep_if_binding(window)
     masked = None if attention_mask is None else attention_mask.size
     if window != masked:
         raise Unsupported(
@@ -234,13 +237,13 @@ def shared_context_attention(
         )
     if window is None and lengths is not None:
         stored = _window_of_every_layer(getattr(module, "config", None))
-        if lengths.binding(stored) is not None:
+        if lengths.keep_if_binding(stored) is not None:
             raise Unsupported(
                 f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
                 f"{type(module).__name__} attends without one"
             )
     ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
-    if ignored and lengths is not None and _switched.before(module.config) == "sdpa":
+    if ignored and lengths is not None and _switch.before(module.config) == "sdpa":
         raise Unsupported(
             f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
             "call model.set_attn_implementation('eager')",
@@ -286,7 +289,7 @@ def shared_context_mask(
     """
     lengths = _lengths.get()
     if lengths is None:  # a stock pass of another thread
-        name = _switched.before(kwargs["config"])
+        name = _switch.before(kwargs["config"])
         given = {
             "mask_function": mask_function,
             "allow_is_causal_skip": allow_is_causal_skip,
@@ -294,8 +297,9 @@ def shared_context_mask(
         }
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
     if local_size is not None and local_size < 1:
-        return SlidingWindow(local_size)  # hides every key; models make it for windows of 0, and no layer takes it
-    window = lengths.binding(local_size)
+        # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
+        return SlidingWindow(local_size)
+    window = lengths.keep_if_binding(local_size)
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise Unsupported("the model's mask is not plain causal attention")
     if window is None:
@@ -317,19 +321,22 @@ def _window_of_every_layer(config: Any) -> int | None:
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether a mask function is a sliding window of `window` tokens, and not one of chunks."""
-    # On the CPU, whatever the default device: a graph may be under capture.
+    """Whether a mask function is a sliding window of `window` tokens, rather than one of chunks."""
+    # Four ages of a key: just outside the window, the oldest inside, the query itself, and the next token. For two
+    # adjacent queries, because the last query of a chunk sees what it would in a window.
+    # On the CPU, whatever the default device, because a CUDA graph may be under capture.
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)
-    key = query - torch.tensor([window, window - 1, 0, -1], device="cpu").repeat(2)
+    age = torch.tensor([window, window - 1, 0, -1], device="cpu").repeat(2)
+    key = query - age
     shown = mask_function(zero, zero, query, key).tolist()
     return bool(shown == [False, True, True, False] * 2)
 
 
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that a module's config named before it was switched."""
+    """The attention function that a module's config names when no pass has switched it."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = _switched.before(module.config)
+    name = _switch.before(module.config)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 

@@ -12,13 +12,17 @@ from .forest import Forest, Span
 
 
 class Segment(NamedTuple):
-    """Keys and values of a run of tokens: each ``[kv_heads, tokens, head_dim]``, the last dimension contiguous."""
+    """Keys and values of stored tokens, of equal strides, the last dimension contiguous.
+
+    Those of a run of tokens are ``[kv_heads, tokens, head_dim]`` each; those of all rows' suffixes are
+    ``[rows, kv_heads, capacity, head_dim]`` each, and have no `view`.
+    """
 
     keys: Tensor
     values: Tensor
 
     def view(self, span: Span) -> Segment:
-        """A view of the span."""
+        """A view of the span's tokens."""
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
 
 
@@ -29,7 +33,7 @@ class SuffixLengths:
     Attributes:
         longest: At least the longest suffix's tokens.
         per_row: ``[rows]`` int32, on the CPU if the host knows them; None while all suffixes have `longest` tokens.
-            Compared by identity, and never written in place.
+            Other lengths are always another tensor, so equal lengths are recognized without reading it.
         shortest: At most the shortest suffix's tokens.
     """
 
@@ -53,7 +57,7 @@ class SuffixLengths:
         return SuffixLengths(self.longest + tokens, per_row, self.shortest + tokens)
 
     def on_host(self) -> int | list[int]:
-        """As `ForestKV` takes them; waits for the device where suffixes differ."""
+        """The same lengths for `ForestKV`; synchronizes with the device if `per_row` is given."""
         return self.longest if self.per_row is None else self.per_row.tolist()
 
 

@@ -1,8 +1,8 @@
-"""Partials: attention over a part of the keys, and their exact merge.
+"""Partials: attention over a part of the keys, and their merge.
 
 Attention of a query over a set of keys is a *partial* ``(out, lse)``: the softmax-weighted mean of the values and the
-natural logarithm of the softmax denominator. Partials over disjoint key sets merge exactly, in any order and grouping
-(Hydragen, section 3.1; LeanAttention, section 4; Tree Attention, section 5).
+natural logarithm of the softmax denominator. Partials over disjoint key sets merge into the partial over their union,
+in any order and grouping, up to rounding (Hydragen, section 3.1; LeanAttention, section 4; Tree Attention, section 5).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Prefix tree of sequences in a fixed order, from their lengths and the common prefixes of neighbours.
+"""Prefix tree of rows in a fixed order, from their lengths and the common prefixes of adjacent rows.
 
-The common prefix of several neighbours is the shortest of those of adjacent pairs, so contents are compared only
-pairwise. The tree follows in time linear in the number of sequences, by a Cartesian tree (Vuillemin, "A unifying look
-at data structures", 1980).
+The common prefix of several adjacent rows is the shortest of those of adjacent pairs, so only such pairs are compared.
+A Cartesian tree of their lengths then gives the prefix tree in time linear in the number of rows (Vuillemin, "A
+unifying look at data structures", 1980).
 """
 
 from __future__ import annotations
@@ -12,64 +12,65 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Run:
-    """Tokens ``start .. stop - 1`` of the sequences ``first .. last``, equal in all of them.
+class SharedRange:
+    """Tokens ``start .. stop - 1``, which rows ``row_start .. row_stop - 1`` (one at least) have in common.
 
     Attributes:
-        first: The first sequence.
-        last: The last sequence.
+        row_start: The first row.
+        row_stop: The last row + 1.
         start: The first token.
         stop: The last token + 1.
-        parent: The run that ends where this one starts; None where it starts at 0.
+        parent: The range that ends where this one starts; None where it starts at 0.
         depth: Number of ancestors.
     """
 
-    first: int
-    last: int
+    row_start: int
+    row_stop: int
     start: int
     stop: int
-    parent: Run | None
+    parent: SharedRange | None
     depth: int
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The runs of some sequences.
+    """The ranges that a batch of rows consists of.
 
     Attributes:
-        runs: By depth, then by sequence; no run is empty.
-        deepest: The last run of each sequence; None for an empty one.
+        ranges: By depth, then by row; none is empty.
+        deepest: For each row, the range that it ends in; None for an empty row.
     """
 
-    runs: tuple[Run, ...]
-    deepest: tuple[Run | None, ...]
+    ranges: tuple[SharedRange, ...]
+    deepest: tuple[SharedRange | None, ...]
 
 
 def prefix_tree(lengths: Sequence[int], shared: Sequence[int], *, least: int = 1) -> PrefixTree:
     """Build the prefix tree.
 
     Args:
-        lengths: Tokens of each sequence.
-        shared: Length of the common prefix of each sequence, but the last, with the next.
-        least: Shortest run, at least 1, that sequences share; shorter ones stay part of each sequence's own run.
+        lengths: Tokens of each row.
+        shared: Length of the common prefix of rows ``i`` and ``i + 1``, for every ``i`` but the last row.
+        least: Minimum length, at least 1, of a range of several rows. Where fewer tokens are common, each row's own
+            range includes them.
     """
-    runs: list[Run] = []
-    deepest: list[Run | None] = [None] * len(lengths)
+    ranges: list[SharedRange] = []
+    deepest: list[SharedRange | None] = [None] * len(lengths)
     root, left, right = _cartesian_tree(shared)
-    work: list[tuple[int | None, int, int, Run | None]] = [(root, 0, len(lengths) - 1, None)] if lengths else []
+    work: list[tuple[int | None, int, int, SharedRange | None]] = [(root, 0, len(lengths), None)] if lengths else []
     while work:
-        cut, first, last, above = work.pop()
+        cut, row_start, row_stop, above = work.pop()  # rows up to `cut` and those after it have least in common
         start = above.stop if above else 0
-        stop = lengths[first] if cut is None else shared[cut]
+        stop = lengths[row_start] if cut is None else shared[cut]
         if stop - start >= (1 if cut is None else least):
-            above = Run(first, last, start, stop, above, above.depth + 1 if above else 0)
-            runs.append(above)
+            above = SharedRange(row_start, row_stop, start, stop, above, above.depth + 1 if above else 0)
+            ranges.append(above)
         if cut is None:
-            deepest[first] = above
+            deepest[row_start] = above
         else:
-            work += [(left[cut], first, cut, above), (right[cut], cut + 1, last, above)]
-    runs.sort(key=lambda run: (run.depth, run.first))
-    return PrefixTree(tuple(runs), tuple(deepest))
+            work += [(left[cut], row_start, cut + 1, above), (right[cut], cut + 1, row_stop, above)]
+    ranges.sort(key=lambda found: (found.depth, found.row_start))
+    return PrefixTree(tuple(ranges), tuple(deepest))
 
 
 def _cartesian_tree(values: Sequence[int]) -> tuple[int | None, list[int | None], list[int | None]]:

@@ -1,4 +1,7 @@
-"""Reference (the specification): attention over a forest in fp64, one row at a time."""
+"""Reference (the specification): attention over a forest in fp64, one row at a time.
+
+`torch_operators.decode_ops` computes the same by a function of the same name and arguments.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def forest_attention(
         kv: Keys and values, any dtype.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens up to its own position.
+        window: When given, a query sees only the last ``window`` tokens up to and including its own.
         sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
 
     Returns:
@@ -42,8 +45,9 @@ def forest_attention(
         parts = [kv.node(span) for span in kv.forest.paths[row]]
         keys = torch.cat([part.keys for part in parts] + [kv.suffix.keys[row, :, :own]], dim=1).double()
         values = torch.cat([part.values for part in parts] + [kv.suffix.values[row, :, :own]], dim=1).double()
-        group = heads // keys.shape[0]
-        scores = query[row].double() @ keys.repeat_interleave(group, 0).mT * scale  # [heads, queries, context + own]
+        heads_per_kv_head = heads // keys.shape[0]
+        every_key = keys.repeat_interleave(heads_per_kv_head, 0)
+        scores = query[row].double() @ every_key.mT * scale  # [heads, queries, context + own]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         context = keys.shape[1] - own
@@ -53,9 +57,11 @@ def forest_attention(
         if window is not None:
             hidden = hidden | (position <= last_seen[:, None] - window)
         scores = scores.masked_fill(hidden, -torch.inf)
+        sees_nothing = hidden.all(-1, keepdim=True) if sinks is None else torch.zeros_like(hidden[:, :1])
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)
             values = torch.cat([values, values.new_zeros(values.shape[0], 1, values.shape[2])], dim=1)
-        outs.append(torch.softmax(scores, -1).nan_to_num(0.0) @ values.repeat_interleave(group, 0))
+        weights = torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0)  # where that is 0 / 0
+        outs.append(weights @ values.repeat_interleave(heads_per_kv_head, 0))
         lses.append(torch.logsumexp(scores, -1))
     return torch.stack(outs), torch.stack(lses)

@@ -14,7 +14,7 @@ class Scoring:
     Attributes:
         scale: Factor on the scores.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens of its row up to its own.
+        window: When given, a query sees only the last ``window`` tokens up to and including its own.
         sinks: ``[heads]`` fp32: when given, one more score per query head in the softmax's denominator, without
             a value.
     """
@@ -25,7 +25,8 @@ class Scoring:
     sinks: Tensor | None = None
 
     @property
-    def report_suffix(self) -> str:
-        """Report suffix naming features beyond causal attention."""
+    def report_note(self) -> str:
+        """Text for reports: what there is beyond causal attention; empty if nothing."""
         window = "" if self.window is None else f", within a window of {self.window} tokens"
-        return window if self.sinks is None else f"{window}, with sinks"
+        softcap = "" if self.softcap is None else f", with a soft cap of {self.softcap:g}"
+        return window + softcap + ("" if self.sinks is None else ", with sinks")

@@ -15,7 +15,7 @@ from ..attention.launch.dispatch import KERNELS, Choices, Heads
 from ..attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
-from ..attention.torch_operators import torch_ops
+from ..attention.torch_operators import decode_ops
 from ..kernels.forest_decode.limits import refusal
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
@@ -132,7 +132,7 @@ def _operators(inputs: OpInputs) -> Call:
     def call() -> Tensor:
         for place, new in zip(last, inputs.new, strict=True):
             place.copy_(new)
-        return torch_ops.forest_attention(inputs.query, inputs.kv, inputs.scale).out.to(inputs.query.dtype)
+        return decode_ops.forest_attention(inputs.query, inputs.kv, inputs.scale).out.to(inputs.query.dtype)
 
     return call
 

@@ -71,7 +71,7 @@ def stock_beside_shared(rows: list[Row]) -> str:
             stock["samples"],
             _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
             *step,
-            _change(stock, shared, "total_s", lambda value: f"{value:.1f} s"),
+            _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
             f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
             f"{_stock_kv(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]

@@ -13,7 +13,7 @@ from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
-from ..attention.torch_operators import torch_ops
+from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.forest_decode.limits import refusal
@@ -32,7 +32,7 @@ class StoredLayer:
 
     Attributes:
         window: Window of the last pass, where it hid any token.
-        report_suffix: Report suffix of the last pass, naming features beyond causal attention.
+        report_note: What the last pass had beyond causal attention, for reports.
         ran: For reports: phase -> operators that computed it.
         ran_for: The forest and operators that ``ran["decode"]`` describes.
     """
@@ -40,7 +40,7 @@ class StoredLayer:
     def __init__(self, state: SharedState, storage: TokenStorage, index: int):
         self.state, self.storage, self.index = state, storage, index
         self.window: int | None = None
-        self.report_suffix = ""
+        self.report_note = ""
         self.ran: dict[str, str] = {}
         self.ran_for: tuple[Forest, str] | None = None
 
@@ -86,12 +86,12 @@ class StoredLayer:
 
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
-        self.window, self.report_suffix = scoring.window, scoring.report_suffix
+        self.window, self.report_note = scoring.window, scoring.report_note
         self.state.windowed |= scoring.window is not None
 
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
-        self.ran[phase] = did + self.report_suffix + why
+        self.ran[phase] = did + self.report_note + why
 
 
 class DecodeKV(SharedKV):
@@ -148,9 +148,9 @@ class DecodeKV(SharedKV):
         kv = self.append()
         backend = self.layer.state.torch_backend
         if self._is_new("pytorch"):
-            did = torch_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
+            did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
-        out, _ = torch_ops.forest_attention(
+        out, _ = decode_ops.forest_attention(
             query,
             kv,
             scoring.scale,

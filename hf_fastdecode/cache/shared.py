@@ -14,7 +14,7 @@ from transformers import Cache
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
 from ..attention.kv import Segment
-from ..attention.torch_operators.backends import ALL_BACKENDS
+from ..attention.torch_operators.backends import BACKENDS
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layer import SharedContextLayer
@@ -54,8 +54,8 @@ class SharedContextCache(CacheRows):
     def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
         if max_suffix is not None and not _is_count(max_suffix):
             raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
-        if backend not in ALL_BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(ALL_BACKENDS)}, got {backend!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layers=[])  # made by `update`
         self.segment_tokens: list[Tensor] = []

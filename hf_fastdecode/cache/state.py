@@ -54,7 +54,7 @@ class SharedState:
         suffixes: Lengths and token ids of the rows' suffixes.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `backends.ALL_BACKENDS`.
+        backend: One of `backends.BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
         tables: Kernel inputs other than keys and values, by device.
         windowed: Whether a sliding window has hidden tokens from any layer.

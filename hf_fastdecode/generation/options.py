@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.torch_operators.backends import ALL_BACKENDS, BACKEND_VARIABLE, backend_of_environment
+from ..attention.torch_operators.backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
 """Values of ``mode=``."""
@@ -16,7 +16,7 @@ FUSE_PROJECTIONS = ("auto", True, False)
 """Values of ``fuse_projections=``."""
 
 CHOICES: dict[str, tuple[str | bool, ...]] = {
-    "backend": ALL_BACKENDS,
+    "backend": BACKENDS,
     "mode": MODES,
     "sampler": SAMPLERS,
     "fuse_projections": FUSE_PROJECTIONS,
@@ -63,8 +63,8 @@ class Options:
     def __post_init__(self) -> None:
         forced = backend_of_environment()
         if self.backend == "auto" and forced:
-            if forced not in ALL_BACKENDS:
-                raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(ALL_BACKENDS)}, got {forced!r}")
+            if forced not in BACKENDS:
+                raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {forced!r}")
             object.__setattr__(self, "backend", forced)
         for name, known in CHOICES.items():
             value = getattr(self, name)

@@ -1,5 +1,8 @@
 """What the attention function takes beside queries, keys and values, and what it refuses."""
 
+import sys
+from threading import Thread
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +71,30 @@ def test_attention_that_is_not_causal_is_refused(module, argument):
 
 def test_a_call_says_more_than_the_module():
     assert attend(Attention(False), is_causal=True)[0].shape == (1, 3, 4, 16)
+
+
+@pytest.mark.parametrize("switched", [True, False], ids=["during", "after"])
+def test_a_stock_pass_beside_ours_uses_the_function_its_config_names(monkeypatch, switched):
+    """Also if the config is restored between the look-up of our function and its call."""
+    module = Attention()
+    module.config = PreTrainedConfig(attn_implementation="eager")
+    query = torch.zeros(1, 4, 3, 16)
+    found = []
+
+    def eager(module, *args, **kwargs):
+        found.append(module)
+        return query, None
+
+    monkeypatch.setattr(sys.modules[__name__], "eager_attention_forward", eager, raising=False)
+
+    def stock_pass():
+        shared_context_attention(module, query, query, query, None)
+
+    with active([module.config] if switched else [], RowLengths(3)):
+        thread = Thread(target=stock_pass)
+        thread.start()
+        thread.join()
+    assert found == [module]
 
 
 def test_a_window_that_only_the_cache_keeps_is_refused():

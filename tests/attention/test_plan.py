@@ -11,7 +11,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment, SuffixLengths
 from hf_fastdecode.attention.launch import own_nodes, step_tables
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.addresses import node_addresses
+from hf_fastdecode.attention.launch.addresses import node_addresses, suffix_addresses
 from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
 from hf_fastdecode.attention.launch.own_nodes import OwnNodes
 from hf_fastdecode.attention.launch.plan import Layout, Plan
@@ -360,9 +360,9 @@ def test_what_suits_long_contexts_needs_a_device_that_holds_it():
 
 
 def test_addresses_are_those_of_the_nodes_views():
-    """Segments may be views themselves: of other strides, and of keys and values in other dtypes."""
-    plain = Segment(torch.zeros(2, 40, 16), torch.zeros(2, 40, 8, dtype=torch.float16))
-    turned = Segment(torch.zeros(40, 2, 16).transpose(0, 1), torch.zeros(2, 50, 16)[:, 10:])
+    """Segments may be views themselves, of other strides."""
+    plain = Segment(torch.zeros(2, 40, 16), torch.zeros(2, 50, 16)[:, 10:].contiguous())
+    turned = Segment(torch.zeros(40, 2, 16).transpose(0, 1), torch.zeros(50, 2, 16)[10:].transpose(0, 1))
     segments = {1: plain, 4: turned}
     forest = Forest(12, [Node(Span((1, 4)[row % 2], 3 * row, 2), row, 1) for row in range(12)])
     views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
@@ -447,3 +447,19 @@ def test_own_nodes_of_rows_of_different_lengths(monkeypatch):
         keys, values = (part[row, :, : length + 1].repeat_interleave(2, 0) for part in suffixes)
         expected = torch.nn.functional.scaled_dot_product_attention(query[row], keys, values, scale=0.25)
         torch.testing.assert_close(out[row], expected)
+
+
+@pytest.mark.parametrize("rows", [(), (3,)], ids=["segment", "suffix"])
+def test_addresses_need_keys_and_values_of_equal_strides(rows):
+    """But for those of dimensions of size 1, which nothing steps along."""
+    keys, longer = torch.zeros(*rows, 2, 40, 16), torch.zeros(*rows, 2, 50, 16)[..., 10:, :]
+
+    def addresses(part, value):
+        if rows:
+            return suffix_addresses(Segment(part, value))
+        return node_addresses(Forest(1, [Node(Span(0, 1, 2), 0, 1)]), [Segment(part, value)])
+
+    with pytest.raises(ValueError, match="need equal strides"):
+        addresses(keys, longer)
+    if not rows:
+        addresses(keys[:1], longer[:1])

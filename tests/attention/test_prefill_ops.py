@@ -215,6 +215,37 @@ def test_prefill_reads_its_context_once_and_never_copies_it(backend: str, softca
     assert list(reads.count.values()) == [1] * 4
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "softcap3"])
+@pytest.mark.parametrize("lengths", [(4, 3, 5), (3, 3, 3)], ids=["unequal", "equal"])
+def test_gradients_of_runs_of_a_pass_are_those_they_have_alone(
+    lengths: tuple[int, ...], softcap: float | None, device: str
+) -> None:
+    """With contexts of all runs, of adjacent ones, and of one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(count: int, length: int) -> Tensor:
+        drawn = torch.randn(count, length, 8, generator=generator, dtype=torch.float64)
+        return drawn.to(device).requires_grad_()
+
+    total = sum(lengths)
+    query, keys, values = normal(4, total), normal(2, total), normal(2, total)
+    contexts = [(normal(2, length), normal(2, length)) for length in (5, 3, 2)]
+    inputs = [query, keys, values, *(part for context in contexts for part in context)]
+    runs = [Run(length, path) for length, path in zip(lengths, ((0, 1), (0, 1, 2), (0,)), strict=True)]
+    together = causal_attention(query, keys, values, 0.5, runs=runs, stored=contexts.__getitem__, softcap=softcap)
+    alone, start = [], 0
+    for run in runs:
+        own = slice(start, start + run.length)
+        start = own.stop
+        earlier = [contexts[name] for name in run.context]
+        alone.append(attend_run(query[:, own], keys[:, own], values[:, own], 0.5, earlier, softcap=softcap))
+    weights = torch.randn(together.shape, generator=generator, dtype=torch.float64).to(device)
+    found = torch.autograd.grad((together * weights).sum(), inputs)
+    expected = torch.autograd.grad((torch.cat(alone, 1) * weights).sum(), inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **FP64)
+
+
 def test_prefill_refuses_a_backend_that_cannot_run() -> None:
     query, keys, values, earlier = prefill_inputs((3,), 5, (2, 1), 16, torch.float32, "cpu")
     with pytest.raises(BackendError, match=r"'flash' cannot run: .*'cpu'"):

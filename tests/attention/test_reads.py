@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.torch_operators.torch_ops import forest_attention
+from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
 
 from .forests import DTYPE_NAMES, LOW_AND_FULL, make_inputs
 from .reads import Reads

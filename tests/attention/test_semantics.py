@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.torch_operators.torch_ops import forest_attention
+from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
 
 from .exactness import PROPERTY, assert_partials_close, fp64_inputs
 from .forests import DTYPE_NAMES, LOW_AND_FULL, make_inputs, own_keys_and_values, poisoned

@@ -34,14 +34,14 @@ def test_a_table_names_what_did_not_fit(tmp_path):
     text = summary.table(read_rows(tmp_path / "rows.csv"))
     # Stock would hold 4 * 109 tokens, the shared cache holds 140: as many GiB as tokens / 44.
     assert "| x | 100 | 4 | out of memory → 0.50 s | out of memory → 2.0 ms |" in text
-    assert "| out of memory → 0.5 s |  | 9.91 → 3.18 GiB |" in text
+    assert "| out of memory → 0.52 s |  | 9.91 → 3.18 GiB |" in text
     compiled = shared | {"way": "compile", "ms_per_step": 1.5}
     write_rows(tmp_path / "rows.csv", [stock, shared, compiled])
     text = summary.table(read_rows(tmp_path / "rows.csv"))
-    assert "| out of memory → 2.0 ms | 1.5 ms | out of memory → 0.5 s |" in text
+    assert "| out of memory → 2.0 ms | 1.5 ms | out of memory → 0.52 s |" in text
     fits = stock | {"status": "ok", "prefill_s": 1, "ms_per_step": 20, "total_s": 1.3, "kv_bytes": 2**30}
     write_rows(tmp_path / "rows.csv", [fits, shared])
-    assert "| 1.3 s → 0.5 s | 2.5x | 1.00 → 3.18 GiB |" in summary.table(read_rows(tmp_path / "rows.csv"))
+    assert "| 1.30 s → 0.52 s | 2.5x | 1.00 → 3.18 GiB |" in summary.table(read_rows(tmp_path / "rows.csv"))
 
 
 def test_what_stock_would_hold_of_a_tree():

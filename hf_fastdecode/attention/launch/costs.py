@@ -49,14 +49,14 @@ class Costs:
     multiprocessors: int
     l2_bytes: float
 
-    def scaled(self, bandwidth: float, rate: float) -> Costs:
-        """These constants times a factor on memory bandwidth and on arithmetic rate."""
+    def scaled(self, bandwidth_factor: float, rate_factor: float) -> Costs:
+        """These constants for a device of other memory bandwidth and arithmetic rate."""
         kernels, library, plain = (
             replace(
                 candidate,
-                bandwidth=candidate.bandwidth * bandwidth,
-                suffix_bandwidth=candidate.suffix_bandwidth * bandwidth,
-                rate=candidate.rate * rate,
+                bandwidth=candidate.bandwidth * bandwidth_factor,
+                suffix_bandwidth=candidate.suffix_bandwidth * bandwidth_factor,
+                rate=candidate.rate * rate_factor,
             )
             for candidate in (self.kernels, self.library, self.plain)
         )
@@ -65,16 +65,24 @@ class Costs:
             kernels=kernels,
             library=library,
             plain=plain,
-            beside_bandwidth=self.beside_bandwidth * bandwidth,
-            portable_rate=self.portable_rate * rate,
-            matmul_rate=self.matmul_rate * rate,
+            beside_bandwidth=self.beside_bandwidth * bandwidth_factor,
+            portable_rate=self.portable_rate * rate_factor,
+            matmul_rate=self.matmul_rate * rate_factor,
         )
 
 
-# The candidates are fitted to the rows of `bench ops` by `python -m hf_fastdecode.bench.calibrate`: 1 to 1024 rows, 2K
-# to 128K tokens. What follows is not: suffixes' bandwidth beside nodes is the least of 50 to 80 GB/s that schedules of
-# 72 to 128 programs showed (512 rows of 256 tokens); the portable kernel's rate is the slope of its time against the
-# context, measured before there were rows; that of products is the low end of the ceilings in the rows.
+QUERY_TILE = 128
+"""Packed queries that read a node's keys at once, in all candidates."""
+
+# Reference of the estimate for other devices.
+_H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
+
+# `python -m hf_fastdecode.bench.calibrate` fits the three candidates to the rows of `bench ops`: 1 to 1024 rows, 2K to
+# 128K tokens. The other constants are not fitted:
+# - beside_bandwidth: beside node kernels of 72 to 128 programs, each other multiprocessor read 50 to 80 GB/s of
+#   suffixes (512 rows of 256 tokens); the lowest.
+# - portable_rate: slope of the portable kernel's time against the context length, measured before there were rows.
+# - matmul_rate: the lowest ceiling of matrix products in the rows.
 _H200 = Costs(
     kernels=Candidate(launch=9.73e-6, bandwidth=4.39e12, suffix_bandwidth=4.15e12, rate=6.55e14),
     library=Candidate(launch=1.31e-5, bandwidth=4.46e12, suffix_bandwidth=2.25e12, rate=3.95e14),
@@ -82,12 +90,10 @@ _H200 = Costs(
     beside_bandwidth=5.0e10,
     portable_rate=4.9e14,
     matmul_rate=7.0e14,
-    multiprocessors=132,
+    multiprocessors=_H200_MULTIPROCESSORS,
     l2_bytes=50 * 2**20,
 )
 _MEASURED = {"NVIDIA H200": _H200}
-# Reference of the estimate for other devices.
-_H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
 
 @lru_cache

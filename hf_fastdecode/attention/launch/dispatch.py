@@ -3,7 +3,8 @@
 The candidates are this package's kernels, PyTorch's fused operators over the same forest (the *library*), and plain
 decoding, in which every row reads its own copy of its whole context (what stock transformers does). Each part takes
 the longer of its bytes at the candidate's bandwidth and its operations at the candidate's rate, plus launches; the
-constants are in `costs.py`. Nodes and suffixes are added up; kernels that overlap them (`plan`) are faster than that.
+constants are in `costs.py`. Times of nodes and suffixes are added, also where the kernels overlap the two
+(`Plan.programs`) and take less.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from dataclasses import dataclass
 import torch
 
 from ..forest import Forest, Node
-from .costs import Costs, costs_of
+from .costs import QUERY_TILE, Costs, costs_of
 
 TYPICAL_SUFFIX = 64
 """Suffix tokens assumed by a choice that is made once for all steps."""
-
-_QUERY_TILE = 128  # packed queries that read a node's keys at once, in all candidates
 
 KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Head layout of a layer.
+    """Head counts and sizes of a layer, from which its bytes and operations follow.
+
+    A `Layout` has only those on which schedules depend.
 
     Attributes:
         heads: Query heads.
@@ -74,10 +75,11 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
     Args:
         forest: The nodes.
         suffix_tokens: Tokens per suffix.
-        heads: Head layout.
+        heads: Head counts and sizes of the layer.
         costs: Constants of the device.
     """
-    per_token, pairs = heads.bytes_per_token, 4 * heads.heads * heads.head_dim * heads.queries
+    per_token = heads.bytes_per_token
+    flops_per_key = 4 * heads.heads * heads.head_dim * heads.queries  # of one row
     window = float("inf") if heads.window is None else heads.window
     seen = [min(length, max(0.0, window - suffix_tokens)) for length in forest.context_lengths]  # of a row's nodes
     node_tokens = list(_tokens_read(forest, seen))
@@ -85,7 +87,9 @@ def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) ->
         tokens * per_token * _passes(tokens, node, heads, costs)
         for tokens, node in zip(node_tokens, forest.nodes, strict=True)
     ]
-    node_flops = [tokens * node.row_count * pairs for tokens, node in zip(node_tokens, forest.nodes, strict=True)]
+    node_flops = [
+        tokens * node.row_count * flops_per_key for tokens, node in zip(node_tokens, forest.nodes, strict=True)
+    ]
     suffix_bytes = forest.rows * min(suffix_tokens, window) * per_token
     plain_bytes = sum(seen) * per_token + suffix_bytes
     batches = sum(len(level) for level in forest.batches)
@@ -112,15 +116,17 @@ def _passes(tokens: float, node: Node, heads: Heads, costs: Costs) -> int:
     if tokens * heads.bytes_per_token / heads.kv_heads <= costs.l2_bytes:
         return 1
     packed = node.row_count * heads.heads // heads.kv_heads * heads.queries
-    return math.ceil(packed / _QUERY_TILE / costs.multiprocessors)
+    return math.ceil(packed / QUERY_TILE / costs.multiprocessors)
 
 
 def _tokens_read(forest: Forest, seen: Sequence[float]) -> Iterator[float]:
     """Tokens of each node that any of its rows sees, where row ``i`` sees the last ``seen[i]`` of its path."""
     for node in forest.nodes:
         rows = range(node.row_start, node.row_stop)
-        behind = (forest.context_lengths[row] - forest.starts[node.depth][row] - node.span.length for row in rows)
-        most = max(seen[row] - below for row, below in zip(rows, behind, strict=True))
+        tokens_below = (
+            forest.context_lengths[row] - forest.starts[node.depth][row] - node.span.length for row in rows
+        )
+        most = max(seen[row] - below for row, below in zip(rows, tokens_below, strict=True))
         yield min(max(0.0, most), node.span.length)
 
 
@@ -138,7 +144,7 @@ def choose(
 
 
 class Choices:
-    """Choices between kernels and PyTorch's operators over the current forest, by head layout and device."""
+    """Choices between kernels and PyTorch's operators over the current forest, by `Heads` and device."""
 
     def __init__(self) -> None:
         self._forest: Forest | None = None
@@ -149,7 +155,7 @@ class Choices:
         if self._forest is not forest:
             self._forest, self._known = forest, {}
         if (heads, device) not in self._known:
-            # The model leaves out the masked edge of a window, which costs PyTorch's operators extra.
+            # PyTorch's operators compute a window's masked edge by further products, which the model does not include.
             among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
             self._known[heads, device] = choose(forest, TYPICAL_SUFFIX, heads, device, among=among)
         return self._known[heads, device]

@@ -1,4 +1,4 @@
-"""Calls the decode kernels on tensors of any strides, on any device."""
+"""Calls the decode kernels on tensors of any strides, on a CUDA device that need not be the current one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def run_kernels(
     query: Tensor,
     new_keys: Tensor,
     new_values: Tensor,
-    nodes: Tensor,
-    suffix: Tensor,
+    node_addresses: Tensor,
+    suffix_addresses: Tensor,
     slots: Tensor,
     lengths: Tensor,
     schedule: Schedule,
@@ -27,7 +27,14 @@ def run_kernels(
     scoring: Scoring,
     origins: Tensor | None = None,
 ) -> Tensor:
-    """`forest_decode` on tensors of any strides and any device; arguments and result as there."""
+    """`forest_decode` on tensors of any strides, on a CUDA device that need not be the current one.
+
+    The arguments are those of `forest_decode`, of which ``nodes`` and ``suffix`` are tables of device addresses. It
+    needs the last dimension of queries, keys and values to be contiguous: they are copied where it is not.
+
+    Returns:
+        ``[rows, heads, queries, head_dim]`` in the query's dtype.
+    """
     from ...kernels.forest_decode.api import forest_decode
 
     if query.stride(-1) != 1:
@@ -36,7 +43,7 @@ def run_kernels(
         new_keys = new_keys.contiguous()
     if new_values.stride(-1) != 1:
         new_values = new_values.contiguous()
-    tables = (nodes, suffix, slots, lengths, schedule, config)
+    tables = (node_addresses, suffix_addresses, slots, lengths, schedule, config)
     with torch.cuda.device_of(query):  # Triton launches on the current device, not on its arguments'
         out, _ = forest_decode(
             query,

@@ -21,7 +21,7 @@ from ...kernels.forest_decode.schedule import (
 )
 from ..forest import Forest
 from ..scoring import Scoring
-from .costs import costs_of
+from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
@@ -30,9 +30,11 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
 
+_KEY_AND_VALUE_BYTES = 4  # one number of each, in half precision: the kernels take no other on a GPU
+
 
 class Layout(NamedTuple):
-    """Head layout of a layer, which decides its schedule.
+    """Head layout of a layer, as far as schedules and launch parameters depend on it: layers of one layout share them.
 
     Attributes:
         kv_heads: KV heads.
@@ -61,7 +63,7 @@ class Plan:
         forest: The nodes.
         layout: Head layout of the layer.
         device: Device of the layer.
-        rows: Rows of the step when it has more than the forest.
+        rows: Rows of the step; the forest's by default, more for a captured step that serves smaller batches too.
         own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
         config: Launch parameters, such as those of a captured graph; chosen when None.
 
@@ -121,16 +123,16 @@ class Plan:
         """Predicted seconds of a layer's attention with so many programs for nodes."""
         kernels, beside = costs_of(self.device).kernels, costs_of(self.device).beside_bandwidth
         numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
-        suffixes = 4 * numbers * suffix_tokens  # bytes of keys and values in two bytes each
-        nodes = self._node_seconds[programs]
+        suffix_bytes = _KEY_AND_VALUE_BYTES * numbers * suffix_tokens
+        node_seconds = self._node_seconds[programs]
         if programs == self.grid:
-            return nodes + suffixes / kernels.suffix_bandwidth
-        read_beside = nodes * min((self.grid - programs) * beside, kernels.suffix_bandwidth)
-        in_turn = nodes + max(0.0, suffixes - read_beside) / kernels.suffix_bandwidth
-        # The third launch reads partials that the second one wrote. The launch itself costs no more than suffixes do
-        # that start where nodes end.
+            return node_seconds + suffix_bytes / kernels.suffix_bandwidth
+        read_beside = node_seconds * min((self.grid - programs) * beside, kernels.suffix_bandwidth)
+        in_turn = node_seconds + max(0.0, suffix_bytes - read_beside) / kernels.suffix_bandwidth
+        # The third launch reads partials that the second one wrote. Its own launch is not counted, because overlap
+        # saves as much: suffixes need not start after the nodes.
         merge = 8 * numbers * self.layout.queries_per_kv_head / kernels.suffix_bandwidth
-        return max(in_turn, (self._node_bytes + suffixes) / kernels.bandwidth) + merge
+        return max(in_turn, (self._node_bytes + suffix_bytes) / kernels.bandwidth) + merge
 
     @cached_property
     def _node_seconds(self) -> dict[int, float]:
@@ -148,7 +150,8 @@ class Plan:
 
     @cached_property
     def _node_bytes(self) -> int:
-        return 4 * self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
+        numbers = self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
+        return _KEY_AND_VALUE_BYTES * numbers
 
     def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
         """Build the schedule of the nodes.
@@ -183,7 +186,7 @@ def decode_config(
     from ...kernels.forest_decode.api import choose_config
 
     keys = layout.kv_heads * sum(
-        node.span.length * -(-node.row_count * layout.queries_per_kv_head // 128) for node in forest.nodes
+        node.span.length * -(-node.row_count * layout.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
     )
     return choose_config(
         max((node.row_count for node in forest.nodes), default=1) * layout.queries_per_kv_head,

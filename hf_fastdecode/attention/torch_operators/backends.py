@@ -1,17 +1,18 @@
-"""Names of attention backends, in a module without torch, because commands check them before it loads."""
+"""Names of attention backends. This module does not import torch, so commands check a name before loading it."""
 
 from __future__ import annotations
 
 import os
 
-BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
+TORCH_BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
 """PyTorch's operators: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
 
-Masked parts are always two matrix products: the small causal square among a row's last tokens, and keys at the edge of
-a window.
+Two small masked parts of a decode step are computed by ``plain`` under every name: the causal square among the queries
+of one step, and keys at the edge of a window. A forced operator raises for a soft cap, suffixes of unequal length and
+a window in prefill.
 """
 
-ALL_BACKENDS = ("auto", "triton", *BACKENDS[1:])
+BACKENDS = ("auto", "triton", *TORCH_BACKENDS[1:])
 """Backends of `hf_fastdecode.enable`: PyTorch's operators and this package's kernels."""
 
 BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"

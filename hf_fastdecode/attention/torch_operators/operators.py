@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial, empty_partial, merge
-from .backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
+from .backends import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
 
-# On an H200, cuDNN overtakes flash over a long context from 512 packed queries with 32 KV heads, between 512 and 4096
-# with eight, and not by 8192 with one; below, flash is faster because it splits the keys. cuDNN plans each new shape
-# for up to a second, so it never serves a growing suffix.
+# Packed queries from which cuDNN is faster than flash over a long context, on an H200:
+#   32 KV heads: 512; 8 KV heads: between 512 and 4096; 1 KV head: more than 8192
+# With fewer queries flash is faster, because it splits the keys. 1024 is a compromise for 8 to 32 KV heads. cuDNN also
+# plans each new shape for up to a second. Nodes keep their shape; suffixes change theirs at every step, but pack the
+# queries of one row only, too few for the threshold.
 _CUDNN_MIN_QUERIES = 1024
 _CUDNN_MIN_KEYS = 1024
 
@@ -27,6 +29,11 @@ def cannot_run(backend: str, reason: str) -> BackendError:
     by_variable = backend_of_environment() == backend
     remedy = f"'plain', or 'auto' with ${BACKEND_VARIABLE} unset" if by_variable else "'auto' or 'plain'"
     return BackendError(f"backend={backend!r} cannot run: {reason}; use backend={remedy}")
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """Boolean ``[length, length]``: query ``j`` sees keys ``0..j``."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 def plain_partial(
@@ -86,8 +93,8 @@ def _cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
 
 
 def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    visible = torch.ones(query.shape[-2], keys.shape[-2], dtype=torch.bool, device=query.device).tril()
-    return plain_partial(query, keys, values, scale, visible=visible if causal else None)
+    visible = causal_mask(query.shape[-2], query.device) if causal else None
+    return plain_partial(query, keys, values, scale, visible=visible)
 
 
 _OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], Partial]] = {
@@ -106,9 +113,7 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
     if backend == "plain":
         return None
     if torch.is_grad_enabled() and any(part.requires_grad for part in (query, keys, values)):
-        return (
-            "outside of torch.no_grad() a gradient is wanted, and its log-sum-exp, by which parts are merged, has none"
-        )
+        return "torch.no_grad() is off and a gradient is needed, but its log-sum-exp, which merges parts, has none"
     if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
         return f"it does not run on device {query.device.type!r}"
     if head_dim != value_dim:
@@ -130,8 +135,8 @@ def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -
     Raises:
         BackendError: `backend` is unknown, or forces an operator that cannot run here.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in TORCH_BACKENDS:
+        raise BackendError(f"backend must be one of {', '.join(TORCH_BACKENDS)}, got {backend!r}")
     if backend != "auto":
         if reason := _refusal(backend, query, keys, values):
             raise cannot_run(backend, reason)
@@ -153,7 +158,7 @@ def dense_partial(
         values: ``[batch, heads, length, head_dim]``.
         scale: Factor on the scores.
         causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
-        backend: One of `BACKENDS`.
+        backend: One of `TORCH_BACKENDS`.
     """
     operator = choose_operator(backend, query, keys, values)
     # On empty keys, fused operators crash (CPU) or return a log-sum-exp of +inf (flash).
@@ -164,13 +169,13 @@ def dense_partial(
 
 
 @dataclass(frozen=True)
-class DenseScores:
-    """Scale, soft cap and backend of dense attention.
+class DenseAttention:
+    """Dense attention with a fixed scale, soft cap and backend.
 
     Attributes:
         scale: Factor on the scores.
         softcap: Soft cap on the scores, if any.
-        backend: One of `BACKENDS`.
+        backend: One of `TORCH_BACKENDS`.
     """
 
     scale: float
@@ -180,27 +185,28 @@ class DenseScores:
     def partial(self, query: Tensor, keys: Tensor, values: Tensor) -> Partial:
         """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys."""
         if self.softcap is not None:
-            self.need_plain("a soft cap")
+            self.raise_if_forced("a soft cap")
             return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
         return dense_partial(query, keys, values, self.scale, backend=self.backend)
 
-    def seen_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
+    def windowed_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
         """`partial` over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
 
         Keys that no query sees are not read, and keys that all queries see need no mask.
         """
         if oldest is None or not oldest.numel():
             return self.partial(query, keys, values)
-        first, whole = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
-        part = self.partial(query, keys[:, :, whole:], values[:, :, whole:])
-        if first == whole:
+        first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
+        part = self.partial(query, keys[:, :, first_seen_by_all:], values[:, :, first_seen_by_all:])
+        if first_seen_by_any == first_seen_by_all:
             return part
-        visible = torch.arange(first, whole, device=query.device) >= oldest.to(query.device)[..., None]
-        edge = keys[:, :, first:whole], values[:, :, first:whole]
+        position = torch.arange(first_seen_by_any, first_seen_by_all, device=query.device)
+        visible = position >= oldest.to(query.device)[..., None]
+        edge = keys[:, :, first_seen_by_any:first_seen_by_all], values[:, :, first_seen_by_any:first_seen_by_all]
         return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
 
-    def need_plain(self, what: str) -> None:
-        """Raise when a fused operator is forced for `what`, which only the plain path computes."""
+    def raise_if_forced(self, what: str) -> None:
+        """Raise if a fused operator is forced: none computes `what` with a log-sum-exp."""
         if self.backend not in ("auto", "plain"):
             raise cannot_run(self.backend, f"it does not compute {what}")
 

@@ -1,7 +1,7 @@
 """Prefill attention by PyTorch's operators: runs of tokens over their contexts and, causally, over themselves.
 
-Many runs are concatenated in one forward pass. Runs of one length attend to themselves as one batch, and the queries
-of all runs that share a context are packed, so that it is read once, as in a decode step.
+A forward pass concatenates many runs. Causal attention of all runs of one length is one batched call. The queries of
+all runs that share a context are packed, so that the context is read once, as in a decode step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..partial import Partial, merge
-from .operators import DenseScores, dense_partial, plain_partial, with_sinks
+from .operators import DenseAttention, causal_mask, dense_partial, plain_partial, with_sinks
 
 _WINDOWED_QUERIES = 512
-"""Queries of a windowed prefill per call, over the keys that any of them sees."""
+"""Queries per call of a windowed prefill, which reads the keys that any of them sees."""
 
 Place = slice | Tensor
 """Indices of tokens in a forward pass."""
@@ -60,35 +60,40 @@ def causal_attention(
         runs: At least one; their lengths add up to ``tokens``.
         stored: Keys and values of a context by its name, each ``[kv_heads, length, head_dim]``.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only so many tokens, of which it is itself the last; else all before it.
+        window: When given, a query sees only the last ``window`` tokens up to and including its own.
         sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
-        backend: One of `BACKENDS`.
+        backend: One of `TORCH_BACKENDS`.
 
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype.
     """
-    scores = DenseScores(scale, softcap, backend)
+    dense = DenseAttention(scale, softcap, backend)
     if window is not None:
         longest = max(_tokens_before(run, stored) + run.length for run in runs)
         if longest > window:
-            return _windowed_runs(query, keys, values, runs, stored, window, sinks, scores)
+            return _windowed_runs(query, keys, values, runs, stored, window, sinks, dense)
     heads, tokens, _ = query.shape
     kv_heads = keys.shape[0]
     grouped = query.reshape(kv_heads, heads // kv_heads, tokens, -1)
     starts = list(accumulate((run.length for run in runs), initial=0))
-    fused = softcap is None and sinks is None and backend == "auto" and not any(run.context for run in runs)
-    attend = _fused_causal if fused else _causal_partial
-    parts = [
-        (place, attend(grouped[:, :, place].unflatten(2, shape), keys[:, place], values[:, place], scores))
+    inputs = [
+        (place, (grouped[:, :, place].unflatten(2, shape), keys[:, place], values[:, place]))
         for place, shape in _by_length(runs, starts, query.device)
     ]
-    own = _put_together(parts, tokens)
-    behind: dict[Hashable, list[int]] = {}  # the runs after each named context
+    if softcap is None and sinks is None and backend == "auto" and not any(run.context for run in runs):
+        whole = _put_together([(place, _causal_out(*alike, scale)) for place, alike in inputs], tokens)
+        return whole.reshape(heads, tokens, -1)
+    parts = [(place, _causal_partial(*alike, dense)) for place, alike in inputs]
+    own = Partial(
+        _put_together([(place, part.out) for place, part in parts], tokens),
+        _put_together([(place, part.lse) for place, part in parts], tokens),
+    )
+    runs_of_context: dict[Hashable, list[int]] = {}
     for index, run in enumerate(runs):
         for name in run.context:
-            behind.setdefault(name, []).append(index)
-    for name, indices in behind.items():
-        own = _with_context(own, grouped, _place_of(indices, starts, query.device), stored(name), scores)
+            runs_of_context.setdefault(name, []).append(index)
+    for name, indices in runs_of_context.items():
+        own = _with_context(own, grouped, _place_of(indices, starts, query.device), stored(name), dense)
     if sinks is not None:
         own = with_sinks(own, sinks.view(kv_heads, -1, 1))
     return own.out.to(query.dtype).reshape(heads, tokens, -1)
@@ -116,50 +121,49 @@ def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.devic
     return torch.cat(places).to(device)
 
 
-def _fused_causal(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
-    """`_causal_partial` without the log-sum-exp, where nothing is merged."""
-    kv_heads, group, count, length, _ = query.shape
+def _causal_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """``out`` of `_causal_partial`, in the query's dtype: for runs without anything to merge."""
+    kv_heads, heads_per_kv_head, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)).transpose(0, 1) for part in (keys, values))
+    query = query.flatten(0, 1).transpose(0, 1)
     out = F.scaled_dot_product_attention(
-        query.flatten(0, 1).transpose(0, 1), keys, values, is_causal=True, scale=scores.scale, enable_gqa=group > 1
+        query, keys, values, is_causal=True, scale=scale, enable_gqa=heads_per_kv_head > 1
     )
-    out = out.transpose(0, 1).unflatten(0, (kv_heads, group)).flatten(2, 3)
-    return Partial(out, out.new_empty(()).expand(out.shape[:-1]))
+    return out.transpose(0, 1).unflatten(0, (kv_heads, heads_per_kv_head)).flatten(2, 3)
 
 
-def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseScores) -> Partial:
+def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAttention) -> Partial:
     """Causal attention of runs of one length, each over itself.
 
     Args:
-        query: ``[kv_heads, group, runs, length, head_dim]``.
+        query: ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``.
         keys: ``[kv_heads, runs * length, head_dim]``.
         values: The same.
-        scores: Score options and backend.
+        dense: Scale, soft cap and backend.
 
     Returns:
-        ``[kv_heads, group, runs * length]``.
+        ``out`` ``[kv_heads, heads_per_kv_head, runs * length, head_dim]``, and ``lse`` without the last dimension.
     """
-    _, group, count, length, _ = query.shape
+    _, heads_per_kv_head, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)) for part in (keys, values))
-    if scores.softcap is not None:
-        scores.need_plain("a soft cap")
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if dense.softcap is not None:
+        dense.raise_if_forced("a soft cap")
+        visible = causal_mask(length, query.device)
         keys_and_values = keys[:, None], values[:, None]
-        part = plain_partial(query, *keys_and_values, scores.scale, visible=visible, softcap=scores.softcap)
+        part = plain_partial(query, *keys_and_values, dense.scale, visible=visible, softcap=dense.softcap)
     elif count == 1:
-        # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
         one = query[:, :, 0].transpose(0, 1)
-        keys, values = (own[:, 0].expand(group, -1, -1, -1) for own in (keys, values))
-        part = dense_partial(one, keys, values, scores.scale, causal=True, backend=scores.backend)
+        keys, values = (_batched_by_head(own[:, 0], heads_per_kv_head) for own in (keys, values))
+        part = dense_partial(one, keys, values, dense.scale, causal=True, backend=dense.backend)
         part = Partial(part.out.transpose(0, 1)[:, :, None], part.lse.transpose(0, 1)[:, :, None])
     else:
-        # The runs become the batch, for one query head of each group at a time.
+        # The runs become the batch, for one query head of each KV head at a time.
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         heads = [
             dense_partial(
-                query[:, head].transpose(0, 1), keys, values, scores.scale, causal=True, backend=scores.backend
+                query[:, head].transpose(0, 1), keys, values, dense.scale, causal=True, backend=dense.backend
             )
-            for head in range(group)
+            for head in range(heads_per_kv_head)
         ]
         part = Partial(
             torch.stack([head.out.transpose(0, 1) for head in heads], 1),
@@ -168,30 +172,38 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, scores: DenseSc
     return Partial(part.out.flatten(2, 3), part.lse.flatten(2, 3))
 
 
-def _put_together(parts: Sequence[tuple[Place, Partial]], tokens: int) -> Partial:
-    """Join the partials of all tokens: ``[kv_heads, group, tokens]``."""
+def _batched_by_head(stored: Tensor, heads_per_kv_head: int) -> Tensor:
+    """Keys or values ``[kv_heads, tokens, head_dim]``, once for each query head of a KV head, as a batch.
+
+    A stride-0 view ``[heads_per_kv_head, kv_heads, tokens, head_dim]``, not a copy.
+    """
+    return stored.expand(heads_per_kv_head, -1, -1, -1)
+
+
+def _put_together(parts: Sequence[tuple[Place, Tensor]], tokens: int) -> Tensor:
+    """Join ``[kv_heads, heads_per_kv_head, some tokens, ...]`` of all tokens."""
     (_, first), *others = parts
     if not others:
         return first
-    kv_heads, group, _, head_dim = first.out.shape
-    out = first.out.new_empty(kv_heads, group, tokens, head_dim)
-    lse = first.lse.new_empty(kv_heads, group, tokens)
+    joined = first.new_empty(*first.shape[:2], tokens, *first.shape[3:])
     for place, part in parts:
-        out[:, :, place], lse[:, :, place] = part.out, part.lse
-    return Partial(out, lse)
+        joined[:, :, place] = part
+    return joined
 
 
 def _with_context(
-    own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], scores: DenseScores
+    own: Partial, grouped: Tensor, place: Place, context: tuple[Tensor, Tensor], dense: DenseAttention
 ) -> Partial:
     """Merge the attention of some tokens over their common context into `own`."""
     keys, values = context
-    some = grouped[:, :, place]  # [kv_heads, group, some tokens, head_dim]
-    part = scores.partial(some.flatten(1, 2)[None], keys[None], values[None])
+    some = grouped[:, :, place]  # [kv_heads, heads_per_kv_head, some tokens, head_dim]
+    part = dense.partial(some.flatten(1, 2)[None], keys[None], values[None])
     part = Partial(part.out.reshape(*some.shape[:3], -1), part.lse.reshape(some.shape[:3]))
     if some.shape[2] == grouped.shape[2]:
         return merge(own, part)
     merged = merge(Partial(own.out[:, :, place], own.lse[:, :, place]), part)
+    if own.lse.requires_grad:  # the merge has saved views of `own` for its gradient
+        own = Partial(own.out.clone(), own.lse.clone())
     own.out[:, :, place], own.lse[:, :, place] = merged.out, merged.lse
     return own
 
@@ -204,7 +216,7 @@ def _windowed_runs(
     stored: Callable[[Hashable], tuple[Tensor, Tensor]],
     window: int,
     sinks: Tensor | None,
-    scores: DenseScores,
+    dense: DenseAttention,
 ) -> Tensor:
     """Attention of runs under a window that hides tokens from at least one of them: one run at a time."""
     outs, start = [], 0
@@ -212,12 +224,12 @@ def _windowed_runs(
         place = slice(start, start + run.length)
         start = place.stop
         parts = [*(stored(name) for name in run.context), (keys[:, place], values[:, place])]
-        outs.append(_windowed_causal_attention(query[:, place], parts, window, sinks, scores))
+        outs.append(_windowed_causal_attention(query[:, place], parts, window, sinks, dense))
     return torch.cat(outs, 1)
 
 
 def _windowed_causal_attention(
-    query: Tensor, parts: Sequence[tuple[Tensor, Tensor]], window: int, sinks: Tensor | None, scores: DenseScores
+    query: Tensor, parts: Sequence[tuple[Tensor, Tensor]], window: int, sinks: Tensor | None, dense: DenseAttention
 ) -> Tensor:
     """Windowed causal attention of ``[heads, length, head_dim]``, the last tokens of `parts`.
 
@@ -226,8 +238,9 @@ def _windowed_causal_attention(
     heads, length, head_dim = query.shape
     kv_heads = parts[0][0].shape[0]
     before = sum(keys.shape[1] for keys, _ in parts) - length
-    grouped = query.reshape(kv_heads, heads // kv_heads, length, head_dim)
-    scores.need_plain("a sliding window in prefill")
+    heads_per_kv_head = heads // kv_heads
+    grouped = query.reshape(kv_heads, heads_per_kv_head, length, head_dim)
+    dense.raise_if_forced("a sliding window in prefill")
     outs = []
     for start in range(0, length, _WINDOWED_QUERIES):
         some = grouped[:, :, start : start + _WINDOWED_QUERIES]
@@ -237,15 +250,14 @@ def _windowed_causal_attention(
         age = torch.arange(before + start, before + stop, device=query.device)[:, None]
         age = age - torch.arange(first, before + stop, device=query.device)
         visible = (age >= 0) & (age < window)
-        if scores.softcap is None and sinks is None and scores.backend == "auto":
-            # The query heads of a group become the batch: their keys are one stride-0 view, not a copy.
-            all_keys, all_values = (part.expand(heads // kv_heads, -1, -1, -1) for part in (keys, values))
+        if dense.softcap is None and sinks is None and dense.backend == "auto":
+            all_keys, all_values = (_batched_by_head(part, heads_per_kv_head) for part in (keys, values))
             out = F.scaled_dot_product_attention(
-                some.transpose(0, 1), all_keys, all_values, visible, scale=scores.scale
+                some.transpose(0, 1), all_keys, all_values, visible, scale=dense.scale
             ).transpose(0, 1)
         else:
             part = plain_partial(
-                some, keys[:, None], values[:, None], scores.scale, visible=visible, softcap=scores.softcap
+                some, keys[:, None], values[:, None], dense.scale, visible=visible, softcap=dense.softcap
             )
             part = part if sinks is None else with_sinks(part, sinks.view(kv_heads, -1, 1))
             out = part.out.to(query.dtype)

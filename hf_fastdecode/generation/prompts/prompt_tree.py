@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.forest import Forest, Path, Span, path_slice
-from ...attention.prefix_tree import Run, prefix_tree
+from ...attention.prefix_tree import SharedRange, prefix_tree
 from ...cache.state import PrefillItem
 from .stored_prompts import StoredPrompts, common_prefix
 
@@ -98,19 +98,19 @@ def plan_prompts(
         known.append((path, min(matched, max(0, len(tokens) - recompute))))
     shared = [common_prefix(left, right) for left, right in pairwise(tokens.numpy() for tokens in prompts)]
     tree = prefix_tree([len(tokens) for tokens in prompts], shared, least=min_shared_tokens)
-    paths: dict[Run | None, Path] = {None: ()}
-    ends: dict[Run | None, int] = {}
+    paths: dict[SharedRange | None, Path] = {None: ()}
+    ends: dict[SharedRange | None, int] = {}
     items: list[PrefillItem] = []
     new_tokens: list[Tensor] = []
     length = 0
-    for run in tree.runs:
-        known_path, known_length = known[run.first]
+    for run in tree.ranges:
+        known_path, known_length = known[run.row_start]
         fresh_start = min(max(known_length, run.start), run.stop)
         path = (*paths[run.parent], *path_slice(known_path, run.start, fresh_start))
         if fresh := run.stop - fresh_start:
             span = Span(stored.next_segment, length, fresh)
             items.append(PrefillItem(span, context=path))
-            new_tokens.append(prompts[run.first][fresh_start : run.stop])
+            new_tokens.append(prompts[run.row_start][fresh_start : run.stop])
             path = (*path, span)
             length += fresh
             ends[run] = length - 1

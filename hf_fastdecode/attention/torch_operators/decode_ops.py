@@ -1,9 +1,13 @@
 """Forest attention by PyTorch's fused operators that return the log-sum-exp.
 
-Every part is one *dense* call: the queries of all rows of a node, and of all query heads of a KV head, are packed as
-the queries of one sequence, so that the node's keys are read once (Bifurcated attention, section 4.2; Hydragen,
-section 3.2). Shared keys are never repeated over rows or heads, and fused operators read them in place; the plain
-path, for what those cannot compute, casts a node to fp32 first.
+A node is attended to by *dense* attention, without a mask: the queries of all its rows, and of all query heads of a KV
+head, are packed as the queries of one sequence, so that the node's keys are read once (Bifurcated attention, section
+4.2; Hydragen, section 3.2). Nodes of equal shape and spacing are one batched call, as are suffixes of equal length.
+Only keys at the edge of a window, the causal square among the queries of one step, and suffixes of unequal length
+need masks.
+
+Shared keys are never repeated over rows or heads, and fused operators read them in place. The plain path, for what
+those cannot compute, casts a node to fp32 first.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor
 from ..forest import Node
 from ..kv import ForestKV
 from ..partial import Partial, merge
-from .operators import DenseScores, choose_operator, plain_partial, with_sinks
+from .operators import DenseAttention, choose_operator, plain_partial, with_sinks
 
 
 def forest_attention(
@@ -34,27 +38,28 @@ def forest_attention(
 
     Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
     row's path, and its suffix up to and including that position; under a window, the last ``window`` of these tokens.
-    `reference.forest_attention` is the specification.
+    `reference.forest_attention` is the specification, and has the same name and arguments, without `backend`.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
         kv: Keys and values in the query's dtype, on its device.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens of its row up to its own.
+        window: When given, a query sees only the last ``window`` tokens up to and including its own.
         sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
-        backend: One of `BACKENDS`.
+        backend: One of `TORCH_BACKENDS`.
 
     Returns:
         ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, fp32 (fp64 for fp64).
 
     Raises:
-        BackendError: A forced backend cannot compute this.
-        ValueError: A row's suffix is shorter than the number of queries.
+        BackendError: `backend` is unknown, or a forced one cannot compute this.
+        ValueError: Query, forest and suffixes differ in the number of rows; a suffix is shorter than the number of
+            queries, or longer than its storage; or a node lies outside its segment.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    scores = DenseScores(head_dim**-0.5 if scale is None else scale, softcap, backend)
+    dense = DenseAttention(head_dim**-0.5 if scale is None else scale, softcap, backend)
     shortest, longest = kv.suffix_bounds
     if kv.forest.rows != rows or kv.suffix.keys.shape[0] != rows:
         raise ValueError(
@@ -65,40 +70,41 @@ def forest_attention(
             f"suffixes must hold at least their {queries} queries' own tokens and at most their capacity of "
             f"{kv.suffix.keys.shape[2]}, got {shortest} to {longest}"
         )
-    packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)  # [rows, kv_heads, p*queries, d]
-    oldest = None if window is None else _oldest_seen(kv, queries, packed.shape[2], window)
-    merged = _suffix_partial(packed, queries, kv, scores, _less(oldest, kv.forest.context_lengths))
+    queries_per_kv_head = heads // kv_heads * queries
+    packed = query.reshape(rows, kv_heads, queries_per_kv_head, head_dim)
+    oldest = None if window is None else _oldest_seen(kv, queries, queries_per_kv_head, window)
+    merged = _suffix_partial(packed, queries, kv, dense, _relative_to_starts(oldest, kv.forest.context_lengths))
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        merged = merge(merged, _level_partial(packed, batches, kv, scores, _less(oldest, starts)))
+        merged = merge(merged, _level_partial(packed, batches, kv, dense, _relative_to_starts(oldest, starts)))
     value_dim = merged.out.shape[-1]
     merged = Partial(merged.out.reshape(rows, heads, queries, value_dim), merged.lse.reshape(rows, heads, queries))
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
 
-def _oldest_seen(kv: ForestKV, queries: int, packed: int, window: int) -> Tensor:
-    """Position in its row of the oldest token that a packed query sees: ``[rows, packed]`` int64 on the CPU.
+def _oldest_seen(kv: ForestKV, queries: int, queries_per_kv_head: int, window: int) -> Tensor:
+    """Position in its row of the oldest token that each packed query sees; negative if the window is longer.
 
-    It may be negative. On the host, because it decides which keys are read.
+    ``[rows, queries_per_kv_head]`` int64 on the CPU, because it decides which keys are read.
     """
     host: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
     ends = torch.tensor(kv.forest.context_lengths, **host) + torch.tensor(kv.lengths(), **host)
-    position = torch.arange(queries, **host).repeat(packed // queries)
+    position = torch.arange(queries, **host).repeat(queries_per_kv_head // queries)
     return ends[:, None] - queries + position - window + 1
 
 
-def _less(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
-    """`oldest` relative to the start of each row's part."""
+def _relative_to_starts(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
+    """`oldest`, counted from where the node or suffix of each row starts instead of from the row's first token."""
     return None if oldest is None else oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
 
 
 def _level_partial(
-    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, scores: DenseScores, oldest: Tensor | None
+    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
     """Attention of all rows over the nodes of one depth; the empty partial for rows without one."""
     outs, lses, row = [], [], 0
     for batch in batches:
         rows = slice(batch[0].row_start, batch[-1].row_stop)
-        part = _nodes_partial(packed[rows], batch, kv, scores, None if oldest is None else oldest[rows])
+        part = _nodes_partial(packed[rows], batch, kv, dense, None if oldest is None else oldest[rows])
         if gap := batch[0].row_start - row:
             outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
             lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
@@ -112,25 +118,25 @@ def _level_partial(
 
 
 def _nodes_partial(
-    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, scores: DenseScores, oldest: Tensor | None
+    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
-    """Attention of ``[rows, kv_heads, p*queries, head_dim]`` over the rows' alike nodes, each read once."""
+    """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
     keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
-    count, group = len(nodes), rows // len(nodes)
+    count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.
     side_by_side = (
-        packed.view(count, group, kv_heads, queries_per_kv_head, -1)
+        packed.view(count, rows_per_node, kv_heads, queries_per_kv_head, -1)
         .transpose(1, 2)
         .reshape(count, kv_heads, -1, packed.shape[-1])
     )
-    oldest = None if oldest is None else oldest.view(count, group * queries_per_kv_head)
-    out, lse = scores.seen_partial(side_by_side, keys, values, oldest)
+    oldest = None if oldest is None else oldest.view(count, rows_per_node * queries_per_kv_head)
+    out, lse = dense.windowed_partial(side_by_side, keys, values, oldest)
     return Partial(
-        out.view(count, kv_heads, group, queries_per_kv_head, -1)
+        out.view(count, kv_heads, rows_per_node, queries_per_kv_head, -1)
         .transpose(1, 2)
         .reshape(rows, kv_heads, queries_per_kv_head, -1),
-        lse.reshape(count, kv_heads, group, queries_per_kv_head)
+        lse.reshape(count, kv_heads, rows_per_node, queries_per_kv_head)
         .transpose(1, 2)
         .reshape(rows, kv_heads, queries_per_kv_head),
     )
@@ -148,30 +154,33 @@ def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
     )
 
 
-def _suffix_partial(packed: Tensor, queries: int, kv: ForestKV, scores: DenseScores, oldest: Tensor | None) -> Partial:
+def _suffix_partial(
+    packed: Tensor, queries: int, kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
+) -> Partial:
     """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1:
-        return scores.seen_partial(packed, keys, values, oldest)
+        return dense.windowed_partial(packed, keys, values, oldest)
     if longest == shortest:
         # Only the queries' own tokens need a causal mask, on a small square.
         old = longest - queries
-        earlier = scores.seen_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
+        earlier = dense.windowed_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
         oldest = None if oldest is None else oldest - old
         keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * packed.shape[0]
     else:
-        scores.need_plain("suffixes of unequal length")
+        dense.raise_if_forced("suffixes of unequal length")
         earlier, lengths = None, kv.lengths()
     position = torch.arange(queries, device=packed.device).repeat(packed.shape[2] // queries)  # of each packed query
-    last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position  # [rows, p*queries]
+    # [rows, queries_per_kv_head]
+    last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position
     token = torch.arange(keys.shape[2], device=packed.device)
     visible = token <= last_seen[..., None]
     if oldest is not None:
         visible &= token >= oldest.to(packed.device)[..., None]
     # Values past a row's length are undefined, and 0 * NaN is NaN.
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
-    own = plain_partial(packed, keys, values, scores.scale, visible=visible[:, None], softcap=scores.softcap)
+    own = plain_partial(packed, keys, values, dense.scale, visible=visible[:, None], softcap=dense.softcap)
     return own if earlier is None else merge(own, earlier)
 
 

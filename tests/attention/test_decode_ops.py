@@ -17,7 +17,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
-from hf_fastdecode.attention.torch_operators.torch_ops import forest_attention
+from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
 
 from .exactness import PROPERTY, assert_partials_close, fp64_inputs
 from .forests import (
