@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .patches.registration import register_when_imported
+
 if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import load_embedded
@@ -44,3 +46,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_when_imported()
