@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
+    from .conversion.checkpoint.in_memory import to_slim
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
 
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "load_embedded",
     "prefill",
+    "to_slim",
 ]
 
 # torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
@@ -33,6 +35,7 @@ _MODULES = {
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.token_log_probs",
     "load_embedded": "assets",
+    "to_slim": "conversion.checkpoint.in_memory",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }
 
