@@ -41,6 +41,9 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "error of W_V" in done.stdout
     assert type(AutoModelForCausalLM.from_pretrained(full)).__name__ == "LlamaForCausalLM"
+    done = run("inspect", slim)
+    assert done.exit_code == 2
+    assert "slim_report.json beside its weights" in done.stderr
     done = run("generate", "--model", slim, "--prompt", "def f(x):", "--max-new-tokens", 4, "--greedy")
     assert done.exit_code == 0, done.output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def to_slim(
     slim.load_state_dict(state, strict=True, assign=True)
     slim.model.rotary_emb = family.rotary(config).to(model.device)  # whose tables are in no state_dict
     slim.tie_weights()
-    slim.generation_config = model.generation_config
+    slim.generation_config = deepcopy(model.generation_config)
     return slim.eval()
 
 

@@ -40,14 +40,17 @@ def find_checkpoint(name: str) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.bin", *(f"*{suffix}" for suffix in _BESIDE)]
+    beside = [f"*{suffix}" for suffix in _BESIDE]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        found = Path(snapshot_download(name, allow_patterns=["model*.safetensors", *beside]))
+        if not any(found.glob("*.safetensors")):
+            found = Path(snapshot_download(name, allow_patterns=["pytorch_model*.bin", *beside]))
     except Exception as error:  # no such repository, no network, gated, no valid id
         raise CheckpointError(
             f"there is no folder {name}, and the Hugging Face Hub does not give it ({type(error).__name__}); name a "
             f"folder, an id on the Hub, or {EMBEDDED!r}"
         ) from error
+    return found
 
 
 class Checkpoint:
@@ -96,17 +99,16 @@ class Checkpoint:
                 "is of another model"
             )
         for name, expected in model.state_dict().items():
-            if name in self.files and (shape := self.shape(name)) not in (None, list(expected.shape)):
+            if name in self.files and (shape := self.shape(name)) != list(expected.shape):
                 raise CheckpointError(
                     f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
                     "config.json is of another model"
                 )
 
-    def shape(self, name: str) -> list[int] | None:
-        """Of a tensor in safetensors; None in other files, where it is known when the tensor is read."""
-        if self.files[name].suffix != ".safetensors":
-            return None
-        return list(self._handle(self.files[name]).get_slice(name).get_shape())
+    def shape(self, name: str) -> list[int]:
+        """Of a tensor."""
+        handle = self._handle(self.files[name])
+        return list(handle[name].shape if isinstance(handle, Mapping) else handle.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.
