@@ -74,7 +74,12 @@ class SlimValues(KeepsDtype):
         """
         heads = probabilities.shape[1]
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the keys of all heads
-        out: Tensor = self.from_keys((flat @ keys[:, 0].to(flat.dtype)).unflatten(1, (heads, -1)), heads)
+        average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, (heads, -1))
+        if keys.dtype == torch.float16 and keys.is_cuda:  # where TF32 may be on
+            out: Tensor = self.from_keys(in_two_parts(average), heads)
+            out = out.unflatten(2, (2, -1)).sum(2)
+        else:
+            out = self.from_keys(average, heads)
         if self.directions is not None:
             average = flat @ coordinates[:, 0].to(flat.dtype)
             out = out + self.directions(average.unflatten(1, (heads, -1)), heads)
@@ -83,3 +88,16 @@ class SlimValues(KeepsDtype):
     def rotatable(self, keys: Tensor) -> Tensor:
         """Keys ``[rows, tokens, e]`` as they were before the offset, in fp32, for RoPE and scores."""
         return keys[:, 0].to(wide(keys.dtype)) + self.key_offset
+
+
+def in_two_parts(x: Tensor) -> Tensor:
+    """Split numbers of fp16's range into parts of 11 bits, which TF32 does not round more than fp32 does.
+
+    Args:
+        x: ``[rows, heads, queries, width]``, fp32.
+
+    Returns:
+        ``[rows, heads, 2 * queries, width]``: x rounded to fp16, and then what that leaves.
+    """
+    coarse = x.to(torch.float16).to(x.dtype)
+    return torch.cat([coarse, x - coarse], 2)

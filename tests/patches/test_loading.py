@@ -116,3 +116,14 @@ def test_configs() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SlimLlamaConfig(**sizes, **fields)
+
+
+def test_layers_offloaded_to_the_disk(saved: tuple[str, Path], tmp_path: Path) -> None:
+    """Weights that come to the device for their own module's forward pass only."""
+    plan, folder = saved
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map = {**places, "model.layers.0": "cpu", "model.layers.1": "disk"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path)
+    assert loaded.model.layers[1].self_attn.k_proj.weight.is_meta
+    with torch.no_grad():
+        assert torch.equal(loaded(TEXT[None]).logits, pair(plan)[1](TEXT[None]).logits)
