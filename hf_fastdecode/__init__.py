@@ -3,10 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .patches.registration import register_when_imported
+
 if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
+    from .conversion.checkpoint.in_memory import to_slim
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
 
@@ -23,6 +26,7 @@ __all__ = [
     "explain",
     "load_embedded",
     "prefill",
+    "to_slim",
 ]
 
 # torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
@@ -31,6 +35,7 @@ _MODULES = {
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.token_log_probs",
     "load_embedded": "assets",
+    "to_slim": "conversion.checkpoint.in_memory",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }
 
@@ -44,3 +49,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_when_imported()

@@ -1,4 +1,4 @@
-"""hf-fastdecode: demo, generate, inspect, eval, bench.
+"""hf-fastdecode: demo, generate, inspect, convert-checkpoint, eval, bench.
 
 torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
 """
@@ -20,6 +20,7 @@ from .bench.app import app as bench
 from .command_errors import CommandError, forced_options
 from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file, truth
 from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
+from .commands.convert import convert_checkpoint
 from .commands.evaluation.app import app as evaluations
 from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 app.add_typer(bench, name="bench")
 app.add_typer(evaluations, name="eval")
+app.command("convert-checkpoint")(convert_checkpoint)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 
 _MODEL_HELP = "`embedded`, a folder, or an id on the Hugging Face Hub."

@@ -93,7 +93,7 @@ def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
 
 # What may import what: a layer those before it. Between the two of one set there is no way.
 LAYERS = (
-    *({"kernels"}, {"attention"}, {"cache"}, {"generation"}, {"api", "assets"}, {"measurement"}),
+    *({"kernels"}, {"attention"}, {"cache"}, {"generation", "patches"}, {"api", "assets"}, {"measurement"}),
     *({"bench", "evals", "conversion"}, {"commands"}),
 )
 

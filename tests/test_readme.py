@@ -49,6 +49,11 @@ def test_the_example_of_a_kept_cache_runs():
     assert used > names["inputs"]["input_ids"].shape[1] * 0.8  # of a prompt that was not prefilled
 
 
+def test_the_example_of_a_slim_model_runs():
+    names = run_examples("docs/slim.md")  # which compares with stock
+    assert "SlimLlamaForCausalLM" in repr(type(names["slim"]))
+
+
 def _without_numbers(text: str) -> str:
     return " ".join(re.sub(r"[\d,]+", "#", text).split())
 

@@ -103,6 +103,11 @@ class KVShape:
                 f"{name} has {odd[0]} = {getattr(text, odd[0])}; only layers that all store keys and values of the "
                 "same heads are counted"
             )
+        if getattr(text, "slim_layers", None):
+            raise ValueError(
+                f"{name} caches keys and V-coordinates per layer, which slim_report.json beside its weights counts; "
+                "only keys and values are counted"
+            )
         layers, heads = _count(text, "num_hidden_layers"), _count(text, "num_attention_heads")
         types = _layer_types(text)
         if other := sorted(set(types) - set(_LOCAL)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from .cache_errors import CacheError, CacheErrors, PlanName
 from .key_to_value import KeyToValue
 from .rope import Rotation
-from .stored_coordinates import key_statistics
+from .stored_coordinates import KeyStatistics, key_statistics
 from .weights import AttentionWeights, require_multi_head
 
 RANK_DIVISORS: Final = (32, 16, 8, 4, 2)
@@ -79,8 +79,40 @@ def plan_layer(
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
     rank_divisors: Sequence[int] = RANK_DIVISORS,
+    ranks: Sequence[int] = (),
     compensated: bool = False,
 ) -> LayerPlan:
+    """Measure the caches that a layer may have, and choose: `fit_layer` without what it was fitted with."""
+    plan, _ = fit_layer(
+        weights,
+        inputs,
+        key_inputs,
+        rotation=rotation,
+        causal=causal,
+        model_dtype=model_dtype,
+        cache_dtype=cache_dtype,
+        tolerance=tolerance,
+        rank_divisors=rank_divisors,
+        ranks=ranks,
+        compensated=compensated,
+    )
+    return plan
+
+
+def fit_layer(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    key_inputs: Tensor | None = None,
+    *,
+    rotation: Rotation | None = None,
+    causal: bool = True,
+    model_dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    tolerance: float = 2.0,
+    rank_divisors: Sequence[int] = RANK_DIVISORS,
+    ranks: Sequence[int] = (),
+    compensated: bool = False,
+) -> tuple[LayerPlan, KeyStatistics | None]:
     """Measure the caches that a layer may have, and choose.
 
     Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
@@ -97,10 +129,12 @@ def plan_layer(
             else the model's.
         tolerance: How many times the output error of an ordinary cache is acceptable.
         rank_divisors: Ranks to try, as parts of the width of the values.
+        ranks: Further ranks to try.
         compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
 
     Returns:
-        The plan. ``kv`` is always among the candidates.
+        The plan, where ``kv`` is always among the candidates, and what `store_value_coordinates` makes the chosen
+        cache's matrices of; None where keys do not determine values.
 
     Raises:
         ValueError: The text has fewer than two tokens to cache, or inputs that are not finite; `tolerance` is below 1;
@@ -130,6 +164,7 @@ def plan_layer(
     ordinary = errors.ordinary(model_dtype)
     candidates = [ordinary]
     refused: dict[PlanName, str] = {}
+    statistics: KeyStatistics | None = None
     solved: KeyToValue | None = None
     try:
         candidates.append(errors.of_inputs(model_dtype))
@@ -143,13 +178,13 @@ def plan_layer(
     else:
         solved = statistics.key_to_value
         width = solved.matrix.shape[1]
-        for rank in sorted({width // divisor for divisor in rank_divisors} | {0}):
+        for rank in sorted({width // divisor for divisor in rank_divisors} | {0, *ranks}):
             try:
                 candidates.append(errors.value_coordinates(statistics, rank, cache_dtype, compensated=compensated))
             except ValueError as reason:
                 refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
-    return LayerPlan(
+    plan = LayerPlan(
         chosen=next(one for one in candidates if one.output_error <= tolerance * ordinary.output_error),
         ordinary=ordinary,
         candidates=tuple(candidates),
@@ -161,3 +196,4 @@ def plan_layer(
         largest_key_to_value=solved.largest if solved else None,
         singular_values=tuple(solved.singular_values.tolist()) if solved else (),
     )
+    return plan, statistics

@@ -1,0 +1,154 @@
+"""`hf-fastdecode convert-checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from hf_fastdecode.interrupts import exit_on_interrupt
+
+from ..command_errors import CommandError, one_line
+from ..command_options import check_dtype
+from .console import note, quiet_libraries
+
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def convert_checkpoint(
+    source: Annotated[str, typer.Argument(help="`embedded`, a folder, or an id on the Hugging Face Hub.")],
+    target: Annotated[
+        Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="`slim`, or `full`: the way back, from a slim checkpoint.")
+    ] = "slim",
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone, the paper's method. `kv`: "
+            'keys and values. Or a JSON file: a list of {"plan": "k", "k+r" or "kv", "rank": ...} per layer, a slim '
+            "config.json or a report."
+        ),
+    ] = "auto",
+    rank: Annotated[
+        int | None,
+        typer.Option(help="V-coordinates beside the keys, in every layer, for --plan.", show_default="as planned"),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="Of `auto`: most output error, as a multiple of that of keys and values in this dtype."),
+    ] = 2.0,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text that layers are measured on, typical of what the model will read; the first 1,024 tokens "
+            "are used.",
+            show_default="built-in English and Python",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; write nothing.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Load both models, compare their logits on the calibration text, and put nothing at the target where "
+            "they are off (exit code 1).",
+        ),
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes in a file, such as 500MB or 2GiB.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
+) -> None:
+    """Make a slim checkpoint: its model caches keys, or keys and few coordinates of the values, for keys and values.
+
+    In multi-head attention, values follow from keys (V = K W_K^-1 W_V), so that half the KV cache is all there is to
+    store. In half precision that is a trap: rounding of keys grows by up to W_K's condition number. So layers are
+    measured on a text, and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and
+    r coordinates of the values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The
+    table tells what that saves.
+
+    The result loads with `AutoModelForCausalLM.from_pretrained` after `import hf_fastdecode`, and generates with
+    transformers' own caches. Weights are read, converted and written layer by layer, to a folder beside TARGET that is
+    renamed at the end; slim_report.json and slim_report.png tell what was measured.
+
+    Only multi-head models: with grouped-query attention keys do not determine values. So far Llama models.
+
+    Examples:
+
+        hf-fastdecode convert-checkpoint embedded --dtype bfloat16 --dry-run
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
+        hf-fastdecode convert-checkpoint vicuna-7b vicuna-slim --calibration mine.txt --tolerance 1
+        hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
+    """
+    check_dtype(dtype)
+    if form not in ("slim", "full"):
+        raise CommandError(f"--format must be slim or full, got {form!r}")
+    if target is None and not dry_run:
+        raise CommandError("name the folder to make, or give --dry-run to measure only")
+    if dry_run and (resume or verify):
+        raise CommandError(
+            f"--dry-run writes nothing that --{'resume' if resume else 'verify'} could read; leave one out"
+        )
+    if target is not None and not dry_run and target.expanduser().exists():
+        raise CommandError(f"{target} exists; name another folder, or remove it first")
+    shard_bytes = _size(max_shard_size)
+    with quiet_libraries():
+        with exit_on_interrupt():
+            import torch
+            from rich.console import Console
+            from tqdm import tqdm
+
+            from hf_fastdecode.conversion.checkpoint import convert
+            from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, read_plan_file
+            from hf_fastdecode.conversion.checkpoint.verify import VerificationError
+
+            from .convert_table import conversion_text
+        bar = tqdm(desc="convert", unit="layer", disable=None, leave=False)
+
+        def on_group(done: int, groups: int) -> None:
+            bar.total = groups
+            bar.update(done - bar.n)
+
+        try:
+            chosen = plan if plan in ("auto", "k", "kv") else read_plan_file(Path(plan))
+            settings = convert.Settings(
+                source=source,
+                target=None if dry_run else target,
+                format="full" if form == "full" else "slim",
+                choice=PlanChoice(chosen, rank, tolerance),
+                dtype=None if dtype == "auto" else getattr(torch, dtype),
+                calibration=calibration,
+                verify=verify,
+                resume=resume,
+                shard_bytes=shard_bytes,
+            )
+            report = convert.convert_checkpoint(settings, on_group)
+        except VerificationError as error:
+            raise CommandError(
+                f"{one_line(error)}; nothing was put at {target}, and --resume without --verify takes it so", 1
+            ) from error
+        except ValueError as error:
+            raise CommandError(one_line(error)) from error
+        finally:
+            bar.close()
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(conversion_text(report))
+    if not dry_run:
+        note(f"hf-fastdecode: wrote {target}")
+    sys.stdout.flush()
+
+
+def _size(text: str) -> int:
+    """Bytes."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS or not int(match[1]):
+        raise CommandError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,82 @@
+"""The report of a conversion, as a table for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .console import bytes_text
+
+
+def conversion_text(report: dict[str, Any]) -> RenderableType:
+    """What each layer caches and why, and what is saved; for the way back, how exact it is."""
+    return _full(report) if report["format"] == "full" else _slim(report)
+
+
+def _slim(report: dict[str, Any]) -> RenderableType:
+    table = Table(title=f"{report['source']} in {report['dtype']}, slim", title_justify="left", title_style="bold")
+    table.add_column("layer", justify="right")
+    table.add_column("caches")
+    for name in ("cond W_K", "max W_KV", "of KV", "V error", "output", "of KV's"):
+        table.add_column(name, justify="right")
+    for index, layer in enumerate(report["layers"]):
+        measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
+        table.add_row(
+            str(index),
+            _name(layer),
+            _number(measured["condition"]),
+            _number(measured["largest_key_to_value"]),
+            f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
+            f"{layer['value_error']:.2%}" if layer["value_error"] >= 1e-4 else _number(layer["value_error"]),
+            f"{layer['output_error']:.2%}" if layer["output_error"] >= 1e-4 else _number(layer["output_error"]),
+            _ratio(layer["output_error"], ordinary["output_error"]),
+        )
+    closing = Text(
+        f"{bytes_text(report['bytes_per_token'])} per token in the place of "
+        f"{bytes_text(report['ordinary_bytes_per_token'])}: {report['saved']:.1%} saved. Errors of values and of the "
+        f"layer's output are relative, on the second half of {report['calibration_tokens']:,} tokens "
+        f"({report['calibration']}), and beside the output error of keys and values."
+    )
+    for index, layer in enumerate(report["layers"]):
+        reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
+        for reason in sorted(reasons):
+            closing.append(f"\nLayer {index}: {reason}.", style="yellow")
+    if checked := report.get("verification"):
+        closing.append(
+            f"\nVerified: logits are off by {checked['slim_error']:.3g} from fp64 (bound {checked['bound']:.3g}, "
+            f"ordinary {checked['ordinary_error']:.3g}); {checked['same_tokens']:.1%} of the most likely tokens agree."
+        )
+    return Group(table, closing)
+
+
+def _full(report: dict[str, Any]) -> RenderableType:
+    table = Table(title=f"{report['source']}, full again", title_justify="left", title_style="bold")
+    table.add_column("layer", justify="right")
+    table.add_column("was")
+    table.add_column("error of W_V", justify="right")
+    for index, layer in enumerate(report["layers"]):
+        error = layer["recovered_error"]
+        table.add_row(
+            str(index), _name(layer), "unknown" if error is None else "exact" if not error else f"{error:.2e}"
+        )
+    closing = (
+        "W_V = W_K M + W_E B, in fp64, against the weights that were converted: as measured then, relative, in the "
+        "dtype that the checkpoint had. All other weights are the same."
+    )
+    return Group(table, Text(closing))
+
+
+def _name(layer: dict[str, Any]) -> str:
+    names = {"k": "keys", "kv": "keys, values", "k+r": f"keys+{layer['rank']}"}
+    return names[layer["plan"]]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _ratio(error: float, ordinary: float) -> str:
+    return f"{error / ordinary:.2f}x" if ordinary else "-"

@@ -1,0 +1,224 @@
+"""Reads a checkpoint, converts it group by group, and puts the result in its place at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from .calibration import calibration_ids
+from .families import Family, family_of, family_of_slim
+from .plan_choice import PlanChoice
+from .report_plot import draw_report
+from .shards import ShardWriter, write_json
+from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
+from .to_full_stream import FullStream
+from .to_slim_stream import SlimStream
+from .verify import Verification, verify
+
+PICTURE: Final = "slim_report.png"
+_HEADROOM: Final = 1.1  # of the disk: reports, tokenizers, and what a slim layer has beside its matrices
+
+Format = Literal["slim", "full"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to convert, and how.
+
+    Attributes:
+        source: A folder, an id on the Hugging Face Hub, or ``embedded``.
+        target: Folder to make; None to measure only.
+        format: ``slim``, or ``full`` for the way back.
+        choice: Of the layers' caches.
+        dtype: Of the result; None for the source's own.
+        calibration: UTF-8 text, or None for the built-in one.
+        verify: Whether to compare logits before the result is put in its place.
+        resume: Whether to go on with an interrupted conversion.
+        shard_bytes: Most bytes in a shard.
+    """
+
+    source: str
+    target: Path | None
+    format: Format = "slim"
+    choice: PlanChoice = field(default_factory=PlanChoice)
+    dtype: torch.dtype | None = None
+    calibration: Path | None = None
+    verify: bool = False
+    resume: bool = False
+    shard_bytes: int = 5 * 10**9
+
+
+def convert_checkpoint(
+    settings: Settings, on_group: Callable[[int, int], None] = lambda done, of: None
+) -> dict[str, Any]:
+    """Convert.
+
+    Args:
+        settings: What and how.
+        on_group: Called with the number of groups done and of all, for a progress bar.
+
+    Returns:
+        The report, as it is written beside the weights.
+
+    Raises:
+        ValueError: Of this folder's kinds, each with one line of reason and remedy.
+        VerificationError: The result's logits are off; nothing was put at the target.
+        OSError: The disk is full, or a file cannot be written.
+    """
+    source = Checkpoint(find_checkpoint(settings.source))
+    try:
+        family, stream, ids = _stream(source, settings)
+        report = _describe(source, settings, stream.dtype, ids)
+        if settings.target is None:
+            measured = []
+            for index in range(len(stream)):
+                measured.append(stream.group(index)[1])
+                on_group(index + 1, len(stream))
+            return _with_layers(report, measured)
+        return _write(source, settings, family, stream, ids, report, on_group)
+    finally:
+        source.close()
+
+
+def _stream(source: Checkpoint, settings: Settings) -> tuple[Family, SlimStream | FullStream, Tensor | None]:
+    if settings.format == "full":
+        model_type, family = family_of_slim(source.config)
+    else:
+        family = family_of(source.config)
+    source.check()
+    dtype = settings.dtype or source.dtype(family.embedding)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
+    ids = _ids(source, settings) if settings.format == "slim" or settings.verify else None
+    if settings.format == "full":
+        return family, FullStream(source, model_type, family, dtype), ids
+    assert ids is not None
+    return family, SlimStream(source, family, settings.choice, dtype, ids), ids
+
+
+def _ids(source: Checkpoint, settings: Settings) -> Tensor:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except Exception as error:  # files that are not what they say may raise anything
+        raise CheckpointError(
+            f"{settings.source} has no tokenizer that can be loaded ({type(error).__name__}), and layers are measured "
+            "on a text; save the tokenizer beside the weights"
+        ) from error
+    ids = calibration_ids(tokenizer, settings.calibration, source.config.max_position_embeddings)
+    if int(ids.max()) >= source.config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer gives id {int(ids.max())}, and the model has {source.config.vocab_size} tokens; save the "
+            "model's own tokenizer beside its weights"
+        )
+    return ids
+
+
+def _write(
+    source: Checkpoint,
+    settings: Settings,
+    family: Family,
+    stream: SlimStream | FullStream,
+    ids: Tensor | None,
+    report: dict[str, Any],
+    on_group: Callable[[int, int], None],
+) -> dict[str, Any]:
+    assert settings.target is not None
+    target = settings.target.expanduser()
+    of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
+    writer = ShardWriter(target, settings.shard_bytes, of, resume=settings.resume)
+    if not writer.groups:
+        _check_disk(source, stream.dtype, writer.folder)
+    stream.resume(writer.carried())
+    try:
+        for index in range(writer.groups, len(stream)):
+            on_group(index, len(stream))
+            before = stream.carried()
+            tensors, layer = stream.group(index)
+            writer.add(tensors, layer, before)
+    except ValueError:  # which resuming would meet again
+        shutil.rmtree(writer.folder)
+        raise
+    found = writer.finish()
+    on_group(len(stream), len(stream))
+    config = stream.finished(found)
+    report = _with_layers(report, found)
+    source.copy_beside(writer.folder)
+    if settings.verify and ids is not None:
+        report["verification"] = _verify(source, settings, family, writer.folder, config, stream.dtype, ids, report)
+    write_json(writer.folder / REPORT, report)
+    if settings.format == "slim":
+        draw_report(report, writer.folder / PICTURE)
+    writer.publish(config)
+    return report
+
+
+def _verify(
+    source: Checkpoint,
+    settings: Settings,
+    family: Family,
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    ids: Tensor,
+    report: dict[str, Any],
+) -> dict[str, Any]:
+    here, there = (folder, config), (source.folder, source.config)
+    slim, full = (here, there) if settings.format == "slim" else (there, here)
+    known = report if settings.format == "slim" else source.report() or {"layers": []}
+    conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] != "kv"]
+    checked: Verification = verify(
+        full, slim, family, dtype, ids, settings.choice.tolerance, max(conditions, default=1.0)
+    )
+    return checked.to_dict()
+
+
+def _check_disk(source: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
+    """Refuse before hours of work what the disk has no room for."""
+    itemsize = source.tensor(min(source.names())).itemsize
+    needed = int(source.nbytes() * dtype.itemsize / itemsize * _HEADROOM)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        shutil.rmtree(folder)
+        raise CheckpointError(
+            f"{folder.parent} has {free / 1e9:.2f} GB free, and the checkpoint needs {needed / 1e9:.2f} GB; make "
+            "room, or name a folder on another disk"
+        )
+
+
+def _describe(source: Checkpoint, settings: Settings, dtype: torch.dtype, ids: Tensor | None) -> dict[str, Any]:
+    choice = settings.choice
+    return {
+        "format": settings.format,
+        "source": settings.source,
+        "model_type": source.config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "plan": choice.plan if isinstance(choice.plan, str) else [list(one) for one in choice.plan],
+        "rank": choice.rank,
+        "tolerance": choice.tolerance,
+        "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
+        "calibration_tokens": 0 if ids is None else len(ids),
+        "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+    }
+
+
+def _with_layers(report: dict[str, Any], found: list[Any]) -> dict[str, Any]:
+    layers = found[1:]
+    if report["format"] == "full":
+        return {**report, "layers": layers}
+    slim = sum(layer["bytes_per_token"] for layer in layers)
+    ordinary = sum(layer["measured"]["ordinary"]["bytes_per_token"] for layer in layers)
+    return {
+        **report,
+        "bytes_per_token": slim,
+        "ordinary_bytes_per_token": ordinary,
+        "saved": 1 - slim / ordinary,
+        "layers": layers,
+    }

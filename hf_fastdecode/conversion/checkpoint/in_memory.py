@@ -1,0 +1,105 @@
+"""`to_slim`: a loaded model to a slim one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..weights import AttentionWeights
+from .calibration import calibration_ids, check_ids
+from .families import Family, attention_weights, family_of, rotation_of, slim_config
+from .plan_choice import PlanChoice
+from .slim_layer import convert_layer, matrix_dtype
+
+
+def to_slim(
+    model: PreTrainedModel,
+    calibration: Tensor | None = None,
+    *,
+    tokenizer: Any = None,
+    plan: str | tuple[tuple[str, int], ...] = "auto",
+    rank: int | None = None,
+    tolerance: float = 2.0,
+) -> PreTrainedModel:
+    """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
+
+    It generates as any model of transformers, with transformers' caches, and saves with ``save_pretrained``. Weights
+    that stay as they are are shared with `model`, which itself does not change. Half the cache is the best case: each
+    layer gets the smallest cache that measures as accurate as is asked for, and keeps keys and values where none does.
+
+    Args:
+        model: A Llama model with multi-head attention, in float32, bfloat16 or float16.
+        calibration: Ids of a text typical of what the model will read, ``[tokens]``; without, `tokenizer` makes them
+            of a built-in text of English and Python.
+        tokenizer: Of the model.
+        plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values; or plan and rank of each layer.
+        rank: V-coordinates beside the keys of every layer, in the place of `plan`.
+        tolerance: Of ``auto``: how many times the error that an ordinary cache in the model's dtype makes in a layer's
+            output is acceptable.
+
+    Returns:
+        The slim model, in eval mode, on the same device.
+
+    Raises:
+        ValueError: The model has no slim form (grouped-query attention, a quantised model), a layer cannot have the
+            plan, or there is no usable calibration text.
+    """
+    choice = PlanChoice(plan, rank, tolerance)
+    family = family_of(model.config)
+    if calibration is None:
+        if tokenizer is None:
+            raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
+        calibration = calibration_ids(tokenizer, limit=model.config.max_position_embeddings)
+    inputs = layer_inputs(model, family, check_ids(calibration))
+    state, count = model.state_dict(), model.config.num_hidden_layers
+    rotation = rotation_of(family.rotary(model.config), len(calibration))
+    entries = []
+    for index in range(count):
+        prefix = family.layer_prefix(index) + family.attention
+        weights = _weights(model.config, state, prefix)
+        converted = convert_layer(weights, inputs[index], rotation, choice, index, count)
+        entries.append(converted.entry.to_dict())
+        if converted.tensors:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(f"{prefix}v_proj.")}
+            state |= {prefix + name: tensor.to(model.device) for name, tensor in converted.tensors.items()}
+    config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
+    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    with torch.device("meta"):
+        slim: PreTrainedModel = family.slim_model(config)
+    slim.load_state_dict(state, strict=True, assign=True)
+    slim.model.rotary_emb = family.rotary(config).to(model.device)  # whose tables are in no state_dict
+    slim.tie_weights()
+    slim.generation_config = deepcopy(model.generation_config)
+    return slim.eval()
+
+
+def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Tensor]:
+    """What the projections of every layer see on a text, ``[tokens, d]`` each, fp32 on the CPU."""
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["hidden_states"][0].float().cpu())
+
+    blocks = [
+        model.get_submodule((family.layer_prefix(index) + family.attention).rstrip("."))
+        for index in range(model.config.num_hidden_layers)
+    ]
+    hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(ids[None].to(model.device), use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _weights(config: Any, state: dict[str, Tensor], prefix: str) -> AttentionWeights:
+    own = {name.removeprefix(prefix): tensor.cpu() for name, tensor in state.items() if name.startswith(prefix)}
+    return attention_weights(config, own)

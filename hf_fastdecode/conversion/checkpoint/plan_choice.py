@@ -1,0 +1,104 @@
+"""What a user asks of the plan: the smallest cache that is accurate enough, one for all layers, or one each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fastdecode.patches.slim_layers import PLANS, read_layers
+
+from ..cache_errors import CacheError
+from ..layer_plan import LayerPlan
+
+AUTO: Final = "auto"
+
+
+class PlanError(ValueError):
+    """A plan that the checkpoint cannot have, or that is none."""
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """How a layer's cache is chosen.
+
+    Attributes:
+        plan: ``auto``, ``k``, ``kv``; or a tuple of plan and rank per layer.
+        rank: V-coordinates beside the keys of every layer, in the place of a plan; None to leave it to `plan`.
+        tolerance: Of ``auto``: how many times the output error of an ordinary cache is acceptable.
+    """
+
+    plan: str | tuple[tuple[str, int], ...] = AUTO
+    rank: int | None = None
+    tolerance: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            PlanError: No such plan, a rank or tolerance out of bounds, or both a plan and a rank.
+        """
+        if isinstance(self.plan, str) and self.plan not in (AUTO, "k", "kv"):
+            raise PlanError(f"plan must be auto, k, kv or a plan per layer, got {self.plan!r}")
+        if self.rank is not None and self.rank < 0:
+            raise PlanError(f"rank must be at least 0 (keys alone), got {self.rank}")
+        if self.rank is not None and self.plan != AUTO:
+            raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
+        if not self.tolerance >= 1:
+            raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
+
+    def of_layer(self, index: int, layers: int) -> tuple[str, int]:
+        """Plan and rank that are asked for; ``auto`` has rank 0."""
+        if self.rank is not None:
+            return ("k+r", self.rank) if self.rank else ("k", 0)
+        if isinstance(self.plan, str):
+            return self.plan, 0
+        if len(self.plan) != layers:
+            raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}")
+        return self.plan[index]
+
+
+def pick(plan: LayerPlan, asked: tuple[str, int], index: int) -> CacheError:
+    """The cache of a layer among those that were measured.
+
+    Raises:
+        PlanError: The layer cannot have what was asked for.
+    """
+    if asked[0] == AUTO:
+        return plan.chosen
+    for candidate in plan.candidates:
+        if (candidate.plan, candidate.rank) == asked:
+            return candidate
+    reason = plan.refused.get(asked[0], "it was not measured")  # type: ignore[call-overload]
+    raise PlanError(f"layer {index} cannot have plan {asked[0]!r}: {reason}")
+
+
+def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
+    """Plans from a JSON file: a list with ``plan`` and ``rank`` per layer, or anything with such a list.
+
+    A slim checkpoint's config.json serves, and a report of a conversion.
+
+    Raises:
+        PlanError: The file cannot be read, or holds no plan.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} is not a JSON file ({error}); name a list of plans, or a slim config.json") from error
+    entries = content
+    if isinstance(content, dict):
+        entries = content.get("slim_layers", content.get("layers"))
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise PlanError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')
+    return _pairs(path, entries)
+
+
+def _pairs(path: Path, entries: Sequence[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
+    plain = [{"plan": entry.get("plan"), "rank": entry.get("rank", 0)} for entry in entries]
+    try:
+        layers = read_layers(plain, len(plain))
+    except ValueError as error:
+        raise PlanError(f"{path}: {error} (plans are {', '.join(PLANS)})") from error
+    return tuple((layer.plan, layer.rank) for layer in layers)

@@ -1,0 +1,50 @@
+"""The picture of a conversion: condition numbers, and errors against what an ordinary cache has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw_report(report: dict[str, Any], path: Path) -> None:
+    """Draw, per layer, the condition number of ``W_K``, and the output errors of the caches that were measured.
+
+    Args:
+        report: Of a conversion to slim.
+        path: A PNG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers = report["layers"]
+    numbers = list(range(len(layers)))
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    conditions = [layer["measured"]["condition"] for layer in layers]
+    known = [(at, value) for at, value in zip(numbers, conditions) if value is not None]
+    above.bar([at for at, _ in known], [value for _, value in known], color="#3b6fb6")
+    above.set_yscale("log")
+    above.set_ylabel("condition number of $W_K$")
+    above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
+    ordinary = [layer["measured"]["ordinary"]["output_error"] for layer in layers]
+    alone = [_of_keys(layer) for layer in layers]
+    below.plot(numbers, ordinary, "o-", color="#9aa0a6", label="keys and values")
+    below.plot(numbers, [one * report["tolerance"] for one in ordinary], ":", color="#9aa0a6", label="tolerance")
+    below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
+    below.plot(numbers, [layer["output_error"] for layer in layers], "s-", color="#1b7f5c", label="chosen")
+    for at, layer in enumerate(layers):
+        name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
+        below.annotate(name, (at, layer["output_error"]), textcoords="offset points", xytext=(0, 7), ha="center")
+    below.set_yscale("log")
+    below.set_ylabel("relative error of the layer's output")
+    below.set_xlabel("layer")
+    below.xaxis.get_major_locator().set_params(integer=True)
+    below.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _of_keys(layer: dict[str, Any]) -> float:
+    candidates = layer["measured"]["candidates"]
+    return next((one["output_error"] for one in candidates if one["plan"] == "k"), float("nan"))

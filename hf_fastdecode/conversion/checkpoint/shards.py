@@ -1,0 +1,194 @@
+"""A checkpoint to write: shards in a folder beside its place, renamed at the end, so that no half of it can be loaded.
+
+The folder holds shards, the state to go on from, and at the very end the config, without which transformers loads
+nothing. What was written before an interruption stays, and a resumed conversion goes on to the same bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .source import CheckpointError
+
+_STATE: Final = "conversion.json"
+_METADATA: Final = {"format": "pt"}
+
+
+class ShardWriter:
+    """Writes groups of tensors, in order, to shards of at most a size where groups allow.
+
+    Args:
+        target: Folder of the checkpoint that is made; there must be none.
+        limit: Most bytes in a shard; a shard begins with a group, so that a conversion can be resumed there.
+        settings: What the conversion is of, to tell it from another one.
+        resume: Go on with what an interrupted conversion left, if it left anything.
+
+    Raises:
+        CheckpointError: The target exists, or an interrupted conversion is there and not to be resumed, or is of
+            other settings.
+    """
+
+    def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
+        self.target, self.limit = target, limit
+        self.folder = target.with_name(f".{target.name}.converting")
+        if target.exists() or target.is_symlink():
+            raise CheckpointError(f"{target} exists; name another folder, or remove it first")
+        self.state: dict[str, Any] = {
+            "settings": json.loads(json.dumps(settings)),
+            "groups": 0,
+            "shards": [],
+            "found": [],
+        }
+        self._pending: dict[str, Tensor] = {}
+        self._pending_groups = 0
+        self._pending_found: list[Any] = []
+        self._before: dict[str, Tensor] = {}
+        if self.folder.exists():
+            self._continue(resume)
+        else:
+            self.folder.mkdir(parents=True)
+            self._save_state({})
+
+    @property
+    def groups(self) -> int:
+        """Groups that are on disk: the next one to be added."""
+        return int(self.state["groups"])
+
+    def carried(self) -> dict[str, Tensor]:
+        """What was handed to `add` with the first group that is not on disk; empty at the beginning."""
+        file = self._carried_file(self.groups)
+        if not file.is_file():
+            return {}
+        with safe_open(file, "pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+
+    def add(self, tensors: Mapping[str, Tensor], found: Any, carried: Mapping[str, Tensor]) -> None:
+        """Take a group.
+
+        Args:
+            tensors: By name.
+            found: What is to be told of the group, as JSON has it; comes back from `finish`.
+            carried: What the group was computed from, to begin with it again.
+        """
+        size = sum(map(_nbytes, self._pending.values()))
+        if self._pending and size + sum(map(_nbytes, tensors.values())) > self.limit:
+            self.flush(carried)
+        self._pending |= tensors
+        self._pending_groups += 1
+        self._pending_found.append(found)
+
+    def flush(self, carried: Mapping[str, Tensor]) -> None:
+        """Write what is pending; `carried` belongs to the next group."""
+        for part in _parts(self._pending, self.limit):
+            file = f"shard-{len(self.state['shards']) + 1:05d}.safetensors"
+            _save(part, self.folder / file)
+            self.state["shards"].append({name: _nbytes(tensor) for name, tensor in part.items()})
+        self.state["groups"] += self._pending_groups
+        self.state["found"] += self._pending_found
+        self._pending, self._pending_groups, self._pending_found = {}, 0, []
+        self._save_state(carried)
+
+    def finish(self) -> list[Any]:
+        """Give the shards their names and write their index; gives what was told of each group."""
+        self.flush({})
+        shards = self.state["shards"]
+        total = len(shards)
+        places: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            written = self.folder / f"shard-{number:05d}.safetensors"
+            if written.exists():
+                os.replace(written, self.folder / file)
+            places |= dict.fromkeys(names, file)
+        if total > 1:
+            size = sum(sum(names.values()) for names in shards)
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+            write_json(self.folder / "model.safetensors.index.json", index)
+        return list(self.state["found"])
+
+    def publish(self, config: Any) -> None:
+        """Write the config, and move the folder to its place.
+
+        Raises:
+            CheckpointError: Something has come to be there meanwhile.
+        """
+        config.save_pretrained(self.folder)
+        if self.target.exists():
+            raise CheckpointError(
+                f"{self.target} has come to be; the conversion is in {self.folder}, move it yourself"
+            )
+        os.rename(self.folder, self.target)
+        (self.target / _STATE).unlink()
+
+    def _continue(self, resume: bool) -> None:
+        if not resume:
+            raise CheckpointError(f"a conversion was interrupted; --resume continues it, or remove {self.folder}")
+        try:
+            state = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder} holds no conversion that could be resumed; remove it") from error
+        if state["settings"] != self.state["settings"]:
+            names = sorted(
+                name for name, value in self.state["settings"].items() if state["settings"].get(name) != value
+            )
+            raise CheckpointError(
+                f"the interrupted conversion in {self.folder} had another {names[0] if names else 'setting'}; repeat "
+                "its command, or remove the folder"
+            )
+        self.state = state
+
+    def _save_state(self, carried: Mapping[str, Tensor]) -> None:
+        """Write the state last: until then, what it names was there before."""
+        if carried:
+            _save(dict(carried), self._carried_file(self.groups))
+        write_json(self.folder / _STATE, self.state)
+        for file in self.folder.glob("carried-*.safetensors"):
+            if file != self._carried_file(self.groups):
+                file.unlink()
+
+    def _carried_file(self, group: int) -> Path:
+        return self.folder / f"carried-{group}.safetensors"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, _METADATA)
+    except SafetensorError as error:
+        if "os error 28" not in str(error) and "No space" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+    os.replace(partial, path)
+
+
+def _parts(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """A group that is larger than a shard in several, each with a tensor at least."""
+    parts: list[dict[str, Tensor]] = []
+    size = limit + 1
+    for name, tensor in tensors.items():
+        if size + _nbytes(tensor) > limit:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += _nbytes(tensor)
+    return parts
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

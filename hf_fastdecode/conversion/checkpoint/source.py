@@ -1,0 +1,196 @@
+"""A checkpoint to read: its tensors one by one, whatever files they are in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_fastdecode.assets import MODEL_PATH
+
+EMBEDDED: Final = "embedded"
+REPORT: Final = "slim_report.json"
+"""What a conversion found, beside the weights."""
+
+_WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
+_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Suffixes of tokenizers' files and of the generation config."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or converted, with the reason."""
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be reached.
+    """
+    folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    beside = [f"*{suffix}" for suffix in _BESIDE]
+    try:
+        found = Path(snapshot_download(name, allow_patterns=["model*.safetensors", *beside]))
+        if not any(found.glob("*.safetensors")):
+            found = Path(snapshot_download(name, allow_patterns=["pytorch_model*.bin", *beside]))
+    except Exception as error:  # no such repository, no network, gated, no valid id
+        raise CheckpointError(
+            f"there is no folder {name}, and the Hugging Face Hub does not give it ({type(error).__name__}); name a "
+            f"folder, an id on the Hub, or {EMBEDDED!r}"
+        ) from error
+    return found
+
+
+class Checkpoint:
+    """A folder with a config and weights, in safetensors or in torch's format, in one file or in shards.
+
+    Tensors are read when asked for: of safetensors nothing else, of torch's files what memory mapping brings.
+
+    Args:
+        folder: Of the checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or a weight that the config wants is missing or of another
+            shape.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"there is no config.json in {folder}; name a folder saved with save_pretrained")
+        try:
+            self.config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # a config class may raise anything on fields that it does not expect
+            raise CheckpointError(f"transformers cannot read {folder}/config.json: {error}") from error
+        self.files = self._files()
+        self._open: tuple[str, Any] | None = None
+        self._stack = ExitStack()
+
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self.files)
+
+    def check(self) -> None:
+        """Compare names and shapes with what a model of the config has.
+
+        Raises:
+            CheckpointError: As of the class.
+        """
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        tied = set(model.all_tied_weights_keys) if self.config.tie_word_embeddings else set()
+        missing = sorted(set(model.state_dict()) - self.names() - tied)
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{self.folder} lacks {missing[0]}{more}, which its config wants; a file is missing, or config.json "
+                "is of another model"
+            )
+        for name, expected in model.state_dict().items():
+            if name in self.files and (shape := self.shape(name)) != list(expected.shape):
+                raise CheckpointError(
+                    f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
+                    "config.json is of another model"
+                )
+
+    def shape(self, name: str) -> list[int]:
+        """Of a tensor."""
+        handle = self._handle(self.files[name])
+        return list(handle[name].shape if isinstance(handle, Mapping) else handle.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, on the CPU, in its own dtype.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        handle = self._handle(self.files[name])
+        try:
+            return handle[name] if isinstance(handle, Mapping) else handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.files[name]} is damaged ({error}); copy or download it again") from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        return self.tensor(name).dtype
+
+    def nbytes(self) -> int:
+        """Of all files of weights."""
+        return sum(file.stat().st_size for file in set(self.files.values()))
+
+    def stamp(self) -> list[list[Any]]:
+        """What tells whether the checkpoint is still the same: names, sizes and times of its files."""
+        files = sorted({*self.files.values(), self.folder / "config.json"})
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+    def copy_beside(self, folder: Path) -> None:
+        """Copy the tokenizer, the generation config and what else is no weight, but for the config."""
+        for file in sorted(self.folder.iterdir()):
+            own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
+            if file.is_file() and file.suffix in _BESIDE and not own:
+                shutil.copyfile(file, folder / file.name)
+
+    def report(self) -> dict[str, Any] | None:
+        """What the conversion that made this checkpoint found, if one did."""
+        try:
+            content = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        self._open = None
+        self._stack.close()
+
+    def _files(self) -> dict[str, Path]:
+        for name in _WEIGHTS:
+            whole, index = self.folder / name, self.folder / f"{name}.index.json"
+            if whole.is_file():
+                handle = self._read(whole)
+                return dict.fromkeys(handle.keys(), whole)
+            if index.is_file():
+                try:
+                    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                except (OSError, ValueError, KeyError) as error:
+                    raise CheckpointError(f"{index} is no index of weights; copy or download it again") from error
+                files = {tensor: self.folder / place for tensor, place in places.items()}
+                if missing := sorted(str(file) for file in set(files.values()) if not file.is_file()):
+                    raise CheckpointError(f"there is no {missing[0]}, which {index.name} names; copy or download it")
+                return files
+        raise CheckpointError(f"there are no weights in {self.folder} ({' or '.join(_WEIGHTS)}, or their shards)")
+
+    def _handle(self, file: Path) -> Any:
+        """The file, opened; one is open at a time."""
+        if self._open is None or self._open[0] != str(file):
+            self.close()
+            handle = self._read(file)
+            self._open = (str(file), handle)
+        return self._open[1]
+
+    def _read(self, file: Path) -> Any:
+        try:
+            if file.suffix == ".safetensors":
+                return safe_open(file, "pt")
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        except Exception as error:  # a damaged file may raise anything
+            raise CheckpointError(
+                f"{file} is cut off or damaged ({type(error).__name__}); copy or download it again"
+            ) from error
+
+
+def _is_zip(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(2) == b"PK"

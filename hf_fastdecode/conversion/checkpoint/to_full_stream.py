@@ -1,0 +1,73 @@
+"""The way back: an ordinary checkpoint of a slim one, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from .families import Family
+from .slim_layer import recover_values
+from .source import Checkpoint
+from .to_slim_stream import cast, outside_layers
+
+
+class FullStream:
+    """The groups of tensors of an ordinary checkpoint, as `SlimStream` has those of a slim one.
+
+    Args:
+        source: A slim checkpoint.
+        model_type: Of ordinary models.
+        family: Of them.
+        dtype: Of the ordinary model.
+    """
+
+    def __init__(self, source: Checkpoint, model_type: str, family: Family, dtype: torch.dtype) -> None:
+        self.source, self.model_type, self.family, self.dtype = source, model_type, family, dtype
+        self.layers: int = source.config.num_hidden_layers
+        made_of = source.report() or {}
+        self.known: list[dict[str, Any]] = made_of.get("layers") or [{}] * self.layers
+
+    def __len__(self) -> int:
+        return self.layers + 1
+
+    def carried(self) -> dict[str, Tensor]:
+        """Nothing: layers are recovered on their own."""
+        return {}
+
+    def resume(self, carried: dict[str, Tensor]) -> None:
+        """Nothing was carried."""
+
+    def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """The tensors of a group, and the report of a layer."""
+        if index == 0:
+            return outside_layers(self.source, self.family, self.dtype), None
+        prefix = self.family.layer_prefix(index - 1)
+        attention = prefix + self.family.attention
+        names = sorted(name for name in self.source.names() if name.startswith(prefix))
+        stored = f"{attention}slim."
+        tensors = {name: cast(self.source.tensor(name), self.dtype) for name in names if not name.startswith(stored)}
+        own = {name.removeprefix(attention): self.source.tensor(name) for name in names if name.startswith(stored)}
+        layer = self.source.config.layer_plans[index - 1]
+        if own:
+            bias = f"{attention}k_proj.bias"
+            key_bias = self.source.tensor(bias) if bias in names else None
+            weight, value_bias = recover_values(self.source.tensor(f"{attention}k_proj.weight"), key_bias, own)
+            tensors[f"{attention}v_proj.weight"] = weight.to(self.dtype)
+            if key_bias is not None:
+                tensors[f"{attention}v_proj.bias"] = value_bias.to(self.dtype)
+        error = self.known[index - 1].get("recovered_error") if own else 0.0
+        return dict(sorted(tensors.items())), {**layer.to_dict(), "recovered_error": error}
+
+    def finished(self, found: list[Any]) -> Any:
+        """The ordinary model's config."""
+        fields = self.source.config.to_dict()
+        left_out = ("model_type", "architectures", "transformers_version", "dtype", "slim_layers", "slim_matrix_dtype")
+        for name in (*left_out, "_name_or_path"):
+            fields.pop(name, None)
+        config = AutoConfig.for_model(self.model_type, **fields)
+        config.architectures = [self.family.architecture]
+        config.dtype = self.dtype
+        return config

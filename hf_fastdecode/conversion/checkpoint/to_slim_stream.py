@@ -1,0 +1,129 @@
+"""Conversion of a checkpoint layer by layer, with no more than a layer and a shard in memory.
+
+The calibration text runs through the layers as they are converted: each is built from its own weights, takes what the
+one before it gave, and its attention's inputs are what it is measured on.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .families import Family, attention_weights, rotation_of, slim_config
+from .plan_choice import PlanChoice
+from .slim_layer import convert_layer, matrix_dtype
+from .source import Checkpoint
+
+
+class SlimStream:
+    """The groups of tensors of a slim checkpoint: one of all that is outside layers, then one per layer.
+
+    Args:
+        source: An ordinary checkpoint.
+        family: Of its config.
+        choice: Of caches.
+        dtype: Of the slim model.
+        ids: Calibration text, ``[tokens]``.
+    """
+
+    def __init__(
+        self, source: Checkpoint, family: Family, choice: PlanChoice, dtype: torch.dtype, ids: Tensor
+    ) -> None:
+        self.source, self.family, self.choice, self.dtype, self.ids = source, family, choice, dtype, ids
+        self.layers: int = source.config.num_hidden_layers
+        self.config = deepcopy(source.config)
+        self.config._attn_implementation = "sdpa"
+        self.rotary = family.rotary(self.config)
+        self.hidden: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.layers + 1
+
+    def carried(self) -> dict[str, Tensor]:
+        """What the next group is computed from."""
+        return {} if self.hidden is None else {"hidden": self.hidden}
+
+    def resume(self, carried: dict[str, Tensor]) -> None:
+        """Go on from what was carried."""
+        self.hidden = carried.get("hidden")
+
+    def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """The tensors of a group, and the report of a layer; groups come in order.
+
+        Raises:
+            ValueError: The layer cannot have what is asked for.
+        """
+        if index == 0:
+            return self._outside(), None
+        return self._layer(index - 1)
+
+    def finished(self, found: list[Any]) -> Any:
+        """The slim model's config, of the reports of all groups."""
+        entries = [{name: one[name] for name in ("plan", "rank", "float16")} for one in found[1:]]
+        return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
+
+    def _outside(self) -> dict[str, Tensor]:
+        tensors = outside_layers(self.source, self.family, self.dtype)
+        self.hidden = tensors[self.family.embedding].float()[self.ids]
+        return tensors
+
+    def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        prefix = self.family.layer_prefix(index)
+        tensors = layer_tensors(self.source, self.family, index, self.dtype)
+        inputs = self._run(index, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        attention = prefix + self.family.attention
+        own = {name.removeprefix(attention): one for name, one in tensors.items() if name.startswith(attention)}
+        converted = convert_layer(
+            attention_weights(self.config, own),
+            inputs,
+            rotation_of(self.rotary, len(self.ids)),
+            self.choice,
+            index,
+            self.layers,
+        )
+        if converted.tensors:
+            tensors = {name: one for name, one in tensors.items() if not name.startswith(f"{attention}v_proj.")}
+            tensors |= {attention + name: one for name, one in converted.tensors.items()}
+        return tensors, converted.report()
+
+    def _run(self, index: int, tensors: dict[str, Tensor]) -> Tensor:
+        """Run the text through a layer, in fp32; gives what its projections saw, ``[tokens, d]``."""
+        with torch.device("meta"):
+            layer = self.family.decoder_layer(self.config, index)
+        layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            seen.append(kwargs["hidden_states"][0])
+
+        attention = layer.get_submodule(self.family.attention.rstrip("."))
+        attention.register_forward_pre_hook(keep, with_kwargs=True)
+        positions = torch.arange(len(self.ids))[None]
+        assert self.hidden is not None
+        with torch.no_grad():
+            tables = self.rotary(self.hidden, positions)
+            self.hidden = layer.eval()(self.hidden[None], position_ids=positions, position_embeddings=tables)[0]
+        return seen[0]
+
+
+def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Embeddings, the last norm and the head, cast; a head that is the embedding is not stored twice."""
+    names = sorted(name for name in source.names() if not name.startswith(family.layers))
+    if source.config.tie_word_embeddings:
+        names = [name for name in names if name != "lm_head.weight"]
+    return {name: cast(source.tensor(name), dtype) for name in names}
+
+
+def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a layer, cast; without tables that old checkpoints hold and models no longer read."""
+    prefix = family.layer_prefix(index)
+    names = sorted(name for name in source.names() if name.startswith(prefix))
+    return {name: cast(source.tensor(name), dtype) for name in names if not name.endswith("rotary_emb.inv_freq")}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in `dtype`, in memory of their own."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()

@@ -1,0 +1,97 @@
+"""Whether a converted checkpoint computes what its source does: logits on the calibration text, read from caches."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from .families import Family
+
+
+class VerificationError(ValueError):
+    """The slim model's logits are farther from the ordinary one's than its layers' errors allow."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
+
+    Attributes:
+        slim_error: Of the slim model in its dtype.
+        ordinary_error: Of the ordinary model in the same dtype.
+        bound: That the first was held to.
+        same_tokens: Share of positions where slim and fp64 give the same most likely token.
+    """
+
+    slim_error: float
+    ordinary_error: float
+    bound: float
+    same_tokens: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values."""
+        return asdict(self)
+
+
+def verify(
+    ordinary: tuple[Path, Any],
+    slim: tuple[Path, Any],
+    family: Family,
+    dtype: torch.dtype,
+    ids: Tensor,
+    tolerance: float,
+    condition: float,
+) -> Verification:
+    """Compare; both models are loaded whole, one after the other.
+
+    The bound is `tolerance` times what the ordinary model itself is off in this dtype, as layers were held to, and
+    what fp32, in which both accumulate, adds at most in values from keys: its precision times the condition number.
+
+    Args:
+        ordinary: Folder and config of the ordinary model.
+        slim: Folder and config of the slim one.
+        family: Of both.
+        dtype: That they run in.
+        ids: ``[tokens]``; the second half reads the first from the cache, token by token at its end.
+        tolerance: At least 1.
+        condition: Largest condition number of a slim layer's key projection.
+
+    Raises:
+        VerificationError: The slim model is farther off.
+    """
+    oracle = _logits(_load(ordinary, torch.float64), ids)
+    stock = _logits(_load(ordinary, dtype), ids)
+    found = _logits(_load(slim, dtype, family), ids)
+    norm = torch.linalg.norm(oracle)
+    errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
+    bound = tolerance * errors[1] + condition * torch.finfo(torch.float32).eps
+    same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
+    checked = Verification(errors[0], errors[1], bound, same)
+    if not checked.slim_error <= bound:
+        raise VerificationError(
+            f"logits of the slim model are off by {checked.slim_error:.3g}, and may be by {bound:.3g} (the ordinary "
+            f"model in this dtype: {checked.ordinary_error:.3g}); try --plan auto, a smaller --tolerance or a larger "
+            "--rank"
+        )
+    return checked
+
+
+def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, family: Family | None = None) -> PreTrainedModel:
+    folder, config = checkpoint
+    loader: Any = AutoModelForCausalLM if family is None else family.slim_model
+    model: PreTrainedModel = loader.from_pretrained(folder, config=config, dtype=dtype)
+    return model.eval()
+
+
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    half = len(ids) // 2
+    steps = min(8, half - 1)
+    cache = DynamicCache(config=model.config)
+    parts = ids.split([half, len(ids) - half - steps, *[1] * steps])
+    with torch.no_grad():
+        return torch.cat([model(part[None], past_key_values=cache).logits[0].double() for part in parts])

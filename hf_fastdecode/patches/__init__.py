@@ -1,0 +1,1 @@
+"""Architectures with slim attention: a model class per family, and what all families share."""

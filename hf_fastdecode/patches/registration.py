@@ -1,0 +1,64 @@
+"""Makes transformers' Auto classes know the slim architectures, without importing transformers.
+
+`import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
+registry of configs is imported, which may be before or after this package, and model classes with the first config
+(`slim_llama.SlimLlamaConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
+classes cannot be imported together with the registry, since modules that they need may be only half imported then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Final
+
+_REGISTRY: Final = "transformers.models.auto.configuration_auto"
+_MODELS: Final = "transformers.models.auto.modeling_auto"
+_CONFIGS: Final = {"slim_llama": ("slim_llama_config", "SlimLlamaConfig")}
+"""Model type to module of this folder and class."""
+
+
+def register_when_imported() -> None:
+    """Register the configs with AutoConfig: now if transformers has been imported so far, else once it has been."""
+    if _REGISTRY in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+def _register() -> None:
+    registry = sys.modules[_REGISTRY]
+    for model_type, (module, name) in _CONFIGS.items():
+        config = getattr(import_module(f".{module}", __package__), name)
+        registry.AutoConfig.register(model_type, config, exist_ok=True)  # this package may be imported afresh
+
+
+class _Watch(MetaPathFinder):
+    """Waits for the import of transformers' registry, finds it as Python does, and is gone.
+
+    Where the registry is imported by that of models, it is the end of that one's import that is waited for: configs
+    read from it.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of the registry, whose execution ends in the registration; None for every other module."""
+        awaited = fullname == _MODELS or (fullname == _REGISTRY and _MODELS not in sys.modules)
+        spec = PathFinder.find_spec(fullname, path, target) if awaited else None
+        if spec is None or spec.loader is None:
+            return None
+        sys.meta_path.remove(self)
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            del loader.exec_module  # the method of the class again
+            execute(module)
+            _register()
+
+        loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,64 @@
+"""What each layer of a slim model caches, as it stands in the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+PLANS: Final = ("k", "k+r", "kv")
+"""Keys; keys and r V-coordinates; keys and values."""
+
+
+@dataclass(frozen=True)
+class SlimLayer:
+    """What one layer caches.
+
+    Attributes:
+        plan: One of `PLANS`.
+        rank: V-coordinates beside the keys; 0 but for ``k+r``.
+        float16: Whether keys and V-coordinates fit into fp16 with headroom, as measured in conversion: a model in bf16
+            then caches them in fp16, which has three more bits in the same bytes.
+    """
+
+    plan: str
+    rank: int = 0
+    float16: bool = True
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ValueError: No such plan, or a rank that it cannot have.
+        """
+        if self.plan not in PLANS:
+            raise ValueError(f"a slim layer's plan must be one of {', '.join(PLANS)}, got {self.plan!r}")
+        if not isinstance(self.rank, int) or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
+            bound = "at least 1" if self.plan == "k+r" else "0"
+            raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as the config has them."""
+        return {"plan": self.plan, "rank": self.rank, "float16": self.float16}
+
+
+def read_layers(plain: Sequence[Mapping[str, Any]] | None, layers: int) -> list[SlimLayer]:
+    """The plan of each layer.
+
+    Args:
+        plain: From a config; None for keys and values everywhere.
+        layers: That the model has.
+
+    Raises:
+        ValueError: Fewer or more plans than layers, an unknown field or an invalid value.
+    """
+    if plain is None:
+        return [SlimLayer("kv")] * layers
+    if len(plain) != layers:
+        raise ValueError(f"slim_layers must have a plan for each of {layers} layers, got {len(plain)}")
+    known = set(SlimLayer.__dataclass_fields__)
+    for entry in plain:
+        if "plan" not in entry or (other := sorted(set(entry) - known)):
+            wrong = f"the unknown field {other[0]!r}" if "plan" in entry else "no field 'plan'"
+            raise ValueError(f"an entry of slim_layers has {wrong}; it takes {', '.join(sorted(known))}")
+    return [SlimLayer(**entry) for entry in plain]

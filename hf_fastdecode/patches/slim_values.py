@@ -1,0 +1,103 @@
+"""What a slim layer has in the place of its value projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .wide_products import KeepsDtype, StoredMatrix, wide
+
+
+class SlimValues(KeepsDtype):
+    """Values from cached keys K and V-coordinates E: ``V = K M + E B + constant``.
+
+    Caches hold one vector per token for all heads, since values of each head need the keys of all of them: keys less
+    an offset, ``[rows, 1, tokens, e]``, and V-coordinates, ``[rows, 1, tokens, r]``, of width 0 for r = 0.
+
+    Args:
+        inputs: d, what the projections read.
+        keys: e.
+        values: e_v.
+        rank: r.
+        matrix_dtype: Of M, of the projection to V-coordinates and of B.
+    """
+
+    key_offset: Tensor
+    constant: Tensor
+
+    def __init__(self, inputs: int, keys: int, values: int, rank: int, matrix_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rank = rank
+        self.register_buffer("key_offset", torch.zeros(keys, dtype=torch.float32))
+        self.register_buffer("constant", torch.zeros(values, dtype=torch.float32))
+        self.from_keys = StoredMatrix(keys, values, matrix_dtype)
+        self.from_inputs = StoredMatrix(inputs, rank, matrix_dtype) if rank else None
+        self.directions = StoredMatrix(rank, values, matrix_dtype) if rank else None
+
+    def to_cache(self, inputs: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What is cached of tokens.
+
+        Args:
+            inputs: ``[rows, tokens, d]``.
+            keys: ``[rows, tokens, e]`` as projected, in fp32.
+            dtype: Of the cache.
+
+        Returns:
+            Keys and V-coordinates, as the class describes them.
+        """
+        cached = (keys - self.key_offset).to(dtype)
+        if self.from_inputs is None:
+            coordinates = cached[..., :0]
+        else:
+            coordinates = self.from_inputs(inputs).to(dtype)
+        return cached[:, None], coordinates[:, None]
+
+    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values, ``[rows, tokens, e_v]`` in fp32, of cached keys and V-coordinates."""
+        values: Tensor = self.from_keys(keys[:, 0])
+        if self.directions is not None:
+            values = values + self.directions(coordinates[:, 0])
+        return values + self.constant
+
+    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values averaged per head, without making those of each token (Slim attention, eq. 2.1, option 2).
+
+        Averages of the keys are as sensitive to rounding as the keys are, and stay in fp32 up to their product with M.
+
+        Args:
+            probabilities: ``[rows, heads, queries, tokens]``, in fp32; each row of them sums to 1.
+            keys: Cached.
+            coordinates: Cached.
+
+        Returns:
+            ``[rows, heads, queries, e_v / heads]``, fp32.
+        """
+        heads = probabilities.shape[1]
+        flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the keys of all heads
+        average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, (heads, -1))
+        if keys.dtype == torch.float16 and keys.is_cuda:  # where TF32 may be on
+            out: Tensor = self.from_keys(in_two_parts(average), heads)
+            out = out.unflatten(2, (2, -1)).sum(2)
+        else:
+            out = self.from_keys(average, heads)
+        if self.directions is not None:
+            average = flat @ coordinates[:, 0].to(flat.dtype)
+            out = out + self.directions(average.unflatten(1, (heads, -1)), heads)
+        return out + self.constant.unflatten(0, (heads, 1, -1))
+
+    def rotatable(self, keys: Tensor) -> Tensor:
+        """Keys ``[rows, tokens, e]`` as they were before the offset, in fp32, for RoPE and scores."""
+        return keys[:, 0].to(wide(keys.dtype)) + self.key_offset
+
+
+def in_two_parts(x: Tensor) -> Tensor:
+    """Split numbers of fp16's range into parts of 11 bits, which TF32 does not round more than fp32 does.
+
+    Args:
+        x: ``[rows, heads, queries, width]``, fp32.
+
+    Returns:
+        ``[rows, heads, 2 * queries, width]``: x rounded to fp16, and then what that leaves.
+    """
+    coarse = x.to(torch.float16).to(x.dtype)
+    return torch.cat([coarse, x - coarse], 2)

@@ -1,0 +1,187 @@
+"""`hf-fastdecode convert-checkpoint`: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ..conversion.checkpoint.checkpoints import contents, save_multi_head
+from .command_line import needs_weights, run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_multi_head(tmp_path_factory.mktemp("multi-head"))
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a command that is refused with exit code 2."""
+    done = run("convert-checkpoint", *arguments)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    slim, full = tmp_path / "slim", tmp_path / "full"
+    done = run("convert-checkpoint", source, slim, "--max-shard-size", "100KB", "--verify")
+    assert done.exit_code == 0, done.output
+    assert "saved" in done.stdout
+    assert "Verified" in done.stdout
+    assert f"wrote {slim}" in done.stderr
+    assert (slim / "slim_report.png").stat().st_size > 1000
+    done = run("convert-checkpoint", slim, full, "--format", "full")
+    assert done.exit_code == 0, done.output
+    assert "error of W_V" in done.stdout
+    assert type(AutoModelForCausalLM.from_pretrained(full)).__name__ == "LlamaForCausalLM"
+    done = run("inspect", slim)
+    assert done.exit_code == 2
+    assert "slim_report.json beside its weights" in done.stderr
+    done = run("generate", "--model", slim, "--prompt", "def f(x):", "--max-new-tokens", 4, "--greedy")
+    assert done.exit_code == 0, done.output
+
+
+@needs_weights
+def test_dry_run_of_the_embedded_model(tmp_path: Path) -> None:
+    """It is multi-head; in bf16 most of half its cache is saved within the tolerance."""
+    done = run("convert-checkpoint", "embedded", "--dtype", "bfloat16", "--dry-run", "--json")
+    report = json.loads(done.stdout)
+    assert report["ordinary_bytes_per_token"] == 4096
+    assert 0.4 <= report["saved"] <= 0.5
+    assert all(one["output_error"] <= 2 * one["measured"]["ordinary"]["output_error"] for one in report["layers"])
+
+
+def test_plan_files(source: Path, tmp_path: Path) -> None:
+    plans = [{"plan": "kv"}, {"plan": "k+r", "rank": 4}, {"plan": "k"}]
+    (tmp_path / "plan.json").write_text(json.dumps(plans))
+    done = run("convert-checkpoint", source, tmp_path / "slim", "--plan", tmp_path / "plan.json", "--json")
+    report = json.loads(done.stdout)
+    assert [(one["plan"], one["rank"]) for one in report["layers"]] == [("kv", 0), ("k+r", 4), ("k", 0)]
+    for file in ("config.json", "slim_report.json"):
+        done = run("convert-checkpoint", source, "--dry-run", "--plan", tmp_path / "slim" / file, "--json")
+        assert [one["rank"] for one in json.loads(done.stdout)["layers"]] == [0, 4, 0]
+
+
+def test_help_teaches() -> None:
+    text = " ".join(run("convert-checkpoint", "--help").stdout.split())
+    for words in ("multi-head", "condition number", "import hf_fastdecode", "grouped-query"):
+        assert words in text
+
+
+def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "slim"
+    for arguments, message in (
+        ((source,), "name the folder to make"),
+        ((source, target, "--format", "slimmer"), "--format must be slim or full, got 'slimmer'"),
+        ((source, "--dry-run", "--resume"), "--dry-run writes nothing that --resume could read"),
+        ((source, target, "--max-shard-size", "5 potatoes"), "must be a size such as 500MB"),
+        ((source, target, "--dtype", "int8"), "--dtype must be one of"),
+        ((source, target, "--plan", "k", "--rank", 3), "leave one out"),
+        ((source, target, "--plan", "kr"), "is not a JSON file"),
+        ((source, target, "--rank", 33), "between 0 and 32"),
+        ((source, target, "--tolerance", 0.5), "at least 1"),
+        ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
+    ):
+        assert message in refused(*arguments), arguments
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_target(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "slim").mkdir()
+    (tmp_path / "slim" / "mine.txt").write_text("mine")
+    assert "exists; name another folder" in refused(source, tmp_path / "slim")
+    assert contents(tmp_path / "slim") == {"mine.txt": b"mine"}
+
+
+def test_models_that_have_no_slim_form(tmp_path: Path) -> None:
+    grouped = save_multi_head(tmp_path / "grouped", num_key_value_heads=2)
+    assert "got 2 != 4" in refused(grouped, tmp_path / "slim")
+    assert "int8 KV cache may serve" in refused(grouped, "--dry-run")
+    quantised = save_multi_head(tmp_path / "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+    )
+    assert "is quantised" in refused(quantised, tmp_path / "slim")
+    other = {**config, "model_type": "gpt2"}
+    (quantised / "config.json").write_text(json.dumps(other))
+    assert "no slim form of gpt2" in refused(quantised, tmp_path / "slim")
+    assert "no slim one but of type llama" in refused(grouped, tmp_path / "full", "--format", "full")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["grouped", "quantised"]
+
+
+def test_singular_keys(tmp_path: Path) -> None:
+    """Layers without a slim form keep keys and values, with the reason; demanded, they are refused."""
+    folder = save_multi_head(tmp_path / "singular")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if (name := "model.layers.1.self_attn.k_proj.weight") in tensors:
+            tensors[name][3] = 0
+            save_file(tensors, file, {"format": "pt"})
+    assert "layer 1 cannot have plan 'k': the smallest singular value" in refused(
+        folder, tmp_path / "slim", "--plan", "k"
+    )
+    assert [one.name for one in tmp_path.iterdir()] == ["singular"]
+    done = run("convert-checkpoint", folder, tmp_path / "slim")
+    assert done.exit_code == 0
+    assert "Layer 1: the smallest singular value" in " ".join(done.stdout.split())
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    target = tmp_path / "slim"
+    assert "Hub does not give it" in refused(tmp_path / "nowhere", target)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "there is no config.json" in refused(empty, target)
+    folder = save_multi_head(tmp_path / "source")
+    shards = sorted(folder.glob("*.safetensors"))
+    whole = shards[1].read_bytes()
+    shards[1].write_bytes(whole[: len(whole) // 2])
+    assert "is cut off or damaged" in refused(folder, target)
+    shards[1].unlink()
+    assert f"there is no {shards[1]}, which model.safetensors.index.json names" in refused(folder, target)
+    shards[1].write_bytes(whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    assert "lacks model.layers.3." in refused(folder, target)
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    assert "of shape" in refused(folder, target)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert "no tokenizer that can be loaded" in refused(folder, target)
+    assert not target.exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, place = tmp_path / "slim", "hf_fastdecode.conversion.checkpoint"
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+        assert "make room, or name a folder on another disk" in refused(source, target)
+    assert not list(tmp_path.iterdir())
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{place}.shards.save_file", full)
+        assert "No space left on device" in refused(source, target)
+    assert not target.exists()
+    assert run("convert-checkpoint", source, target, "--resume").exit_code == 0
+    assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.float32
+
+
+def test_a_failed_verification_has_exit_code_1(source: Path, tmp_path: Path) -> None:
+    options = ("--plan", "k", "--tolerance", 1, "--dtype", "float16", "--verify")
+    done = run("convert-checkpoint", source, tmp_path / "slim", *options)
+    assert done.exit_code == 1
+    assert "logits of the slim model are off by" in done.stderr
+    assert not (tmp_path / "slim").exists()

@@ -1,0 +1,26 @@
+"""The table of docs/slim.md is what the package measures."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools.slim_table import PAGE, rows
+
+from ...commands.command_line import needs_weights
+
+
+@needs_weights
+def test_the_page_shows_what_is_measured() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("<!-- table of tools.slim_table -->")[2].partition("<!-- end")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
+    measured = rows()
+    assert [cells[0] for cells in shown] == [row.name for row in measured]
+    for cells, row in zip(shown, measured):
+        assert float(cells[1].rstrip("%")) == pytest.approx(100 * row.share, abs=1)
+        for cell, errors in zip(cells[2:], (row.value_errors, row.output_errors)):
+            numbers = [float(number) for number in re.findall(r"[\d.]+", cell)]
+            # Processors round differently, and a plan near its tolerance may go either way.
+            if "plan" not in row.name:
+                assert (min(numbers), max(numbers)) == pytest.approx([100 * one for one in errors], rel=0.25)

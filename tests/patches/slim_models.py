@@ -1,0 +1,48 @@
+"""Tiny Llama models with multi-head attention, and what they become."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+
+from ..tiny_models import VOCABULARY, tiny_model
+
+TEXT = torch.randint(3, VOCABULARY, (256,), generator=torch.Generator().manual_seed(5))
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("kv", 0), ("k+r", 8)), "auto": "auto"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "yarn": {"rope_parameters": YARN},
+    "wide-heads": {"head_dim": 24},  # 96 coordinates of keys for 64 inputs
+}
+
+
+@lru_cache
+def pair(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An ordinary model in fp32 and its slim form; not to be changed."""
+    model = tiny_model("llama-mha", **VARIANTS[variant])
+    if variant == "biases":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("_proj.bias"):
+                    parameter.normal_(std=0.5)
+    return model, to_slim(model, TEXT, plan=PLANS[plan])
+
+
+def condition(model: PreTrainedModel) -> float:
+    """The largest condition number of a layer's key projection."""
+    values = [torch.linalg.svdvals(layer.self_attn.k_proj.weight.double()) for layer in model.model.layers]
+    return max((one[0] / one[-1]).item() for one in values)
+
+
+def relative(value: Tensor, oracle: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return (torch.linalg.norm(value.double() - oracle.double()) / torch.linalg.norm(oracle.double())).item()

@@ -1,0 +1,257 @@
+"""Slim models against the models they were made of, in transformers' own loops and caches."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import hf_fastdecode
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .slim_models import PLANS, TEXT, VARIANTS, condition, pair, relative
+
+PROMPTS = ragged_prompts(9, 31, 20)
+EPS = torch.finfo(torch.float32).eps
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Any:
+    settings = {"max_new_tokens": 64, "do_sample": False, **PROMPTS, **options}
+    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
+
+
+def same_tokens(plan: str, variant: str = "plain", **options: Any) -> tuple[Any, Any]:
+    """What both models generate, after checking that tokens are the same."""
+    expected, found = (generate(model, **options) for model in pair(plan, variant))
+    assert torch.equal(found.sequences, expected.sequences)
+    return expected, found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_over_padded_rows(plan: str, variant: str) -> None:
+    """Rounding of fp32 grows by no more than the condition number of the keys, and tokens stay."""
+    expected, found = same_tokens(plan, variant)
+    error = relative(torch.stack(found.logits), torch.stack(expected.logits))
+    assert error < condition(pair(plan, variant)[0]) * EPS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3, "max_new_tokens": 24},
+        {"num_beams": 4, "do_sample": True, "max_new_tokens": 24},
+        {"cache_implementation": "static"},
+        {"use_cache": False, "max_new_tokens": 16},
+        {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None},
+        {"input_ids": PROMPTS["input_ids"][1:2, :1], "attention_mask": None},
+        {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None, "prompt_lookup_num_tokens": 4},
+        {"prefill_chunk_size": 7, "max_new_tokens": 16},
+    ],
+    ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
+)
+def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+    same_tokens("k+r", **options)
+    if "num_beams" in options:
+        same_tokens("k", **options)  # values of width 0 are reordered too
+
+
+def test_assisted_generation_crops_the_cache() -> None:
+    """The assistant is another random model, so that most of its tokens are taken back."""
+    options = {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None}
+    for plan in ("k", "k+r"):
+        same_tokens(plan, assistant_model=tiny_model("llama-mha", seed=1), **options)
+    slim = pair("k")[1]
+    expected = generate(pair("k")[0], **options)
+    assert torch.equal(generate(pair("k")[0], assistant_model=slim, **options).sequences, expected.sequences)
+
+
+def test_continued_from_a_cache() -> None:
+    """Prompt, completion, then more tokens and a further completion."""
+    results = []
+    for model in pair("k+r"):
+        first = generate(model, max_new_tokens=10)
+        more = torch.randint(3, 97, (3, 5), generator=torch.Generator().manual_seed(1))
+        ids = torch.cat([first.sequences, more], 1)
+        mask = torch.cat([PROMPTS["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
+        again = generate(model, input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values)
+        results.append(again.sequences)
+    assert torch.equal(*results)
+
+
+def test_forward_in_parts_without_position_ids() -> None:
+    ids = TEXT[None, :60]
+    oracle, slim = pair("k+r")
+    with torch.no_grad():
+        expected = oracle(ids).logits
+        for cache in (DynamicCache(config=slim.config), StaticCache(config=slim.config, max_cache_len=64)):
+            parts = [slim(part, past_key_values=cache).logits for part in ids.split((20, 1, 1, 30, 8), 1)]
+            assert relative(torch.cat(parts, 1), expected) < condition(oracle) * EPS
+
+
+def test_repeated_and_selected_rows_of_a_cache() -> None:
+    oracle, slim = pair("k")
+    found = []
+    with torch.no_grad():
+        for model in (oracle, slim):
+            cache = DynamicCache(config=model.config)
+            model(TEXT[None, :20].view(2, 10), past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            cache.crop(-2)
+            found.append(model(TEXT[20:24].view(2, 2), past_key_values=cache).logits)
+            assert cache.get_seq_length() == 10
+    assert relative(found[1], found[0]) < condition(oracle) * EPS
+
+
+def test_cached_bytes() -> None:
+    """Per token and layer 64 coordinates of keys, and r of values."""
+    for plan, widths in (("k", (64, 64)), ("k+r", (68, 73)), ("mixed", (128, 72))):
+        cache = generate(pair(plan)[1], max_new_tokens=3).past_key_values
+        tokens = cache.get_seq_length() * 3
+        sizes = [(layer.keys.nbytes + layer.values.nbytes) // tokens for layer in cache.layers]
+        assert sizes == [width * 4 for width in widths]
+
+
+def test_attention_weights() -> None:
+    with torch.no_grad():
+        expected, found = (
+            deepcopy(model).train(False)(TEXT[None, :40], output_attentions=True).attentions
+            for model in map(eager, pair("mixed"))
+        )
+    assert len(found) == 2
+    for weights, oracle in zip(found, expected):
+        assert relative(weights, oracle) < condition(pair("mixed")[0]) * EPS
+
+
+def eager(model: PreTrainedModel) -> PreTrainedModel:
+    copy = deepcopy(model)
+    copy.set_attn_implementation("eager")
+    return copy
+
+
+def test_eager_attention_generates_the_same() -> None:
+    expected, found = (generate(eager(model)).sequences for model in pair("k+r"))
+    assert torch.equal(found, expected)
+
+
+def logits(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Tensor:
+    """Of a text in two parts, the second of which reads the first from the cache."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        return torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:96].split(90)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_accurate_as_the_ordinary_model(dtype: torch.dtype) -> None:
+    """Against the same weights in fp64, with twice the ordinary model's error as the budget, as plans have it."""
+    model = tiny_model("llama-mha").to(dtype)
+    slim = to_slim(model, TEXT)
+    oracle = logits(deepcopy(model).double())
+    assert relative(logits(slim), oracle) < 2 * relative(logits(model), oracle)
+    cache = generate(slim, max_new_tokens=2).past_key_values
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.float16}
+    assert slim.config.slim_matrix_dtype == "float16"
+    assert slim.model.layers[0].self_attn.slim.from_keys.values.dtype == torch.float16
+
+
+def test_casting_a_slim_model_leaves_the_matrices() -> None:
+    slim = deepcopy(pair("k+r")[1])
+    before = slim.model.layers[0].self_attn.slim.state_dict()
+    for cast in (slim.half, slim.bfloat16, lambda: slim.to(torch.bfloat16), slim.float):
+        cast()
+        after = slim.model.layers[0].self_attn.slim.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert slim.model.embed_tokens.weight.dtype == slim.dtype
+        assert logits(slim).dtype == slim.dtype
+        assert bool(logits(slim).isfinite().all())
+
+
+def test_autocast_leaves_keys_and_their_averages() -> None:
+    """Within autocast the projections of queries are in bf16; keys in bf16 would spoil the values."""
+    model, slim = pair("k+r")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, stock = logits(slim), logits(model)
+    oracle = logits(model)
+    assert relative(found, oracle) < 2 * relative(stock, oracle)
+
+
+def test_gradients_flow() -> None:
+    model, slim = (deepcopy(one).train() for one in pair("k+r"))
+    norms = []
+    for one in (model, slim):
+        one(TEXT[None, :40], labels=TEXT[None, :40]).loss.backward()
+        norms.append(one.model.layers[0].self_attn.q_proj.weight.grad)
+    assert relative(norms[1], norms[0]) < condition(model) * EPS * 10
+
+
+def test_positions_that_cannot_be_counted_are_refused() -> None:
+    slim = pair("k")[1]
+    packed = torch.cat([torch.arange(20), torch.arange(20)])[None]
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"must rise by 1 .* use_cache=False"):
+            slim(TEXT[None, :40], position_ids=packed, use_cache=True)
+        slim(TEXT[None, :40], position_ids=packed, use_cache=False)
+
+
+def test_enable_runs_slim_models_stock_and_says_why() -> None:
+    slim = deepcopy(pair("k")[1])
+    expected = generate(slim, num_return_sequences=3, do_sample=True).sequences
+    with hf_fastdecode.enabled(slim):
+        found = generate(slim, num_return_sequences=3, do_sample=True).sequences
+        report = hf_fastdecode.explain(slim)
+    assert torch.equal(found, expected)
+    assert "SlimLlamaForCausalLM does not use transformers' attention interface" in str(report)
+
+
+def test_the_source_is_left_as_it_was() -> None:
+    model = tiny_model("llama-mha")
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+    slim = to_slim(model, TEXT)
+    for name, tensor in model.named_parameters():
+        assert tensor is before[name][0]
+        assert torch.equal(tensor, before[name][1])
+    assert slim.model.embed_tokens.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert not any("v_proj" in name for name in slim.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("llama-gqa", {}, r"got 2 != 4"),
+        ("mistral", {}, "no slim form of mistral"),
+        ("llama-mha", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
+    ],
+)
+def test_models_without_a_slim_form(name: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_slim(tiny_model(name, **overrides), TEXT)
+
+
+def test_bad_plans_and_texts() -> None:
+    model = tiny_model("llama-mha")
+    for options, message in (
+        ({"plan": "x"}, "must be auto, k, kv"),
+        ({"plan": "k", "rank": 3}, "leave one out"),
+        ({"plan": (("k", 0),)}, "for 1 layers, and the model has 2"),
+        ({"rank": 65}, "between 0 and 64"),
+        ({"tolerance": 0.5}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_slim(model, TEXT, **options)
+    with pytest.raises(ValueError, match="needs 32 tokens, got 8"):
+        to_slim(model, TEXT[:8])
+    with pytest.raises(ValueError, match="tokenizer="):
+        to_slim(model)
+    singular = tiny_model("llama-mha")
+    singular.model.layers[1].self_attn.k_proj.weight.data[5] = 0
+    with pytest.raises(ValueError, match="layer 1 cannot have plan 'k': the smallest singular value"):
+        to_slim(singular, TEXT, plan="k")
+    assert [layer["plan"] for layer in to_slim(singular, TEXT, tolerance=1e6).config.slim_layers] == ["k", "kv"]

@@ -1,0 +1,102 @@
+"""Writes the table of docs/slim.md: what each cache costs on the embedded model, in bytes and in errors.
+
+Run ``python -m tools.slim_table`` from a clone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hf_fastdecode.assets import load_embedded
+from hf_fastdecode.conversion import AttentionWeights, CacheError, CacheErrors, Rotation, fit_layer, key_statistics
+from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
+from hf_fastdecode.conversion.checkpoint.families import attention_weights, family_of, rotation_of
+from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
+
+PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
+HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
+_BETWEEN: Final = re.compile(r"(<!-- table of tools.slim_table -->\n).*?(<!-- end of the table -->)", re.DOTALL)
+_COORDINATES: Final = (0, 32, 8, 4)  # parts of the width of the values; 0 for none
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache, on all layers.
+
+    Attributes:
+        name: What is cached.
+        share: Of the bytes of keys and values in bf16.
+        value_errors: Smallest and largest of the layers' relative errors of the values.
+        output_errors: The same of the attention output.
+    """
+
+    name: str
+    share: float
+    value_errors: tuple[float, float]
+    output_errors: tuple[float, float]
+
+    def line(self) -> str:
+        """A line of the table."""
+        return f"| {self.name} | {self.share:.1%} | {_span(self.value_errors)} | {_span(self.output_errors)} |"
+
+
+def rows() -> list[Row]:
+    """Measure, on the second half of the built-in text; offsets and roundings are fitted to the first."""
+    layers, rotation = _layers()
+    half = len(layers[0][1]) // 2
+    judges = [CacheErrors(own, seen[half:], rotation=rotation.tokens(slice(half, None))) for own, seen in layers]
+    ordinary = [judge.ordinary(torch.bfloat16) for judge in judges]
+    table = [_row("keys and values, bf16", ordinary, ordinary)]
+    for dtype in (torch.bfloat16, torch.float16):
+        fitted = [key_statistics(own, seen[:half], dtype) for own, seen in layers]
+        for part in _COORDINATES:
+            rank = len(fitted[0].directions) // part if part else 0
+            found = [judge.value_coordinates(one, rank, dtype) for judge, one in zip(judges, fitted)]
+            name = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
+            table.append(_row(f"{name}, {'bf16' if dtype == torch.bfloat16 else 'fp16'}", found, ordinary))
+    for tolerance in (2.0, 1.0):
+        plans = [fit_layer(own, seen, rotation=rotation, tolerance=tolerance)[0] for own, seen in layers]
+        table.append(_row(f"**the plan, tolerance {tolerance:g}**", [plan.chosen for plan in plans], ordinary))
+    return table
+
+
+def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
+    """Attention of the embedded model in bf16, what it sees on the built-in text, and that text's RoPE."""
+    model, tokenizer = load_embedded(torch.bfloat16)
+    family, ids = family_of(model.config), calibration_ids(tokenizer)
+    inputs = layer_inputs(model, family, ids)
+    found = []
+    for index, seen in enumerate(inputs):
+        prefix = family.layer_prefix(index) + family.attention
+        own = {name.removeprefix(prefix): one for name, one in model.state_dict().items() if name.startswith(prefix)}
+        found.append((attention_weights(model.config, own), seen))
+    return found, rotation_of(family.rotary(model.config), len(ids))
+
+
+def _row(name: str, found: Sequence[CacheError], ordinary: Sequence[CacheError]) -> Row:
+    share = sum(one.bytes_per_token for one in found) / sum(one.bytes_per_token for one in ordinary)
+    values, outputs = ([getattr(one, f"{part}_error") for one in found] for part in ("value", "output"))
+    return Row(name, share, (min(values), max(values)), (min(outputs), max(outputs)))
+
+
+def _span(errors: tuple[float, float]) -> str:
+    low, high = (f"{100 * error:.{0 if error >= 0.1 else 2}{'f' if error >= 0.1 else 'g'}}" for error in errors)
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def main() -> None:
+    """Measure, and write the table into the page."""
+    table = HEADER + "".join(f"{row.line()}\n" for row in rows())
+    PAGE.write_text(_BETWEEN.sub(lambda found: found[1] + table + found[2], PAGE.read_text(encoding="utf-8")))
+    print(table, end="")
+
+
+if __name__ == "__main__":
+    main()
