@@ -14,7 +14,7 @@ from .suffix_ids import SuffixIds
 
 
 class Suffixes:
-    """What all layers share about the suffixes; keys and values are in each layer's `TokenStorage`.
+    """State of the suffixes that all layers share; keys and values are in each layer's `TokenStorage`.
 
     Attributes:
         lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.

@@ -17,7 +17,7 @@ from .weights import AttentionWeights, bias_or_zero
 
 
 def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, value_bias: Tensor) -> Tensor:
-    """What is the same in the values of all tokens: ``(c - b_K) M + b_V``, in fp64.
+    """Constant part of the values, equal for all tokens: ``(c - b_K) M + b_V``, in fp64.
 
     Keys ``K = X W_K + b_K`` are cached less an offset c. Then ``X W_K = (K - c) + (c - b_K)``, of which only the first
     term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias.
@@ -50,7 +50,7 @@ def fold_into_output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor
 
 
 def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: Rotation | None) -> Tensor | None:
-    """What must be added to cached keys before they are normed, rotated and scored.
+    """Offset to add to cached keys before norm, rotation and scores.
 
     Args:
         weights: Of the layer.

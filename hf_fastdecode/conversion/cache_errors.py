@@ -1,4 +1,4 @@
-"""What each cache of a layer costs in accuracy, measured on a calibration text in the cache's dtype.
+"""Error of each candidate cache of a layer, measured on a calibration text in the cache's dtype.
 
 Only what the choice of a cache changes is rounded: what is cached, and the matrices that stand for ``W_V``. Queries,
 products and softmax are in fp64, so that errors of different caches compare; kernels accumulate in fp32, which adds

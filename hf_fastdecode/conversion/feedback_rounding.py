@@ -20,7 +20,7 @@ _BLOCK: Final = 128
 
 @dataclass(frozen=True)
 class RoundingFeedback:
-    """How the rounding error of one row is made up for by the rows after it.
+    """Order and factor by which later rows compensate the rounding errors of earlier ones.
 
     Attributes:
         order: ``[rows]``, in which rows are rounded.

@@ -21,7 +21,7 @@ RANK_DIVISORS: Final = (32, 16, 8, 4, 2)
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer caches, and what that was chosen from.
+    """Chosen cache of one layer, and the candidates it was chosen from.
 
     Attributes:
         chosen: The smallest cache whose output error is at most `tolerance` times that of `ordinary`.
@@ -59,44 +59,13 @@ class LayerPlan:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> LayerPlan:
-        """What `to_dict` gave, also after a round trip through JSON."""
+        """Inverse of `to_dict`, also after a round trip through JSON."""
         fields = dict(plain)
         for name in ("chosen", "ordinary"):
             fields[name] = CacheError(**fields[name])
         fields["candidates"] = tuple(CacheError(**candidate) for candidate in fields["candidates"])
         fields["singular_values"] = tuple(fields["singular_values"])
         return cls(**fields)
-
-
-def plan_layer(
-    weights: AttentionWeights,
-    inputs: Tensor,
-    key_inputs: Tensor | None = None,
-    *,
-    rotation: Rotation | None = None,
-    causal: bool = True,
-    model_dtype: torch.dtype = torch.bfloat16,
-    cache_dtype: torch.dtype | None = None,
-    tolerance: float = 2.0,
-    rank_divisors: Sequence[int] = RANK_DIVISORS,
-    ranks: Sequence[int] = (),
-    compensated: bool = False,
-) -> LayerPlan:
-    """Measure the caches that a layer may have, and choose: `fit_layer` without what it was fitted with."""
-    plan, _ = fit_layer(
-        weights,
-        inputs,
-        key_inputs,
-        rotation=rotation,
-        causal=causal,
-        model_dtype=model_dtype,
-        cache_dtype=cache_dtype,
-        tolerance=tolerance,
-        rank_divisors=rank_divisors,
-        ranks=ranks,
-        compensated=compensated,
-    )
-    return plan
 
 
 def fit_layer(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 RopeLayout = Literal["half", "interleaved"]
-"""Which coordinates form pair i of n: i and i + n (Llama, GPT-NeoX), or 2 i and 2 i + 1 (GPT-J, Cohere)."""
+"""Coordinates of rotated pair i of n: i and i + n (Llama, GPT-NeoX), or 2 i and 2 i + 1 (GPT-J, Cohere)."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .value_coordinates import ValueCoordinates, noisiest_directions, value_coor
 from .weights import AttentionWeights, bias_or_zero
 
 RANGE_HEADROOM: Final = 4.0
-"""How far a cached number of another text may exceed those of the calibration text."""
+"""Headroom of cached numbers over those of the calibration text."""
 
 SHRINKAGE: Final = 0.1
 """Share of the identity in the covariance of inputs: directions that a short text lacks must not come for free."""
@@ -52,7 +52,7 @@ class StoredValueCoordinates:
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """What all ranks of V-coordinates take from a layer and a calibration text. All fp64.
+    """Statistics of a layer's keys on a calibration text, for V-coordinates of any rank. All fp64.
 
     Attributes:
         key_to_value: ``W_KV`` and the singular values of ``W_K``.

@@ -29,7 +29,9 @@ from .weights import AttentionWeights, bias_or_zero
 
 @dataclass(frozen=True)
 class ValueCoordinates:
-    """How values follow from cached keys and V-coordinates: ``values = cached M + coordinates B + constant``.
+    """Matrices that rebuild values from cached keys and V-coordinates.
+
+    ``values = cached M + coordinates B + constant``.
 
     All fp64.
 
@@ -53,7 +55,7 @@ class ValueCoordinates:
         return len(self.directions)
 
     def cached_keys(self, weights: AttentionWeights, inputs: Tensor) -> Tensor:
-        """What is cached of the keys of inputs ``[tokens, key_d]``: ``[tokens, e]``, fp64, before any rounding."""
+        """Cached keys of inputs ``[tokens, key_d]``: ``[tokens, e]``, fp64, before any rounding."""
         return inputs.double() @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K) - self.key_offset
 
     def coordinates(self, inputs: Tensor) -> Tensor:

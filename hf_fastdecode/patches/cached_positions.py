@@ -40,7 +40,7 @@ def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Te
 
 
 def visible_slots(mask: Tensor | None) -> Tensor | None:
-    """Which slots are no padding, ``[rows, slots]``, from any mask that a model's forward pass takes.
+    """Mask of slots that are not padding, ``[rows, slots]``, from any mask that a forward pass takes.
 
     Args:
         mask: ``[rows, slots]``; what transformers makes of it for a static cache, ``[rows, 1, tokens, slots]`` of bool

@@ -1,4 +1,4 @@
-"""Makes transformers' Auto classes know the slim architectures, without importing transformers.
+"""Registers the slim architectures with transformers' Auto classes, without importing transformers.
 
 `import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
 registry of configs is imported, which may be before or after this package, and model classes with the first config

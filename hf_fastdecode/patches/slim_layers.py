@@ -1,4 +1,4 @@
-"""What each layer of a slim model caches, as it stands in the model's config."""
+"""Cache layout of each layer of a slim model, as stored in its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLANS: Final = ("k", "k+r", "kv")
 
 @dataclass(frozen=True)
 class SlimLayer:
-    """What one layer caches.
+    """Cache layout of one layer.
 
     Attributes:
         plan: One of `PLANS`.

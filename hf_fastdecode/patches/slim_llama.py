@@ -93,7 +93,7 @@ class SlimLlamaAttention(LlamaAttention):
 
 
 class SlimLlamaPreTrainedModel(LlamaPreTrainedModel):
-    """What the models share: attention is computed here, not by transformers' interchangeable functions."""
+    """Base class of the models: attention is computed here, not by transformers' attention interface."""
 
     config_class = SlimLlamaConfig
     _supports_flash_attn = False

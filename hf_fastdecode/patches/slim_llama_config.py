@@ -51,5 +51,5 @@ class SlimLlamaConfig(LlamaConfig):
 
     @property
     def layer_plans(self) -> list[SlimLayer]:
-        """What each layer caches."""
+        """Cache layout of each layer."""
         return read_layers(self.slim_layers, self.num_hidden_layers)

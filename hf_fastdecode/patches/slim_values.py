@@ -1,4 +1,4 @@
-"""What a slim layer has in the place of its value projection."""
+"""Replacement of a slim layer's value projection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SlimValues(KeepsDtype):
         self.directions = StoredMatrix(rank, values, matrix_dtype) if rank else None
 
     def to_cache(self, inputs: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What is cached of tokens.
+        """Cached keys and V-coordinates of tokens.
 
         Args:
             inputs: ``[rows, tokens, d]``.

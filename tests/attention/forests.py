@@ -370,3 +370,7 @@ def tokens(path: Path | Span) -> list[tuple[int, int]]:
 
 def with_every_dtype(cases: Iterable[Case]) -> list[Case]:
     return [replace(case, dtype=dtype) for case in cases for dtype in LOW_AND_FULL]
+
+
+def one_context(rows: int, length: int) -> Forest:
+    return Forest(rows, [Node(Span(0, 0, length), 0, rows)])

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion import AttentionWeights, CacheErrors, LayerPlan, Rotation, plan_layer
+from hf_fastdecode.conversion import AttentionWeights, CacheErrors, LayerPlan, Rotation, fit_layer
 
 from .layers import layer, rope, spectrum, text
+
+
+def plan_layer(*arguments, **options) -> LayerPlan:
+    """The plan alone."""
+    return fit_layer(*arguments, **options)[0]
 
 
 def caches(plan: LayerPlan) -> set[tuple[str, int]]:

@@ -225,7 +225,7 @@ def test_results_are_written_once(fewer_programs, monkeypatch):
 
             return launch
 
-    for name, kernel in (("attend_suffixes", api.attend_suffixes), ("merge_suffixes", api.merge_suffixes)):
+    for name, kernel in (("attend_suffixes", api.attend_suffixes), ("merge_rows", api.merge_rows)):
         monkeypatch.setattr(api, name, Recorded(kernel, kernel.arg_names.index("out")))
     config = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
     out, _ = decode(query, kv, config=config, fewer_programs=fewer_programs, return_lse=False)

@@ -24,7 +24,7 @@ _FEWEST_ROWS: Final = 4
 
 
 class OwnNodes(NamedTuple):
-    """How a step attends to long suffixes.
+    """Policy for long suffixes in a step.
 
     Attributes:
         used: Whether all but the last tokens of long suffixes are nodes.

@@ -33,7 +33,7 @@ _SCHEDULE_INTERVAL = 32
 
 
 class StoredKV(Protocol):
-    """Where one layer's keys and values are stored.
+    """Storage of one layer's keys and values.
 
     Attributes:
         segments: Storage of the nodes, by number.
@@ -68,7 +68,7 @@ class _Scheduled:
 
 
 class _Described(NamedTuple):
-    """What the tables describe: the batch's forest, leading tokens of suffixes in own nodes, and suffix lengths."""
+    """Step that the tables describe: the batch's forest, leading suffix tokens in own nodes, and suffix lengths."""
 
     forest: Forest
     own_tokens: int

@@ -31,7 +31,7 @@ Format = Literal["slim", "full"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to convert, and how.
+    """Settings of a conversion.
 
     Attributes:
         source: A folder, an id on the Hugging Face Hub, or ``embedded``.

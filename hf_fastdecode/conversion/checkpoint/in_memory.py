@@ -78,7 +78,7 @@ def to_slim(
 
 
 def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Tensor]:
-    """What the projections of every layer see on a text, ``[tokens, d]`` each, fp32 on the CPU."""
+    """Inputs of every layer's projections on a text, ``[tokens, d]`` each, fp32 on the CPU."""
     seen: list[Tensor] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

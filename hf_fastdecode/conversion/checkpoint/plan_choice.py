@@ -1,4 +1,4 @@
-"""What a user asks of the plan: the smallest cache that is accurate enough, one for all layers, or one each."""
+"""The user's choice of caches: the smallest accurate one per layer, one for all layers, or a list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """How a layer's cache is chosen.
+    """Rule by which layers' caches are chosen.
 
     Attributes:
         plan: ``auto``, ``k``, ``kv``; or a tuple of plan and rank per layer.

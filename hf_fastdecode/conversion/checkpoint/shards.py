@@ -64,7 +64,7 @@ class ShardWriter:
         return int(self.state["groups"])
 
     def carried(self) -> dict[str, Tensor]:
-        """What was handed to `add` with the first group that is not on disk; empty at the beginning."""
+        """State passed to `add` with the first group that is not on disk; empty at the beginning."""
         file = self._carried_file(self.groups)
         if not file.is_file():
             return {}

@@ -18,7 +18,7 @@ from hf_fastdecode.assets import MODEL_PATH
 
 EMBEDDED: Final = "embedded"
 REPORT: Final = "slim_report.json"
-"""What a conversion found, beside the weights."""
+"""File name of the conversion report, beside the weights."""
 
 _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -131,7 +131,7 @@ class Checkpoint:
         return sum(file.stat().st_size for file in set(self.files.values()))
 
     def stamp(self) -> list[list[Any]]:
-        """What tells whether the checkpoint is still the same: names, sizes and times of its files."""
+        """Identity of the checkpoint's files: names, sizes and modification times."""
         files = sorted({*self.files.values(), self.folder / "config.json"})
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
@@ -143,7 +143,7 @@ class Checkpoint:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:
-        """What the conversion that made this checkpoint found, if one did."""
+        """Report of the conversion that made this checkpoint, if any."""
         try:
             content = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -43,7 +43,7 @@ class SlimStream:
         return self.layers + 1
 
     def carried(self) -> dict[str, Tensor]:
-        """What the next group is computed from."""
+        """State from which the next group is computed."""
         return {} if self.hidden is None else {"hidden": self.hidden}
 
     def resume(self, carried: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from ..failures import Kernel, launching
 from .arguments import check_numbers, check_schedule, check_table, check_tokens
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import shared_memory
-from .merge import merge_suffixes
+from .merge import merge_rows
 from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
 from .suffix import attend_suffixes
@@ -181,7 +181,7 @@ def forest_decode(
         )
         if overlap_suffix:
             merging = choose_merge_config(queries_per_kv_head, head_dim)
-            merge_suffixes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+            merge_rows[(triton.cdiv(rows, merging.rows) * kv_heads,)](
                 slots,
                 *unit_tables,
                 *workspace,
@@ -192,6 +192,7 @@ def forest_decode(
                 rows,
                 kv_heads,
                 ROWS=merging.rows,
+                OWN=True,
                 MERGE=merging.merge,
                 num_warps=merging.warps,
                 **options,

@@ -221,7 +221,7 @@ def choose_suffix_config(
 
 
 class MergeConfig(NamedTuple):
-    """Launch parameters of `merge_suffixes`.
+    """Launch parameters of `merge_rows`.
 
     Attributes:
         rows: Rows per program.

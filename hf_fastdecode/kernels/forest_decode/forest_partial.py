@@ -9,7 +9,7 @@ from torch import Tensor
 from ..failures import Kernel, launching
 from .arguments import check_numbers, check_query, check_schedule, check_table
 from .config import Config, choose_merge_config
-from .node_merge import merge_nodes
+from .merge import merge_rows
 from .nodes import attend_nodes, overlaps
 from .schedule import Schedule
 
@@ -63,7 +63,7 @@ def forest_partial(
     merging = choose_merge_config(queries_per_kv_head, head_dim)
     overlap = overlaps(query, schedule, config)
     with launching(Kernel.FOREST, query.device):
-        merge_nodes[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+        merge_rows[(triton.cdiv(rows, merging.rows) * kv_heads,)](
             slots,
             schedule.row_units,
             schedule.row_offsets,
@@ -72,6 +72,9 @@ def forest_partial(
             *workspace,
             out,
             lse,
+            out,
+            lse,
+            schedule.overlap_suffix,
             rows,
             kv_heads,
             GROUP=heads // kv_heads,
@@ -82,8 +85,10 @@ def forest_partial(
             BLOCK_M=schedule.block_m,
             MERGE=merging.merge,
             DEPTHS=schedule.row_units.shape[0],
+            LSE=True,
             PDL=overlap,
             ROWS=merging.rows,
+            OWN=False,
             num_warps=merging.warps,
             enable_fp_fusion=True,  # as in `attend_nodes`
             **({"launch_pdl": True} if overlap else {}),

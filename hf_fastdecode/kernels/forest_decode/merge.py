@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .node_kernel import LN2
+from .node_kernel import LN2, LOWEST
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def locate_rows(slots, rows, kv_heads, queries_per_kv_head: tl.constexpr, TILE: 
 
 
 @triton.jit
-def merge_suffixes(
-    slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse
+def merge_rows(
+    slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse; without OWN, these are not read
     row_units,
     row_offsets,
     row_tiles,
@@ -183,8 +183,10 @@ def merge_suffixes(
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
+    OWN: tl.constexpr,  # whether to merge the suffixes' partials too; without, rows without nodes get (0, -inf)
 ):
-    if tl.load(overlap_suffix) == 0:  # the suffix kernel has merged
+    merged = tl.load(overlap_suffix) == 0 if OWN else False  # by the suffix kernel
+    if merged:
         if PDL:  # dependents also rely on earlier kernels, so wait even without work
             tl.extra.cuda.gdc_wait()
         return
@@ -202,9 +204,14 @@ def merge_suffixes(
     at = (row.to(tl.int64) * kv_heads + head) * queries_per_kv_head + within
     place = at[:, None] * HEAD_DIM + dims[None, :]
     kept = valid_query[:, None] & in_dim[None, :]
-    row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
-    row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
-    acc = tl.load(own_out + place, mask=kept, other=0.0)
+    if OWN:
+        row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
+        row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
+        acc = tl.load(own_out + place, mask=kept, other=0.0)
+    else:
+        row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
+        row_sum = tl.zeros([ROWS * TILE], tl.float32)
+        acc = tl.zeros([ROWS * TILE, BLOCK_D], tl.float32)
     row_max, row_sum, acc = merge_depths(
         first,
         count,
@@ -232,8 +239,9 @@ def merge_suffixes(
         MERGE,
         DEPTHS,
     )
-    result = tl.where(active[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
+    seen = active if OWN else row_sum > 0
+    result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:
-        lse = tl.where(active, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
+        lse = tl.where(seen, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
         tl.store(out_lse + at, lse, mask=valid_query)

@@ -48,7 +48,7 @@ def attend_suffixes(
     other_lse,  # [rows, heads, queries] fp32, natural logarithm
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
-    overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_suffixes` merges
+    overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_rows` merges
     sinks,  # [heads] fp32: with SINKS, one more score per head, without a value
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
@@ -85,7 +85,7 @@ def attend_suffixes(
     ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
-    OVERLAP_SUFFIX: tl.constexpr,  # whether `merge_suffixes` is launched too
+    OVERLAP_SUFFIX: tl.constexpr,  # whether `merge_rows` is launched too
 ):
     defer_merge = tl.load(overlap_suffix) != 0 if OVERLAP_SUFFIX else False
     if OVERLAP_SUFFIX and PDL:  # the merge kernel waits for the whole of this one
