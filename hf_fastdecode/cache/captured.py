@@ -1,4 +1,4 @@
-"""A shared-context cache as a captured decode step sees it: without keys and values, which change between replays."""
+"""View of a shared-context cache for captured decode steps: no keys or values, which change between replays."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class CacheRows(Cache):
-    """Base of `SharedContextCache`: its rows, none of whose operations copies nodes.
+    """Base of `SharedContextCache` with the operations on rows, which never copy nodes.
 
     Attributes:
         state: State shared by all layers.
@@ -68,6 +68,7 @@ class CacheRows(Cache):
 
         Raises:
             ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
+            TypeError: It is not an integer.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -91,9 +92,9 @@ class CacheRows(Cache):
         Suffixes may then differ in length; new tokens follow each row's own. Storage stays.
 
         Args:
-            tokens: A whole number per row. On a GPU the host does not read them: counts beyond 0 and a suffix's
-                length are taken as these, and `suffix_length`, by which storage grows, stays as it was, as an upper
-                bound, until counts on the CPU or `crop` tighten it.
+            tokens: A whole number per row. Counts on a GPU are not read by the host: they are clamped to 0 and the
+                suffix's length, and `suffix_length`, by which storage grows, keeps its value as an upper bound until
+                `crop` or counts on the CPU tighten it.
 
         Raises:
             ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix.
