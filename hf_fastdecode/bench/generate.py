@@ -109,7 +109,7 @@ class GenerateBench:
             short = percentiles(self._samples(lambda: call(1), captured))
             whole = self._samples(lambda: call(most), captured)
             memory = {} if way.batch else self._memory(model, case, way, call)
-            ran = _ran(model, way)
+            ran = what_ran(model, way)
         if self.device.type == "cuda":
             memory["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
         steps = percentiles([1e3 * (seconds - short.p50) / (most - 1) for seconds in whole])
@@ -178,7 +178,7 @@ def _times(steps: Times, drawn: int, most: int) -> dict[str, Any]:
     }
 
 
-def _ran(model: PreTrainedModel, way: GenerateWay) -> str | None:
+def what_ran(model: PreTrainedModel, way: GenerateWay) -> str | None:
     """What the report says of the last call.
 
     Raises:

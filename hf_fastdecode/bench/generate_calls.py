@@ -82,8 +82,16 @@ def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
     return ids.to(model.device)
 
 
-def caller(model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> Callable[..., Any]:
+def caller(
+    model: PreTrainedModel, case: GenerateCase, way: GenerateWay, *, stopping: StoppingCriteria | None = None
+) -> Callable[..., Any]:
     """A function that generates so many tokens for a case's samples, with a way's arguments.
+
+    Args:
+        model: The model.
+        case: The case.
+        way: The way.
+        stopping: A further criterion.
 
     Raises:
         NotAvailableError: The way does not take this case.
@@ -92,9 +100,12 @@ def caller(model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> Call
         raise NotAvailableError("beams are of one prompt, and run to the end")
     ids = prompt(model, case)
     extra = way.call_arguments(case.samples // len(ids))
+    criteria = [stopping] if stopping is not None else []
     if case.finish:
         extra["pad_token_id"] = 0
-        extra["stopping_criteria"] = StoppingCriteriaList([RowsFinish(case.context, case.lengths(), model.device)])
+        criteria.append(RowsFinish(case.context, case.lengths(), model.device))
+    if criteria:
+        extra["stopping_criteria"] = StoppingCriteriaList(criteria)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
         return model.generate(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..measurement.rows import Row
 from ..measurement.runner import failed
-from .markdown import CEILING, is_part, one_node
+from .markdown import CEILING, generate_where, is_part, one_node
 
 STYLES: dict[str, tuple[str, str]] = {
     "ours": ("#1b7f5c", "hf_fastdecode"),
@@ -58,7 +58,7 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
         raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
     if not rows:
         return []
-    pictures = _OPS if "case" in rows[0] else _GENERATE
+    pictures = _OPS if "case" in rows[0] else _COMPLETIONS if "from_token" in rows[0] else _GENERATE
     found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in pictures.items()]
     return [path for path in found if path is not None]
 
@@ -140,12 +140,54 @@ def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Pictur
     return draw
 
 
-_OPS = {
+def _growing_completions(rows: Sequence[Row], path: Path) -> Path | None:
+    """Milliseconds of a step against the tokens of a completion, a panel for each model and number of samples."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    panels: dict[str, list[Row]] = {}
+    for row in measured:
+        name = f"{row['shape']}, n = {row['samples']}, prompt of {int(row['context']):,}"
+        panels.setdefault(name, []).append(row)
+    panels = {name: own for name, own in panels.items() if len({row["to_token"] for row in own}) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, (name, own) in zip(axes, panels.items()):
+        axis.set_title(name, fontsize=9)
+        for way in dict.fromkeys(row["way"] for row in own):
+            axis.plot(*_points(own, way), **_look(way))
+        ways = {row["way"] for row in own}
+        for ceiling in sorted(way for way in ways if way.endswith(CEILING)):
+            _, steps = _points(own, ceiling)
+            floors = {_middle(row): float(row["kv_floor_ms"]) for row in own}
+            base = sum(steps) / len(steps)
+            xs = sorted(floors)
+            axis.plot(xs, [base + floors[x] for x in xs], "k--", linewidth=1, label="no attention + reading the KV")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("tokens of a completion", fontsize=8)
+        axis.set_ylabel("ms a step", fontsize=8)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(generate_where(measured), fontsize=10)
+    return _save(figure, path)
+
+
+def _middle(row: Row) -> float:
+    return (int(row["from_token"]) + int(row["to_token"])) / 2
+
+
+def _points(rows: Sequence[Row], way: str) -> tuple[list[Any], list[Any]]:
+    found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
+    return [x for x, _ in found], [y for _, y in found]
+
+
+_OPS: dict[str, Picture] = {
     "latency-context": _op_lines("context", "rows"),
     "latency-n": _op_lines("rows", "context"),
     "floor": _floor_share,
 }
-_GENERATE = {
+_COMPLETIONS: dict[str, Picture] = {"steps": _growing_completions}
+_GENERATE: dict[str, Picture] = {
     "latency-context": _generate_lines("context", "samples", "ms_per_step", "ms a step", "generate, time of a step"),
     "latency-n": _generate_lines("samples", "context", "ms_per_step", "ms a step", "generate, time of a step"),
     "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),

@@ -120,23 +120,31 @@ class CacheRows(Cache):
         self.state.suffixes.drop(counts, self._storages)
         self.state.padded_length -= longest - self.state.longest_row
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int] | Tensor) -> None:
         """Replace row ``i`` by row ``rows[i]``; rows may repeat, move, or be dropped. Nodes are not copied.
 
         If the number of rows is unchanged, suffixes are not copied either, see `SuffixOrigins`.
+
+        Raises:
+            IndexError: There is no such row.
+            TypeError: Not a sequence of whole numbers.
         """
+        try:
+            rows = [operator.index(row) for row in rows]
+        except TypeError as error:
+            raise TypeError(f"select_rows takes row numbers 0..{self.rows - 1}, got {rows!r}") from error
         out_of_range = [row for row in rows if not 0 <= row < self.rows]
         if out_of_range:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
         if self.state.forest is None:
             return
-        if list(rows) == list(range(self.rows)):
+        if rows == list(range(self.rows)):
             return
         paths, before = self.forest.paths, self.rows
         # Keep the same forest object for the same nodes, so that plans made for it stay valid.
         if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
-            self.state.forest = self.forest.select_rows(list(rows))
-        self.state.suffixes.select(torch.tensor(list(rows), dtype=torch.long, device="cpu"), before, self._storages)
+            self.state.forest = self.forest.select_rows(rows)
+        self.state.suffixes.select(torch.tensor(rows, dtype=torch.long, device="cpu"), before, self._storages)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""

@@ -25,7 +25,7 @@ C = TypeVar("C", bound=Case)
 _SAME_RUN = ("device", "torch", "transformers", "commit", "command")
 
 _SHOWN = (
-    *("case", "shape", "context", "problems", "questions", "samples", "n", "finish", "way", "variant"),
+    *("case", "shape", "context", "problems", "questions", "samples", "n", "finish", "to_token", "way", "variant"),
     *("us_p50", "over_floor", "tb_per_s", "first_call_s", "prefill_s", "ms_per_step", "tokens_per_s", "total_s"),
     *("ms_per_step_p50", "last_sample_s"),
 )

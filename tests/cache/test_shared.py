@@ -203,6 +203,13 @@ def test_rows_out_of_range(pair):
         cache.batch_repeat_interleave(0)
 
 
+@pytest.mark.parametrize("rows", ["ab", 1, None, [0.5], [[0]], [None], torch.tensor([0.0])], ids=repr)
+def test_row_numbers_are_whole_numbers(pair, rows):
+    cache = pair[0]
+    with pytest.raises(TypeError, match=r"select_rows takes row numbers 0\.\.2, got"):
+        cache.select_rows(rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -98,7 +98,7 @@ def generate(
     The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
     """
     shapes = [*(shape or []), *(model or [])] or ["embedded"]
-    points = [_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
+    points = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
     if tree and finish is not None and not point:
         raise CommandError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
@@ -145,7 +145,7 @@ def run_generate(
         from ..generate import GenerateBench
 
     _check_numbers(ways)
-    _check_models(cases)
+    check_models(cases)
     if device.type == "cpu":
         _warn_of_size(cases)
     bench = GenerateBench(device, repeats=repeats, check=check)
@@ -173,7 +173,7 @@ def _check_numbers(ways: Sequence[str]) -> None:
         raise CommandError(str(error)) from error
 
 
-def _check_models(cases: Sequence[GenerateCase]) -> None:
+def check_models(cases: Sequence[GenerateCase]) -> None:
     """Refuse models whose config cannot be read, and cases longer than their model."""
     from ...configs import load_config, max_positions
 
@@ -209,7 +209,8 @@ def _tables(rows: list[Row]) -> str:
     return f"{text}\n{finish_table(rows)}" if any(row.get("finish") for row in rows) else text
 
 
-def _point(text: str) -> tuple[int, int]:
+def parse_point(text: str) -> tuple[int, int]:
+    """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
         raise CommandError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")

@@ -1,0 +1,109 @@
+"""``bench completions``: time of a step while completions grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...attention.torch_operators.backends import backend_of_environment
+from ...command_errors import CommandError
+from ...command_options import check_device, check_options
+from ...interrupts import exit_on_interrupt
+from ...measurement.out_file import check_out
+from ...measurement.shapes import SHAPES
+from ..completion_cases import CompletionCase, spans
+from ..generate_cases import WAYS, GenerateCase
+from .generate import check_models, check_ways, parse_point
+from .options import CHECK, DEVICE, LIST, PLOT, check_dtype, find_device, known, show_cases
+from .report import report
+
+_LEFT_OUT = ("generate_batch", "stock-beams", "beams")
+
+
+def completions(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny; or `embedded`.",
+            show_default="embedded",
+        ),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="256x4"),
+    ] = None,
+    marks: Annotated[
+        str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
+    ] = "16,256,512,1024",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeatable: those of `bench generate` but generate_batch and beams.",
+            show_default="stock, shared",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
+    ] = 120,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, DEVICE] = "auto",
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/completions.csv"),
+) -> None:
+    """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
+
+    A row is a span between two marks: the mean over its steps, without prefill and without a pause at its ends. The
+    floor of a row is what reading the keys and values of its steps takes, the prompt's once, at the bandwidth of a
+    copy. A way that takes longer than `--seconds` is cut short, and has no time for the spans it did not finish.
+    Captures and compilations in the middle of a call are part of its steps; the first ones are not.
+
+    Examples:
+
+        hf-fastdecode bench completions
+        hf-fastdecode bench completions --shape 8b-gqa --point 512x4 --marks 64,2048,8192,32768 --way compile --plot
+        hf-fastdecode bench completions --shape 7b-mha --point 2048x16 --marks 2048,6144 --way compile
+    """
+    ways = list(dict.fromkeys(way or ("stock", "shared")))
+    known("way", [name.partition("+")[0] for name in ways], [name for name in WAYS if name not in _LEFT_OUT])
+    check_ways(ways)
+    check_dtype(dtype)
+    known("shape", shape or [], (*SHAPES, "embedded"))
+    numbers = _marks(marks)
+    if numbers[-1] < 2:
+        raise CommandError(f"--marks must end at 2 or more, got {marks!r}")
+    cases: list[CompletionCase] = []
+    for name in [*(shape or []), *(model or [])] or ["embedded"]:
+        for context, samples in map(parse_point, point or ["256x4"]):
+            try:
+                cases += spans(GenerateCase(name, context, samples, numbers[-1], dtype), numbers)
+            except ValueError as error:
+                raise CommandError(f"--marks {marks}, --point {context}x{samples}: {error}") from error
+    if show:
+        return show_cases(cases)
+    check_device(device)
+    check_options()
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
+        from ..completions import CompletionBench
+        from ..completions_table import completions_table
+
+    check_models([case.call for case in cases])
+    bench = CompletionBench(place, check=check, budget_s=seconds)
+    where = provenance(place, backend=backend_of_environment())
+    rows = run(cases, ways, bench.measure, provenance=where, out=out)
+    report(rows, out, completions_table, plot=plot)
+
+
+def _marks(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise CommandError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
+    return tuple(map(int, parts))

@@ -1,0 +1,187 @@
+"""Time of a step while completions grow: one call of `generate`, timed at several lengths of its completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.generation.decoding.stopping import Stopping
+
+from ..measurement.status import status_of
+from .ceilings import measure_ceilings
+from .completion_cases import CompletionCase
+from .generate import collect, what_ran
+from .generate_calls import caller, load
+from .generate_cases import GenerateCase
+from .generate_check import check_way
+from .generate_ways import GenerateWay, find_way, using
+
+_WARM_UP = 24  # tokens of the calls that capture and compile
+_STEPS_BETWEEN_LOOKS = 64  # at the seconds that have passed, for which the host waits for the device
+
+
+class CompletionBench:
+    """Measures growing completions on one device.
+
+    Args:
+        device: Where to run.
+        check: Measure one of our ways only after its check.
+        budget_s: Seconds of decoding after which a way's completions are cut short; spans that it did not finish have
+            no time.
+    """
+
+    def __init__(self, device: torch.device, *, check: bool = True, budget_s: float = 120.0):
+        self.device, self.check, self.budget_s = device, check, budget_s
+        self._loaded: tuple[tuple[str, str], Any] | None = None
+        self._timed: dict[tuple[GenerateCase, tuple[int, ...], str], dict[str, Any]] = {}
+        self._bytes_per_s: float | None = None
+
+    def measure(self, case: CompletionCase, way_name: str) -> dict[str, Any]:
+        """The columns of one way's row.
+
+        ``ms_per_step``: mean over the steps of the span. ``kv_floor_ms``: what reading the keys and values of a step
+        takes at the rate of a copy, measured in the same run. ``peak_bytes``: most memory over the weights in the
+        whole call. ``ran``: what our report says ran.
+        """
+        key = case.call, case.marks, way_name
+        if key not in self._timed:  # once for all spans of the call
+            self._timed[key] = self._time(case, find_way(way_name))
+        found = dict(self._timed[key])
+        times, bytes_per_token = found.pop("times", {}), found.pop("bytes_per_token", 0)
+        result = dict.fromkeys(_COLUMNS) | found
+        if result["status"] != "ok":
+            return result
+        if case.span not in times:
+            return result | {"status": f"not run: cut short after {self.budget_s:g} s"}
+        floor_s = case.kv_tokens() * bytes_per_token / self._copy_rate()
+        return result | {"ms_per_step": times[case.span], "kv_floor_ms": 1e3 * floor_s}
+
+    def _copy_rate(self) -> float:
+        if self._bytes_per_s is None:
+            self._bytes_per_s = measure_ceilings(self.device).bytes_per_s
+        return self._bytes_per_s
+
+    def _time(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
+        dtype = getattr(torch, case.call.dtype)
+        if self.check and way.exact and way.enable is not None and (red := check_way(way, self.device, dtype)):
+            return {"status": red}
+        try:
+            return self._measured(case, way)
+        except Exception as error:
+            return {"status": status_of(error)}
+
+    def _measured(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
+        model = self._model(case.call)
+        collect()
+        cuda = self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if cuda else 0
+        with using(model, way):
+            call = caller(model, case.call, way)
+            for _ in range(2):  # compilers record in the second call
+                call(_WARM_UP)
+            collect()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            clock = StepClock(case.call.context, case.marks, self.device, self.budget_s)
+            torch.manual_seed(0)
+            criterion = clock if way.enable is None else None
+            with clock.running():
+                caller(model, case.call, way, stopping=criterion)(case.call.new_tokens)
+            ran = what_ran(model, way)
+        peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else None
+        return {
+            "status": "ok",
+            "times": clock.ms_per_step(),
+            "bytes_per_token": KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
+            "peak_bytes": peak,
+            "ran": ran,
+        }
+
+    def _model(self, call: GenerateCase) -> Any:
+        key = call.shape, call.dtype
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = None
+            self._loaded = key, load(call.shape, self.device, getattr(torch, call.dtype))
+        return self._loaded[1]
+
+
+_COLUMNS = ("status", "ms_per_step", "kv_floor_ms", "peak_bytes", "ran")
+
+
+class StepClock(StoppingCriteria):
+    """Takes the time when completions have so many tokens, without waiting for the device, and ends calls that take
+    too long.
+
+    transformers' loop asks it as a stopping criterion. Our loop would look at every step's rows for the sake of a
+    criterion that it does not know, so that `running` has it asked where the length is compared instead.
+
+    Args:
+        prompt_length: Tokens of the prompt.
+        marks: Numbers of tokens per sample.
+        device: Whose time is taken.
+        budget_s: Seconds after which the call ends.
+    """
+
+    def __init__(self, prompt_length: int, marks: tuple[int, ...], device: torch.device, budget_s: float):
+        self.prompt_length, self.marks, self.device, self.budget_s = prompt_length, marks, device, budget_s
+        self._taken: dict[int, Any] = {}
+        self._start: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``."""
+        over = self.is_over(input_ids.shape[1])
+        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Our loop asks the clock within."""
+        all_end = Stopping.all_end
+
+        def asking(stopping: Stopping, length: int, view: Tensor) -> bool:
+            return self.is_over(length) or all_end(stopping, length, view)
+
+        with patch.object(Stopping, "all_end", asking):
+            yield
+
+    def is_over(self, length: int) -> bool:
+        """Take the time if this is a mark; whether the call has taken too long."""
+        tokens = length - self.prompt_length
+        if tokens in self.marks:
+            self._taken[tokens] = self._now()
+        if tokens % _STEPS_BETWEEN_LOOKS:
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._start = self._start or time.perf_counter()
+        return time.perf_counter() - self._start > self.budget_s
+
+    def ms_per_step(self) -> dict[tuple[int, int], float]:
+        """Milliseconds of a step in each span that was finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return {
+            (first, last): self._ms(self._taken[first], self._taken[last]) / (last - first)
+            for first, last in pairwise(self.marks)
+            if last in self._taken
+        }
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _ms(self, before: Any, after: Any) -> float:
+        if self.device.type != "cuda":
+            return 1e3 * float(after - before)
+        return float(before.elapsed_time(after))

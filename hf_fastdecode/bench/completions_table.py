@@ -1,0 +1,25 @@
+"""Rows of growing completions as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..measurement.rows import Row
+from .markdown import by, cell, generate_where, head, line
+
+_CASE = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
+
+
+def completions_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of a step in each way, a line for each span, beside what reading the keys and values takes."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = head(["model", "context", "n", "tokens of a completion", "reading keys and values", *ways])
+    for case in by(rows, *_CASE):
+        first = next(iter(case.values()))
+        floor = next((row["kv_floor_ms"] for row in case.values() if row["kv_floor_ms"]), "")
+        cells = [first["shape"], f"{int(first['context']):,}", first["samples"]]
+        cells.append(f"{int(first['from_token']):,} to {int(first['to_token']):,}")
+        cells.append(f"{float(floor):.2f}" if floor else "")
+        cells += [cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
+        lines.append(line(cells))
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}; ms, means over the steps of one call.\n"
