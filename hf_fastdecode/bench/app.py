@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import typer
 
+from .commands.completions import completions
 from .commands.generate import generate
 from .commands.ops import ops
 from .commands.sampling import sampling
+from .commands.slim import slim
 from .commands.tables import tables
 
 app = typer.Typer(
@@ -29,8 +31,8 @@ _NOTE = (
 
 @app.callback()
 def main() -> None:
-    """Measure operators, sampling and `generate`, ours beside what others do, in one run."""
+    """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run."""
 
 
-for command in (ops, generate, sampling, tables):
+for command in (ops, generate, completions, sampling, slim, tables):
     app.command(epilog=_NOTE)(command)

@@ -18,6 +18,7 @@ class Kernel(Enum):
     HOPPER = "the kernel for Hopper GPUs", "the portable kernel"
     FOREST = "the decode kernels", "PyTorch's operators"
     SAMPLING = "the sampling kernel", "transformers' sampler"
+    SLIM = "the slim decode kernel", "PyTorch's operators"
 
 
 class KernelFailedError(RuntimeError):
@@ -30,6 +31,12 @@ _failures: dict[tuple[Kernel, torch.device], str] = {}
 def failure(kernel: Kernel, device: torch.device) -> str | None:
     """The reason why a kernel failed on a device; None when it ran or was not tried."""
     return _failures.get((kernel, device))
+
+
+def forget(kernel: Kernel) -> None:
+    """Try a kernel again that failed, as with other launch parameters."""
+    for key in [key for key in _failures if key[0] == kernel]:
+        del _failures[key]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import combinations, cycle, product
 from math import prod
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
 from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
+from hf_fastdecode.kernels.slim_decode.api import choose_slim_config, slim_decode
 
 
 class Gpu(NamedTuple):
@@ -131,7 +133,8 @@ class Launch(NamedTuple):
     @property
     def tile(self) -> list[int]:
         """What decides how much shared memory a program takes."""
-        return [self.everything.get(name, 1) for name in ("BLOCK_D", "BLOCK_N", "STAGES", "columns")]
+        names = ("BLOCK_D", "BLOCK_N", "STAGES", "columns", "HALF", "OWN", "BLOCK_H", "BLOCK_R", "BLOCK_T")
+        return [self.everything.get(name, 1) for name in names]
 
     def facets(self) -> Iterator[tuple[Any, ...]]:
         """What is compiled at least once: every value of an option, and every pair of sizes of a tile."""
@@ -150,6 +153,7 @@ def launches() -> list[Launch]:
     with patch.object(JITFunction, "run", record):
         attend_everything()
         draw_everything()
+        attend_to_slim_caches()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -243,6 +247,44 @@ def draw_everything() -> None:
         logits = torch.empty(3, vocabulary, dtype=dtype, device=CUDA)
         seen = torch.empty(3, (vocabulary + 31) // 32, dtype=torch.int32, device=CUDA)
         sample(logits, torch.empty(3, dtype=torch.int32, device=CUDA), settings, seen=seen)
+
+
+def attend_to_slim_caches() -> None:
+    """A slim layer's step at many shapes, in one launch and in two."""
+    layouts = product(
+        ((4, 64), (32, 64), (3, 80), (12, 128), (32, 128), (40, 128), (16, 256)),  # heads, head_dim
+        (0, 16, 512),  # V-coordinates
+        (torch.float16, torch.bfloat16),
+    )
+    features = cycle(product((0.0, 0.5, 1.0), (False, True), (1, 9)))
+    memory = torch.cuda.get_device_properties(CUDA).shared_memory_per_block_optin
+    for ((heads, head_dim), rank, dtype), (rotated, more, rows) in zip(layouts, features):
+        columns, tables = heads * head_dim, int(rotated * head_dim) // 2
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=CUDA)
+
+        table = empty(rows if more else 1, 4096, tables, dtype=torch.float32)
+        numbers = empty(rows, dtype=torch.int32)
+        query = empty(rows, heads, 1, head_dim, dtype=torch.float32)
+        config = choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
+        for changes in (
+            {},
+            {"fused": False},
+            {"keep": False, "parts": 1},
+            {"transposed": True, "lag": 1, "apart": False},
+        ):
+            slim_decode(
+                query,
+                empty(rows, 4096, columns),
+                empty(rows, 4096, rank),
+                numbers,
+                replace(config, **changes),
+                scale=0.1,
+                key_offset=empty(columns, dtype=torch.float32) if more else None,
+                rotary=(table, table) if tables else None,
+                starts=numbers if more else None,
+            )
 
 
 def compile_for(capability: tuple[int, int]) -> int:

@@ -1,0 +1,73 @@
+"""``bench slim``: one layer's decode step over a slim cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...command_errors import CommandError
+from ...command_options import check_device
+from ...interrupts import exit_on_interrupt
+from ...measurement.out_file import check_out
+from ...measurement.show import show as show_table
+from ..slim_cases import SLIM_SETS, SLIM_WAYS
+from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
+
+
+def slim(
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help=f"Named set of cases, repeatable: {', '.join(SLIM_SETS)}.",
+            show_default="grid, on a CPU tiny",
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SLIM_WAYS)}.", show_default="all")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Launch parameters of the slim kernel that differ, such as own_heads=8,lag=1; repeatable."),
+    ] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    device: Annotated[str, DEVICE] = "auto",
+    check: Annotated[bool, CHECK] = True,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/slim.csv"),
+) -> None:
+    """One layer's decode step over a slim cache, beside keys and values of the same tokens.
+
+    `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
+    matrix from keys to values. `flash` is PyTorch's attention over keys and values, `forest` this package's, and
+    `forest-prompt` with the tokens as prompts. The slim kernel is checked against fp64 first: it errs at most twice
+    as much as fused attention.
+
+    Examples:
+
+        hf-fastdecode bench slim
+        hf-fastdecode bench slim --only n1- --way slim-k --config block_t=16 --config own_heads=2,block_t=64
+    """
+    known("set", sets or [], SLIM_SETS)
+    ways = known("way", way or SLIM_WAYS, SLIM_WAYS)
+    ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]
+    check_device(device)
+    names = sets or ["tiny" if find_device(device).type == "cpu" else "grid"]
+    cases = chosen([case for name in names for case in SLIM_SETS[name]], only)
+    if show:
+        return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ...measurement.rows import provenance
+        from ...measurement.runner import failed, run
+        from ..slim_ops import SlimBench
+        from ..slim_table import slim_table
+
+    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
+    show_table(slim_table(rows))
+    typer.echo(f"rows: {out}")
+    if red := failed(rows):
+        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)

@@ -1,0 +1,70 @@
+"""Slim attention cases as data: one decode step of one layer over a slim cache, and the ways of doing it.
+
+Nothing here needs torch, so that the command line can list the cases at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+RANK_DIVISOR = 8
+"""V-coordinates of ``slim-k+r`` are so many times fewer than keys."""
+
+SLIM_WAYS = ("flash", "forest", "forest-prompt", "slim-k", "slim-k+r")
+"""Keys and values by PyTorch's flash attention and by `forest_decode`, as own tokens and as prompts; slim caches."""
+
+
+@dataclass(frozen=True)
+class SlimCase:
+    """One decode step of one multi-head attention layer.
+
+    Attributes:
+        rows: Sequences being decoded.
+        context: Cached tokens of each row.
+        heads: Query heads, as many as KV heads.
+        head_dim: Numbers per head.
+        dtype: Of the cache.
+    """
+
+    rows: int
+    context: int
+    heads: int = 32
+    head_dim: int = 128
+    dtype: str = "float16"
+
+    @property
+    def columns_of_keys(self) -> int:
+        """Numbers per cached key of all heads."""
+        return self.heads * self.head_dim
+
+    def rank(self, way: str) -> int:
+        """V-coordinates of a slim way."""
+        return self.columns_of_keys // RANK_DIVISOR if way.startswith("slim-k+r") else 0
+
+    def bytes(self, way: str, itemsize: int) -> int:
+        """What must move at least: the cache and RoPE's tables, once, and the averages out."""
+        tokens = self.rows * self.context
+        if not way.startswith("slim"):
+            return 2 * (tokens + self.rows) * self.columns_of_keys * itemsize
+        width = self.columns_of_keys + self.rank(way)
+        return tokens * width * itemsize + self.context * self.head_dim * 4 + self.rows * self.heads * width * 4
+
+    def columns(self) -> dict[str, Any]:
+        """What of the case stands in a row."""
+        return {
+            "case": f"n{self.rows}-m{self.context}",
+            "rows": self.rows,
+            "context": self.context,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+        }
+
+
+SLIM_SETS: dict[str, tuple[SlimCase, ...]] = {
+    "grid": tuple(SlimCase(rows, context) for rows, context in product((1, 8), (32_768, 131_072))),
+    "tiny": (SlimCase(1, 40, heads=2, head_dim=32), SlimCase(2, 20, heads=2, head_dim=32)),
+}
+"""Named sets: ``grid`` is for a GPU; ``tiny`` is for a CPU."""

@@ -1,0 +1,210 @@
+"""Slim attention measured: the kernel over a slim cache, beside attention over keys and values of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.failures import Kernel, forget
+from ..kernels.slim_decode.limits import refusal
+from ..measurement.status import NotAvailableError, status_of
+from ..measurement.timing import Times, time_operator
+from .accuracy import BOUND
+from .op_cases import NodeSpec, OpCase
+from .op_inputs import sets_needed
+from .ops import OpBench
+from .slim_cases import SlimCase
+
+_CHUNK = 4096  # tokens that the oracle has in fp64 at once
+
+
+class SlimInputs(NamedTuple):
+    """One set of inputs.
+
+    Attributes:
+        query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
+        keys: ``[rows, context, e]``.
+        coordinates: ``[rows, context, r]``.
+    """
+
+    query: Tensor
+    keys: Tensor
+    coordinates: Tensor
+
+
+class SlimBench:
+    """Measures slim cases on one device.
+
+    Args:
+        device: Where to run.
+        check: Time a way only after its error was found within the rule.
+    """
+
+    def __init__(self, device: torch.device, *, check: bool = True):
+        self.device, self.check = device, check
+        self._ops = OpBench(device, check=check)
+        self._prepared: tuple[tuple[SlimCase, int], list[SlimInputs]] | None = None
+
+    @torch.no_grad()
+    def measure(self, case: SlimCase, way: str) -> dict[str, Any]:
+        """The columns of one way's row.
+
+        ``us_p20``, ``us_p50``, ``us_p80``: microseconds of a call with a cold L2 cache. ``bytes``: what it must move
+        at least. ``floor_us``: what that takes at the measured bandwidth; ``over_floor``: the time over it;
+        ``bandwidth_share``: the floor over the time. ``error_ratio``: times PyTorch's own error. ``variant``: what
+        ran, for slim ways the launch parameters. A row whose ``status`` is not ``ok`` has no times, and the status
+        says why.
+
+        Args:
+            case: The step.
+            way: A way; for slim ones, launch parameters that differ may follow, as in ``slim-k:own_heads=8,lag=1``.
+        """
+        result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
+        size = case.bytes(way, getattr(torch, case.dtype).itemsize)
+        result |= {"over_floor": None, "bandwidth_share": None, "tb_per_s": None, "bytes": size, "floor_us": None}
+        result |= {"copy_tb_per_s": None, "error_ratio": None}
+        try:
+            bandwidth = self._ops.ceilings.bytes_per_s
+            result |= {"floor_us": 1e6 * size / bandwidth, "copy_tb_per_s": bandwidth / 1e12}
+            found = self._slim(case, way) if way.startswith("slim") else self._with_values(case, way)
+        except Exception as error:  # a row says what failed, and the others are measured
+            self._prepared = None
+            forget(Kernel.SLIM)
+            return result | {"status": status_of(error)}
+        result |= found
+        if result["us_p50"] is not None:
+            seconds = result["us_p50"] / 1e6
+            result |= {"over_floor": seconds * bandwidth / size, "bandwidth_share": size / seconds / bandwidth}
+            result |= {"tb_per_s": size / seconds / 1e12}
+        return result
+
+    def _with_values(self, case: SlimCase, way: str) -> dict[str, Any]:
+        """Attention over keys and values, as `bench ops` measures it."""
+        self._prepared = None
+        shape: dict[str, Any] = {"heads": case.heads, "kv_heads": case.heads, "head_dim": case.head_dim}
+        name = case.columns()["case"]
+        own = OpCase(name, case.rows, (), case.context, **shape, dtype=case.dtype)
+        if way == "forest-prompt":
+            nodes = tuple(NodeSpec(case.context - 1, row, 1) for row in range(case.rows))
+            own = replace(own, nodes=nodes, suffix=1)
+        row = self._ops.measure(own, "hydragen" if way == "flash" else "ours")  # which is flash alone without nodes
+        return {name: row[name] for name in ("status", "variant", "us_p20", "us_p50", "us_p80", "error_ratio")}
+
+    def _slim(self, case: SlimCase, way: str) -> dict[str, Any]:
+        if reason := refusal(*(inputs := self._inputs(case, way))[0]):
+            raise NotAvailableError(reason)
+        from ..kernels.forest_decode.limits import shared_memory
+        from ..kernels.installed import interpreted
+        from ..kernels.slim_decode.api import (
+            SlimConfig,
+            SlimPartial,
+            SlimWorkspace,
+            choose_slim_config,
+            slim_decode,
+        )
+
+        config = choose_slim_config(
+            case.heads,
+            case.head_dim,
+            case.rank(way),
+            inputs[0].keys.dtype,
+            shared_memory=shared_memory(self.device),
+            fused=not interpreted(),
+        )
+        config = SlimConfig.parse(way.partition(":")[2], config)
+        rotary = _rope_tables(case, self.device)
+        lengths = torch.full((case.rows,), case.context, dtype=torch.int32, device=self.device)
+        workspace = SlimWorkspace.make(case.heads, config, self.device)
+        scale = case.head_dim**-0.5
+
+        def call(given: SlimInputs) -> Callable[[], SlimPartial]:
+            options: dict[str, Any] = {"scale": scale, "rotary": rotary, "workspace": workspace}
+            return lambda: slim_decode(*given, lengths, config, **options)
+
+        calls = [call(given) for given in inputs]
+        found: dict[str, Any] = {"variant": str(config)}
+        exact = _Exact(inputs[0], rotary, scale) if self.check else None
+        if exact is not None:
+            found["error_ratio"] = error = exact.error(*calls[0]()[:2])
+            if not error <= BOUND:
+                return found | {
+                    "status": f"wrong: it errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"
+                }
+        times: Times
+        times, output = time_operator(calls, self.device)
+        if exact is not None and not (error := exact.error(*output[:2])) <= BOUND:
+            return found | {"status": f"wrong: it errs {error:.2f} times PyTorch's error when it is repeated"}
+        return found | {"us_p20": 1e6 * times.p20, "us_p50": 1e6 * times.p50, "us_p80": 1e6 * times.p80}
+
+    def _inputs(self, case: SlimCase, way: str) -> list[SlimInputs]:
+        """Sets of inputs, together larger than the L2 cache; kept until another size asks."""
+        key = case, case.rank(way)
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = None
+            self._ops._prepared = None  # keys and values, which would not fit beside these
+            dtype: torch.dtype = getattr(torch, case.dtype)
+            generator = torch.Generator(self.device).manual_seed(0)
+
+            def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+                return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
+
+            tokens = case.rows, case.context
+            sets = [
+                SlimInputs(
+                    normal(case.rows, case.heads, 1, case.head_dim, dtype=torch.float32),
+                    normal(*tokens, case.columns_of_keys),
+                    normal(*tokens, key[1]),
+                )
+                for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))
+            ]
+            self._prepared = key, sets
+        return self._prepared[1]
+
+
+class _Exact:
+    """The oracle in fp64 on the last row and two heads, and the error of fused attention's weights.
+
+    The yardstick rounds weights to the cache's dtype, as fused attention does, and nothing else.
+    """
+
+    def __init__(self, inputs: SlimInputs, rotary: tuple[Tensor, Tensor], scale: float):
+        heads, _, head_dim = inputs.query.shape[1:]
+        self.heads = [0, heads - 1]
+        query = inputs.query[-1, self.heads, 0].double()
+        keys, coordinates = inputs.keys[-1], inputs.coordinates[-1]
+        chunks = range(0, len(keys), _CHUNK)
+        scores = []
+        for start in chunks:
+            own = keys[start : start + _CHUNK].double().unflatten(-1, (heads, head_dim))[:, self.heads]
+            cos, sin = (table[0, start : start + _CHUNK].double()[:, None] for table in rotary)
+            low, high = own.chunk(2, -1)
+            rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)  # [tokens, 2, head_dim]
+            scores.append(torch.einsum("hd,thd->ht", query, rotated) * scale)
+        weights = torch.softmax(torch.cat(scores, 1), -1)
+        largest = weights.amax(1, keepdim=True)
+        rounded = (weights / largest).to(keys.dtype).double() * largest
+        both = torch.cat([weights, rounded])  # [4, tokens]
+        averages = both.new_zeros(len(both), keys.shape[1] + coordinates.shape[1])
+        for start in chunks:
+            tokens = slice(start, start + _CHUNK)
+            averages += both[:, tokens] @ torch.cat([keys[tokens], coordinates[tokens]], -1).double()
+        self.out, self.theirs = averages.chunk(2)
+
+    def error(self, keys: Tensor, coordinates: Tensor) -> float:
+        """How many times PyTorch's error averages of all rows and heads err; inf when not finite."""
+        ours = torch.cat([keys, coordinates], -1)[-1, self.heads].double() - self.out
+        if not bool(torch.isfinite(keys).all()) or not bool(torch.isfinite(coordinates).all()):
+            return torch.inf
+        theirs = self.theirs - self.out
+        return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
+
+
+def _rope_tables(case: SlimCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[1, context, head_dim / 2]`` each."""
+    exponents = torch.arange(0, case.head_dim, 2, device=device) / case.head_dim
+    angles = torch.arange(case.context, device=device)[:, None] * 10_000.0**-exponents
+    return angles.cos()[None], angles.sin()[None]

@@ -1,0 +1,108 @@
+"""Launch parameters of the slim decode kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class SlimConfig:
+    """Launch parameters of `slim_decode`.
+
+    Attributes:
+        own_heads: Heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs.
+        block_t: Tokens per tile, a power of 2 from 16.
+        warps: Warps per program.
+        stages: Tiles in flight.
+        lag: Tiles between a tile's scores and its averages, 1 or 2: the time that the exchange of scores may take.
+        keep: Keep tiles in registers for so long; else they are read again, from L2.
+        parts: Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's
+            error is that of its token's value too, as with keys and values, so that one part errs as fused attention
+            does.
+        apart: Add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate.
+        transposed: Multiply ``keys^T weights^T``, which Hopper's matrix units take from 64 columns on.
+        fused: Compute scores and averages in one launch; else in two, which read the keys twice.
+        programs: Programs at most, all of which must run at the same time; one per multiprocessor when None.
+    """
+
+    own_heads: int
+    block_t: int = 32
+    warps: int = 8
+    stages: int = 4
+    lag: int = 2
+    keep: bool = True
+    parts: int = 2
+    apart: bool = True
+    transposed: bool = False
+    fused: bool = True
+    programs: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, base: SlimConfig) -> SlimConfig:
+        """Change fields of `base`, as in ``own_heads=8,block_t=16,keep=0``.
+
+        Raises:
+            ValueError: A field is unknown, or its value is no whole number.
+        """
+        changes: dict[str, int | bool] = {}
+        names = [field.name for field in fields(cls)]
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in names or not value.isdecimal():
+                raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
+            changes[name] = bool(int(value)) if name in ("keep", "apart", "transposed", "fused") else int(value)
+        return replace(base, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ",".join(f"{name}={int(value)}" for name, value in values.items() if value is not None)
+
+
+_SUMS = 16 * 1024  # sums of keys per program: a quarter of a multiprocessor's registers
+
+
+def choose_slim_config(
+    heads: int, head_dim: int, rank: int, dtype: torch.dtype, *, shared_memory: int = 227 * 1024, fused: bool = True
+) -> SlimConfig:
+    """Launch parameters for a layer's shape.
+
+    A program has as many heads as the sums of all heads over their columns allow: tables of RoPE, which each program
+    of a group reads, then cost the least.
+
+    Args:
+        heads: Heads of the layer.
+        head_dim: Numbers per head.
+        rank: V-coordinates.
+        dtype: Of the cached keys.
+        shared_memory: Bytes of shared memory per program.
+        fused: Whether the programs of a group run at the same time.
+    """
+    padded, width = padded_heads(heads), triton.next_power_of_2(head_dim)
+    own = max(1, min(triton.next_power_of_2(heads), _SUMS // (padded * width)))
+    config = SlimConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4, fused=fused)
+    coordinates = rank_block(rank, -(-heads // own))
+    while _shared_bytes(config, width, coordinates, dtype) > shared_memory and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    if _shared_bytes(config, width, coordinates, dtype) > shared_memory:
+        config = replace(config, block_t=16)
+    return config
+
+
+def padded_heads(heads: int) -> int:
+    """Heads, padded to what matrix units take."""
+    return max(16, triton.next_power_of_2(heads))
+
+
+def rank_block(rank: int, members: int) -> int:
+    """V-coordinates per program of a group, at least 8 for each of up to 8 warps; 0 without any."""
+    return max(64, triton.next_power_of_2(-(-rank // members))) if rank else 0
+
+
+def _shared_bytes(config: SlimConfig, width: int, coordinates: int, dtype: torch.dtype) -> int:
+    """Shared memory: keys, V-coordinates and tables of RoPE of each tile in flight, and operands of the products."""
+    keys = config.own_heads * width * dtype.itemsize
+    token = keys + coordinates * dtype.itemsize + 4 * width
+    return config.block_t * ((config.stages - 1) * token + keys) + 8 * 1024

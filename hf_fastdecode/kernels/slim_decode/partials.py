@@ -1,0 +1,356 @@
+# mypy: ignore-errors
+"""Slim decode kernel: scores and averages of the cached keys, each key read from device memory once.
+
+Averages ``P K`` have all columns of the cached keys for each head, ``heads * e`` sums, more than a multiprocessor
+holds. So a *group* of programs shares the columns: a program owns some heads and their columns. The group goes through
+tiles of tokens. For each tile, a program computes the scores of its own heads and publishes them to the group
+(`exchange`). LAG tiles later, when they have arrived, it receives the scores of all heads and adds the tile, kept in
+registers, to the averages of all heads over its own columns. Programs of a group see the same scores, so they compute
+the same row maxima and weights. Words of the exchange are reused after RING tiles; a CTA barrier in the products of
+every tile keeps the threads of a program within one tile of each other.
+
+Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
+A *piece* is what a group has of one row; it writes an fp32 partial.
+"""
+
+import triton
+import triton.language as tl
+
+from .exchange import HEADER, publish, receive
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # initial row max: finite, because -inf - (-inf) is NaN
+
+# Phases of a step: in one launch on a GPU; in two where programs of a group do not run at the same time.
+BOTH = tl.constexpr(0)
+SCORES = tl.constexpr(1)
+AVERAGES = tl.constexpr(2)
+
+
+@triton.jit
+def first_token(starts, row, valid, STARTS: tl.constexpr):
+    return tl.load(starts + row, mask=valid, other=0) if STARTS else row * 0
+
+
+@triton.jit
+def row_tiles(starts, lengths, rows, BLOCK_T: tl.constexpr, BLOCK_ROWS: tl.constexpr, STARTS: tl.constexpr):
+    """Tiles of each row, and the first tile of each among those of all rows."""
+    row = tl.arange(0, BLOCK_ROWS)
+    length = tl.load(lengths + row, mask=row < rows, other=0)
+    tokens = tl.maximum(length - first_token(starts, row, row < rows, STARTS), 0)
+    tiles = (tokens + BLOCK_T - 1) // BLOCK_T
+    return tiles, tl.cumsum(tiles, 0) - tiles
+
+
+@triton.jit
+def share_start(group, total, groups):
+    """First tile of a group among those of all rows."""
+    return (group.to(tl.int64) * total // groups).to(tl.int32)
+
+
+@triton.jit
+def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ALIGNED: tl.constexpr):
+    """Columns of a head that RoPE mixes ("rotate half"), and pairs of those that it leaves."""
+    low = pair
+    high = pair + HEAD_DIM // 2
+    if ROTARY != 0 and ROTARY != HEAD_DIM:
+        rest = pair >= ROTARY // 2
+        low = pair + tl.where(rest, ROTARY // 2, 0)
+        high = pair + tl.where(rest, HEAD_DIM // 2, ROTARY // 2)
+        if ALIGNED:  # both parts begin at multiples of 8
+            low = tl.max_contiguous(tl.multiple_of(low, 8), 8)
+            high = tl.max_contiguous(tl.multiple_of(high, 8), 8)
+    return low, high
+
+
+@triton.jit
+def rotated_scores(low, high, cosines, sines, query_low, query_high, along, across, ROTARY: tl.constexpr):
+    """Products ``[T, heads]`` of rotated keys and queries.
+
+    ``q R k`` of a pair is ``cos (q1 k1 + q2 k2) + sin (q2 k1 - q1 k2)``; `along` and `across` are what the key offset
+    adds to the brackets.
+    """
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    products = along + query_low * low + query_high * high
+    if ROTARY:
+        products = cosines * products + sines * (across + query_high * low - query_low * high)
+    return tl.sum(products, 2)
+
+
+@triton.jit
+def two_dimensions(tile, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    tile = tl.reshape(tile, [tile.shape[0], COLUMNS])
+    return tile.to(tl.float32) if WIDE else tile
+
+
+@triton.jit
+def add_tile(
+    acc, rescale, weights, tile, PARTS: tl.constexpr, APART: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr
+):
+    """``acc * rescale + weights @ tile``; weights ``[H, T]`` fp32 are multiplied in PARTS parts of the tile's dtype.
+
+    APART adds the product of a tile outside the matrix unit, whose accumulators truncate: errors of a column are
+    magnified by the matrix from keys to values, unlike errors of a weight, which all columns share.
+    """
+    element = tile.dtype
+    wide: tl.constexpr = tl.float32 if WIDE else element
+    coarse = weights.to(element)
+    operand = tl.trans(tile) if TRANSPOSED else tile
+    factor = rescale[None, :] if TRANSPOSED else rescale[:, None]
+    if APART:
+        part = tl.zeros(acc.shape, tl.float32)
+    else:
+        part = acc * factor
+    if PARTS == 2:
+        fine = (weights - coarse.to(tl.float32)).to(element)
+        part = multiply(fine.to(wide), operand.to(wide), part, TRANSPOSED)
+    part = multiply(coarse.to(wide), operand.to(wide), part, TRANSPOSED)
+    if APART:
+        part = tl.fma(acc, tl.broadcast_to(factor, acc.shape), part)
+    return part
+
+
+@triton.jit
+def multiply(weights, operand, acc, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        acc = tl.dot(operand, tl.trans(weights), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights, operand, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def copied(tile, COPY: tl.constexpr):
+    """The tile, behind an instruction without effect: Triton prefetches in no loop that only passes a value on."""
+    if COPY:
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=2)
+    return tile
+
+
+@triton.jit
+def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOSED: tl.constexpr):
+    """Normalised averages, ``[H, columns]``."""
+    averages = tl.trans(acc) if TRANSPOSED else acc
+    averages = averages * (1.0 / row_sum)[:, None]
+    tl.store(out + heads.to(tl.int64)[:, None] * head_stride + column[None, :], averages, mask=mask)
+
+
+@triton.jit
+def slim_partials(
+    query,  # [rows, heads, head_dim]
+    keys,  # [rows, slots, e]
+    coordinates,  # [rows, slots, r]
+    key_offset,  # [e] fp32, with OFFSET
+    cos,  # [rows or 1, slots, rotary / 2] fp32, with ROTARY; likewise sin
+    sin,
+    starts,  # [rows] int32, with STARTS: the first valid slot
+    lengths,  # [rows] int32: filled slots
+    words,  # BOTH: int64, HEADER and [groups, RING, BLOCK_H, BLOCK_T], see `exchange`
+    scores,  # other phases: [tiles, BLOCK_H, BLOCK_T] fp32
+    part_out,  # [groups + rows - 1, heads, e + r] fp32
+    part_lse,  # [groups + rows - 1, heads] fp32, base 2
+    rows,
+    groups,
+    scale_log2,
+    query_row_stride,
+    query_head_stride,
+    key_row_stride,
+    key_stride,
+    coordinate_row_stride,
+    coordinate_stride,
+    table_row_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    RANK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STARTS: tl.constexpr,
+    MEMBERS: tl.constexpr,  # programs per group
+    OWN: tl.constexpr,  # heads per program, a power of 2
+    HALF: tl.constexpr,  # half of head_dim, padded to a power of 2
+    BLOCK_H: tl.constexpr,  # heads, padded
+    BLOCK_R: tl.constexpr,  # V-coordinates per program
+    BLOCK_T: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    LAG: tl.constexpr,  # tiles between a tile's scores and its averages, up to 2; 0 in phase SCORES
+    RING: tl.constexpr,  # tiles of words; at least 2 * LAG + 4
+    KEEP: tl.constexpr,  # keep tiles in registers; else they are read again, from L2
+    PARTS: tl.constexpr,
+    APART: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    WIDE: tl.constexpr,
+    SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormal numbers
+    PACK: tl.constexpr,
+    PHASE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    member = tl.program_id(0) % MEMBERS
+    group = tl.program_id(0) // MEMBERS
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM + RANK
+    COLUMNS: tl.constexpr = OWN * HALF
+    EXACT: tl.constexpr = MEMBERS * OWN == HEADS and HALF * 2 == HEAD_DIM
+    ALIGNED: tl.constexpr = ROTARY % 16 == 0 and HEAD_DIM % 16 == 0
+
+    tiles, tile_starts = row_tiles(starts, lengths, rows, BLOCK_T, BLOCK_ROWS, STARTS)
+    total = tl.sum(tiles, 0)
+    share = share_start(group, total, groups)
+    share_end = share_start(group + 1, total, groups)
+    all_rows = tl.arange(0, BLOCK_ROWS)
+    first_row = tl.sum(((tile_starts + tiles <= share) & (all_rows < rows)).to(tl.int32), 0)
+    end_row = tl.sum(((tile_starts < share_end) & (all_rows < rows)).to(tl.int32), 0)
+
+    own_head = member * OWN + tl.arange(0, OWN)
+    pair = tl.arange(0, HALF)
+    low, high = pair_columns(pair, HEAD_DIM, ROTARY, ALIGNED)
+    low_column = (own_head * HEAD_DIM)[:, None] + low[None, :]  # [OWN, HALF]
+    high_column = (own_head * HEAD_DIM)[:, None] + high[None, :]
+    in_column = (own_head < HEADS)[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    rotary_pair = pair < ROTARY // 2
+    all_heads = tl.arange(0, BLOCK_H)
+    token_in_tile = tl.arange(0, BLOCK_T)
+    of_all_heads = all_heads[:, None] * BLOCK_T + token_in_tile[None, :]
+    of_own_heads = own_head[None, :] * BLOCK_T + token_in_tile[:, None]
+    element = keys.dtype.element_ty
+    if PHASE == BOTH:
+        tag_base = tl.load(words).to(tl.int32) + 1
+        words += HEADER + group * (RING * BLOCK_H * BLOCK_T)
+    if RANK:
+        coordinate = member * BLOCK_R + tl.arange(0, BLOCK_R)
+
+    for row in range(first_row, end_row):
+        row_start = tl.sum(tl.where(all_rows == row, tile_starts, 0), 0)
+        row_count = tl.sum(tl.where(all_rows == row, tiles, 0), 0)
+        begin = tl.maximum(share - row_start, 0)
+        end = tl.minimum(share_end - row_start, row_count)
+        if begin < end:
+            row64 = tl.cast(row, tl.int64)
+            first = first_token(starts, row, True, STARTS)
+            length = tl.load(lengths + row)
+            row_keys = keys + row64 * key_row_stride
+            if PHASE != AVERAGES:
+                row_query = query + row64 * query_row_stride + (own_head * query_head_stride)[:, None]
+                query_low = tl.load(row_query + low[None, :], mask=in_column, other=0.0).to(tl.float32) * scale_log2
+                query_high = tl.load(row_query + high[None, :], mask=in_column, other=0.0).to(tl.float32) * scale_log2
+                along = tl.zeros([OWN, HALF], tl.float32)
+                across = tl.zeros([OWN, HALF], tl.float32)
+                if OFFSET:
+                    offset_low = tl.load(key_offset + low_column, mask=in_column, other=0.0)
+                    offset_high = tl.load(key_offset + high_column, mask=in_column, other=0.0)
+                    along = query_low * offset_low + query_high * offset_high
+                    across = query_high * offset_low - query_low * offset_high
+            if PHASE != SCORES:
+                row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
+                row_sum = tl.zeros([BLOCK_H], tl.float32)
+                SHAPE: tl.constexpr = [COLUMNS, BLOCK_H] if TRANSPOSED else [BLOCK_H, COLUMNS]
+                acc_low = tl.zeros(SHAPE, tl.float32)
+                acc_high = tl.zeros(SHAPE, tl.float32)
+                if RANK:
+                    SHAPE_R: tl.constexpr = [BLOCK_R, BLOCK_H] if TRANSPOSED else [BLOCK_H, BLOCK_R]
+                    acc_r = tl.zeros(SHAPE_R, tl.float32)
+            if KEEP and LAG > 0:
+                kept_low = tl.zeros([BLOCK_T, OWN, HALF], element)
+                kept_high = tl.zeros([BLOCK_T, OWN, HALF], element)
+                # Values of their own: Triton takes a variable for constant that a loop sets to another's first value.
+                older_low = tl.zeros([BLOCK_T, OWN, HALF], element)
+                older_high = tl.zeros([BLOCK_T, OWN, HALF], element)
+
+            for tile in tl.range(begin, end + LAG, num_stages=STAGES):
+                token = first + tile * BLOCK_T + token_in_tile
+                here = token < tl.minimum(length, first + end * BLOCK_T)
+                seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
+                at = token.to(tl.int64)[:, None, None] * key_stride
+                tile_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
+                tile_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
+                if PHASE != AVERAGES:
+                    if ROTARY:
+                        table_at = (
+                            row64 * table_row_stride + token.to(tl.int64)[:, None] * (ROTARY // 2) + pair[None, :]
+                        )
+                        in_table = here[:, None] if ROTARY == 2 * HALF else here[:, None] & rotary_pair[None, :]
+                        cosines = tl.load(cos + table_at, mask=in_table, other=1.0)[:, None, :]
+                        sines = tl.load(sin + table_at, mask=in_table, other=0.0)[:, None, :]
+                    else:
+                        cosines, sines = 1.0, 0.0
+                    products = rotated_scores(
+                        tile_low,
+                        tile_high,
+                        cosines,
+                        sines,
+                        query_low[None, :, :],
+                        query_high[None, :, :],
+                        along[None, :, :],
+                        across[None, :, :],
+                        ROTARY,
+                    )
+                    products = tl.where(here[:, None], products, -float("inf"))
+                    sent = ((tile < end) & (own_head < HEADS))[None, :] & (token_in_tile >= 0)[:, None]
+                    if PHASE == SCORES:
+                        place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                        tl.store(scores + place + of_own_heads, products, mask=sent)
+                    else:
+                        turn = row_start + tile - share
+                        publish(
+                            words + turn % RING * (BLOCK_H * BLOCK_T) + of_own_heads, products, tag_base + turn, sent
+                        )
+                if PHASE != SCORES:
+                    former = tile - LAG
+                    valid = ((all_heads < HEADS) & (former >= begin))[:, None] & (token_in_tile >= 0)[None, :]
+                    if PHASE == BOTH:
+                        turn = row_start + former - share
+                        slot = (turn + RING) % RING * (BLOCK_H * BLOCK_T)
+                        found = receive(words + slot + of_all_heads, tag_base + turn, valid, PACK)
+                    else:
+                        place = (row_start + former).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                        found = tl.load(scores + place + of_all_heads, mask=valid, other=-float("inf"))
+                    new_row_max = tl.maximum(row_max, tl.max(found, 1))
+                    weights = tl.exp2(found - (new_row_max - SHIFT)[:, None])
+                    rescale = tl.exp2(row_max - new_row_max)
+                    row_sum = row_sum * rescale + tl.sum(weights, 1)
+                    row_max = new_row_max
+                    token = first + former * BLOCK_T + token_in_tile
+                    # Tiles of before `begin` have weights of 0, and are not read.
+                    here = (token < length) & (former >= begin)
+                    if LAG == 0:
+                        old_low, old_high = tile_low, tile_high
+                    elif not KEEP:
+                        seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
+                        at = token.to(tl.int64)[:, None, None] * key_stride
+                        old_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
+                        old_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
+                    elif LAG == 1:
+                        old_low, old_high = kept_low, kept_high
+                    else:
+                        old_low, old_high = older_low, older_high
+                    old_low = two_dimensions(old_low, COLUMNS, False)
+                    old_high = two_dimensions(old_high, COLUMNS, False)
+                    acc_low = add_tile(acc_low, rescale, weights, old_low, PARTS, APART, TRANSPOSED, WIDE)
+                    acc_high = add_tile(acc_high, rescale, weights, old_high, PARTS, APART, TRANSPOSED, WIDE)
+                    if RANK:
+                        at = row64 * coordinate_row_stride + token.to(tl.int64)[:, None] * coordinate_stride
+                        seen = here[:, None] & (coordinate < RANK)[None, :]
+                        tile_r = tl.load(coordinates + at + coordinate[None, :], mask=seen, other=0.0)
+                        acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, TRANSPOSED, WIDE)
+                if KEEP and LAG > 0:
+                    if LAG == 2:
+                        older_low = copied(kept_low, PHASE == BOTH)
+                        older_high = copied(kept_high, PHASE == BOTH)
+                    kept_low, kept_high = tile_low, tile_high
+
+            if PHASE != SCORES:
+                piece = tl.cast(group + row, tl.int64)
+                out = part_out + piece * (HEADS * WIDTH)
+                in_heads = (all_heads < HEADS)[:, None]
+                row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of heads that are padding
+                own = tl.arange(0, COLUMNS)
+                head, pair_of_column = member * OWN + own // HALF, own % HALF
+                low_own, high_own = pair_columns(pair_of_column, HEAD_DIM, ROTARY, False)
+                kept = in_heads & ((head < HEADS) & (pair_of_column < HEAD_DIM // 2))[None, :]
+                store_averages(out, acc_low, row_sum, head * HEAD_DIM + low_own, kept, all_heads, WIDTH, TRANSPOSED)
+                store_averages(out, acc_high, row_sum, head * HEAD_DIM + high_own, kept, all_heads, WIDTH, TRANSPOSED)
+                if RANK:
+                    kept = in_heads & (coordinate < RANK)[None, :]
+                    column = HEADS * HEAD_DIM + coordinate
+                    store_averages(out, acc_r, row_sum, column, kept, all_heads, WIDTH, TRANSPOSED)
+                if member == 0:
+                    lse = row_max + tl.log2(row_sum) - SHIFT
+                    tl.store(part_lse + piece * HEADS + all_heads, lse, mask=all_heads < HEADS)

@@ -1,0 +1,131 @@
+"""Slim decode problems: inputs in poisoned storage, the fp64 oracle, and PyTorch's own answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_fastdecode.kernels.slim_decode.api import SlimConfig, SlimPartial, slim_decode
+
+from ...attention.forests import DTYPE_NAMES, assert_error_rule
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: per row, `lengths` filled slots and `starts` slots of padding before; `rotary` dims of a head rotate."""
+
+    lengths: tuple[int, ...] = (150,)
+    starts: tuple[int, ...] | None = None
+    heads: int = 4
+    head_dim: int = 64
+    rank: int = 0
+    rotary: int = 64
+    dtype: torch.dtype = torch.float16
+    offset: bool = True
+    tables_of_rows: bool = False
+
+    def __str__(self) -> str:
+        parts = ["m" + "+".join(map(str, self.lengths))]
+        parts += ["padded"] if self.starts else []
+        parts += [f"h{self.heads}", f"d{self.head_dim}", f"r{self.rank}", f"rope{self.rotary}"]
+        return "-".join([*parts, DTYPE_NAMES[self.dtype]])
+
+
+@dataclass
+class Problem:
+    """Arguments of `slim_decode`; slots that no row has filled are NaN."""
+
+    query: Tensor
+    keys: Tensor
+    coordinates: Tensor
+    lengths: Tensor
+    options: dict[str, Any]
+
+    def run(self, config: SlimConfig | None = None, **options: Any) -> SlimPartial:
+        return slim_decode(self.query, self.keys, self.coordinates, self.lengths, config, **self.options, **options)
+
+    def answer(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> SlimPartial:
+        """In PyTorch's operators in one dtype, with the weights rounded to another if given.
+
+        The oracle in fp64; in fp32, what slim layers compute without the kernel.
+        """
+        heads, _, head_dim = self.query.shape[1:]
+        device = self.keys.device
+        slot = torch.arange(self.keys.shape[1], device=device)
+        starts = self.options["starts"]
+        seen = slot < self.lengths[:, None]
+        if starts is not None:
+            seen &= slot >= starts[:, None]
+        stored = self.keys.masked_fill(~seen[..., None], 0).to(dtype)
+        coordinates = self.coordinates.masked_fill(~seen[..., None], 0).to(dtype)
+        offset = self.options["key_offset"]
+        keys = (stored if offset is None else stored + offset.to(dtype)).unflatten(-1, (heads, head_dim))
+        if self.options["rotary"] is not None:
+            cos, sin = (table.to(dtype)[:, :, None] for table in self.options["rotary"])
+            low, high, rest = keys.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), -1)
+            keys = torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
+        scores = self.query.to(dtype) @ keys.permute(0, 2, 3, 1) * self.options["scale"]  # [rows, heads, 1, slots]
+        scores = scores[:, :, 0].masked_fill(~seen[:, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None].nan_to_num(neginf=0)).exp()
+        if weights_dtype is not None:
+            weights = weights.to(weights_dtype).to(dtype)
+        return SlimPartial(weights @ stored, weights @ coordinates, lse)
+
+    def check(self, found: SlimPartial, *, parts: int = 2) -> None:
+        """Hold a result against the oracle: at most twice the error of PyTorch's operators."""
+        dtype = self.keys.dtype
+        # Two parts of fp16 are as precise as fp32; bf16, and one part, have errors of weights as fused attention has.
+        rounded = dtype if dtype == torch.bfloat16 or parts == 1 else None
+        oracle, yardstick = self.answer(torch.float64), self.answer(torch.float32, rounded)
+        empty = oracle.lse == -torch.inf
+        assert (found.lse[empty] == -torch.inf).all()
+        assert not found.keys[empty].any()
+        assert not found.coordinates[empty].any()
+        if empty.all():
+            return
+        for name in SlimPartial._fields:
+            ours, theirs, exact = (getattr(part, name)[~empty] for part in (found, yardstick, oracle))
+            assert ours.dtype == torch.float32
+            if exact.numel():
+                assert_error_rule(ours, theirs, exact, oracle.lse[~empty])
+
+
+def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int = 3) -> Problem:
+    """Random inputs of a case, in storage with `extra` slots."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, slots, columns = len(case.lengths), max(case.lengths) + extra, case.heads * case.head_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    wide = normal(rows, slots, columns + case.rank + 8)  # keys and coordinates with strides of their own
+    slot = torch.arange(slots)
+    filled = slot < torch.tensor(case.lengths)[:, None]
+    if case.starts is not None:
+        filled &= slot >= torch.tensor(case.starts)[:, None]
+    wide[~filled] = torch.nan
+    wide = wide.to(case.dtype).to(device)
+    rotary = None
+    if case.rotary:
+        angles = 9 * normal(rows if case.tables_of_rows else 1, slots, case.rotary // 2)
+        rotary = angles.cos().to(device), angles.sin().to(device)
+
+    def numbers(values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Problem(
+        normal(rows, case.heads, 1, case.head_dim).to(device),
+        wide[..., :columns],
+        wide[..., columns : columns + case.rank],
+        numbers(case.lengths),
+        {
+            "scale": case.head_dim**-0.5,
+            "key_offset": normal(columns).to(device) if case.offset else None,
+            "rotary": rotary,
+            "starts": numbers(case.starts),
+        },
+    )

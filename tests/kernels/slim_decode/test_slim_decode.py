@@ -1,0 +1,213 @@
+"""The slim decode kernel against the fp64 oracle: interpreted on the CPU in two launches, and fused on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.kernels.slim_decode.api import SlimConfig, SlimWorkspace, choose_slim_config
+from hf_fastdecode.patches.slim_values import SlimValues
+
+from .problems import Case, Problem, make_problem
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+CASES = [
+    Case(),
+    Case((1,), rank=8),
+    Case((16, 63, 64, 65), rank=32, head_dim=128, heads=2, rotary=128),
+    Case((150, 0, 77), (5, 0, 40), rank=8, dtype=BRAIN),
+    Case((90, 40), (90, 3), rank=0, rotary=32, tables_of_rows=True),
+    Case((100, 20, 3), (7, 0, 1), heads=3, head_dim=96, rotary=0, rank=8),
+    Case((50, 50), heads=5, head_dim=80, rotary=40, rank=32, dtype=BRAIN, tables_of_rows=True),
+    Case((70,), heads=2, head_dim=256, rotary=128, rank=8, offset=False),
+    Case((60, 0, 0, 60), heads=8, head_dim=64, rank=0),
+    Case((0, 0), heads=2, rank=8),
+    Case((100, 7, 33), (0, 2, 31), rank=40, dtype=FULL, tables_of_rows=True),
+]
+
+
+def small(**changes) -> SlimConfig:
+    """A configuration for tests: few heads per program, so that a group has several."""
+    base = SlimConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8, fused=not INTERPRETED)
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_averages_and_lse(case):
+    if case.dtype == FULL and not INTERPRETED:
+        pytest.skip("float32 is refused on a GPU")
+    problem = make_problem(case, DEVICE)
+    found = problem.run(small(own_heads=1 if case.head_dim > 128 else 2))
+    problem.check(found)
+    assert all(
+        torch.equal(*pair) for pair in zip(found, problem.run(small(own_heads=1 if case.head_dim > 128 else 2)))
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"own_heads": 1},
+        {"own_heads": 4, "block_t": 32},
+        {"own_heads": 8, "programs": 3},
+        {"own_heads": 2, "programs": 2},
+        {"lag": 1},
+        {"lag": 1, "keep": False},
+        {"lag": 2, "keep": False},
+        {"transposed": True, "lag": 1},
+        {"transposed": True, "programs": 40},
+        {"parts": 1},
+        {"apart": False},
+        {"fused": False},
+    ],
+    ids=str,
+)
+def test_every_launch_parameter(change):
+    """More groups than tiles, one program per group, rows that a group shares with others, padding heads."""
+    problem = make_problem(Case((90, 1, 40, 0), (3, 0, 10, 0), heads=4, rank=8), DEVICE)
+    problem.check(problem.run(small(**change)), parts=change.get("parts", 2))
+
+
+def test_partials_merge():
+    """Over slots in two halves, as with attention to shared nodes."""
+    whole = make_problem(Case((140, 60), rank=8, rotary=0), DEVICE)
+    parts = []
+    for starts, lengths in (((0, 0), (100, 60)), ((100, 60), (140, 60))):
+        part = Problem(
+            whole.query, whole.keys, whole.coordinates, torch.tensor(lengths, dtype=torch.int32).to(DEVICE), {}
+        )
+        part.options = whole.options | {"starts": torch.tensor(starts, dtype=torch.int32, device=DEVICE)}
+        found = part.run(small())
+        parts.append(Partial(torch.cat([found.keys, found.coordinates], -1), found.lse))
+    merged = merge(*parts)
+    columns = whole.keys.shape[-1]
+    whole.check(type(found)(merged.out[..., :columns], merged.out[..., columns:], merged.lse))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_errors_after_the_matrix_to_values(parts):
+    """A matrix of condition 1e4 magnifies errors of averages, but not of weights, which are errors of values too."""
+    columns, tokens = 256, 400
+    problem = make_problem(Case((tokens,), heads=4, head_dim=64), DEVICE, extra=0)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    left, right = (torch.linalg.qr(normal(columns, columns)).Q for _ in range(2))
+    matrix = (left / torch.logspace(0, -4, columns, dtype=torch.float64)) @ right
+    inputs = normal(tokens, columns)
+    # V = K M, with values of size 1
+    problem.keys = (inputs @ right @ matrix.inverse()).to(HALF).to(DEVICE)[None]
+    values = SlimValues(columns, columns, columns, 0, FULL)
+    values.from_keys.values.copy_(matrix)
+    values = values.to(DEVICE)
+    matrix = values.from_keys.values.double()
+
+    def of_heads(averages: torch.Tensor) -> torch.Tensor:  # [1, heads, e] -> [1, heads, value_dim]
+        return torch.stack([averages[:, head] @ matrix[:, 64 * head : 64 * head + 64] for head in range(4)], 1)
+
+    oracle = of_heads(problem.answer(torch.float64).keys)
+    weights = torch.softmax(scores_of(problem), -1)
+    pytorch = values.averaged(weights[:, :, None].float(), problem.keys[:, None], problem.keys[:, None, :, :0])[
+        :, :, 0
+    ]
+    per_token = (problem.keys.double() @ matrix)[0].unflatten(-1, (4, 64)).half()  # as a KV cache has them
+    fused = torch.einsum("rht,thd->rhd", weights.half().double(), per_token.double())
+    ours = of_heads(problem.run(small(parts=parts)).keys.double())
+    error, slim, cached = (float((found.double() - oracle).norm()) for found in (ours, pytorch, fused))
+    assert error <= 2 * (slim if parts == 2 else cached), (error, slim, cached)
+
+
+def scores_of(problem: Problem) -> torch.Tensor:
+    heads, _, head_dim = problem.query.shape[1:]
+    keys = (problem.keys.double() + problem.options["key_offset"].double()).unflatten(-1, (heads, head_dim))
+    cos, sin = (table.double()[:, :, None] for table in problem.options["rotary"])
+    low, high = keys.chunk(2, -1)
+    keys = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    return (problem.query.double() @ keys.permute(0, 2, 3, 1))[:, :, 0] * problem.options["scale"]
+
+
+REAL = [
+    Case((4000,), heads=32, head_dim=128, rotary=128),
+    Case((4000, 1, 0, 2777), (5, 0, 0, 700), heads=32, head_dim=128, rotary=128, rank=512),
+    Case((3000, 3000), heads=32, head_dim=128, rotary=128, rank=16, dtype=BRAIN),
+    Case((2000, 70), heads=40, head_dim=128, rotary=64, rank=640),
+    Case((2000,) * 17, heads=12, head_dim=64, rotary=64, rank=96),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_real_shapes_on_a_gpu(case):
+    """With the launch parameters that are chosen; twenty repeats have equal bits."""
+    problem = make_problem(case, DEVICE)
+    found = problem.run()
+    problem.check(found)
+    config = choose_slim_config(case.heads, case.head_dim, case.rank, case.dtype)
+    workspace = SlimWorkspace.make(case.heads, config, problem.keys.device)
+    for _ in range(20):
+        assert all(torch.equal(*pair) for pair in zip(found, problem.run(config, workspace=workspace)))
+    problem.check(problem.run(replace(config, fused=False)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lag": 1},
+        {"keep": False},
+        {"keep": False, "lag": 1},
+        {"apart": False},
+        {"transposed": True},
+        {"transposed": True, "parts": 1},
+        {"block_t": 16},
+        {"block_t": 64, "stages": 2},
+        {"warps": 16},
+        {"own_heads": 2},
+        {"own_heads": 8, "block_t": 16, "warps": 16},
+    ],
+    ids=str,
+)
+def test_every_launch_parameter_at_a_real_shape_on_a_gpu(change):
+    problem = make_problem(REAL[1], DEVICE)
+    config = replace(choose_slim_config(32, 128, 512, HALF), **change)
+    problem.check(problem.run(config), parts=config.parts)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_growing_lengths():
+    problem = make_problem(REAL[1], DEVICE)
+    last = problem.lengths.clone()
+    config = choose_slim_config(32, 128, 512, HALF)
+    workspace = SlimWorkspace.make(32, config, problem.keys.device)
+    problem.run(config, workspace=workspace)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = problem.run(config, workspace=workspace)
+    for share in (0.0, 0.01, 0.3, 0.31, 1.0):
+        problem.lengths.copy_(last * share)
+        graph.replay()
+        problem.check(found)
+
+
+@pytest.mark.gpu
+def test_launches_on_several_streams_end():
+    """Each with a workspace of its own; programs of a launch begin in order, so that whole groups always end."""
+    problems = [make_problem(REAL[0], DEVICE, seed=seed) for seed in range(4)]
+    expected = [problem.run() for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for problem, stream in zip(problems, streams):
+            with torch.cuda.stream(stream):
+                found.append(problem.run())
+    torch.cuda.synchronize()
+    for index, result in enumerate(found):
+        assert all(torch.equal(*pair) for pair in zip(result, expected[index % 4]))
