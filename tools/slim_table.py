@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.conversion import AttentionWeights, CacheError, CacheErrors, Rotation, fit_layer, key_statistics
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.families import attention_weights, family_of, rotation_of
+from hf_fastdecode.conversion.checkpoint.families import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
@@ -76,8 +76,10 @@ def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
     for index, seen in enumerate(inputs):
         prefix = family.layer_prefix(index) + family.attention
         own = {name.removeprefix(prefix): one for name, one in model.state_dict().items() if name.startswith(prefix)}
-        found.append((attention_weights(model.config, own), seen))
-    return found, rotation_of(family.rotary(model.config), len(ids))
+        found.append((family.weights(model.config, family.plain(model.config, own), index), seen))
+    rotation = family.rotation(model.config, len(ids))
+    assert rotation is not None
+    return found, rotation
 
 
 def _row(name: str, found: Sequence[CacheError], ordinary: Sequence[CacheError]) -> Row:

@@ -77,7 +77,8 @@ def convert_checkpoint(
     transformers' own caches. Weights are read, converted and written layer by layer, to a folder beside TARGET that is
     renamed at the end; slim_report.json and slim_report.png tell what was measured.
 
-    Only multi-head models: with grouped-query attention keys do not determine values. So far Llama models.
+    Only multi-head models: with grouped-query attention keys do not determine values. docs/slim.md lists
+    the architectures.
 
     Examples:
 

@@ -39,25 +39,28 @@ def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Te
     return torch.where(is_new, given, counted)
 
 
-def visible_slots(mask: Tensor | None) -> Tensor | None:
+def visible_slots(mask: Tensor | dict[str, Tensor | None] | None, dropped: int = 0) -> Tensor | None:
     """Mask of slots that are not padding, ``[rows, slots]``, from any mask that a forward pass takes.
 
     Args:
-        mask: ``[rows, slots]``; what transformers makes of it for a static cache, ``[rows, 1, tokens, slots]`` of bool
-            or as numbers to add to scores; or None.
+        mask: ``[rows, all tokens]``; what transformers makes of it for a static cache, ``[rows, 1, tokens, slots]`` of
+            bool or as numbers to add to scores, or a dictionary with this for the one kind of layers; or None.
+        dropped: Oldest tokens that a cache no longer has a slot for.
 
     Raises:
         ValueError: A mask of another shape.
     """
+    if isinstance(mask, dict):
+        (mask,) = mask.values()
     if mask is None or mask.dim() == 2:
-        return None if mask is None else mask != 0
+        return None if mask is None else mask[:, dropped:] != 0
     if mask.dim() != 4:
         raise ValueError(
             f"a slim model takes positions from attention masks of 2 or 4 dimensions, got {mask.dim()}; pass a mask "
             "[rows, tokens] of 0 and 1"
         )
-    last = mask[:, 0, -1]  # the last token sees all others
-    return last if last.dtype == torch.bool else last == 0
+    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    return seen.any(1)  # not the last token's alone, which may see less than those before it through a window
 
 
 def require_counted(position_ids: Tensor, visible: Tensor | None) -> None:

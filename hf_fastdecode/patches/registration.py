@@ -2,7 +2,7 @@
 
 `import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
 registry of configs is imported, which may be before or after this package, and model classes with the first config
-(`slim_llama.SlimLlamaConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
+(`slim_configs.SlimConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
 classes cannot be imported together with the registry, since modules that they need may be only half imported then.
 """
 
@@ -18,7 +18,19 @@ from typing import Final
 
 _REGISTRY: Final = "transformers.models.auto.configuration_auto"
 _MODELS: Final = "transformers.models.auto.modeling_auto"
-_CONFIGS: Final = {"slim_llama": ("slim_llama_config", "SlimLlamaConfig")}
+_CONFIGS: Final = {
+    "slim_llama": ("slim_configs", "SlimLlamaConfig"),
+    "slim_phi3": ("slim_configs", "SlimPhi3Config"),
+    "slim_olmo": ("slim_configs", "SlimOlmoConfig"),
+    "slim_olmo2": ("slim_configs", "SlimOlmo2Config"),
+    "slim_gpt_neox": ("slim_configs", "SlimGPTNeoXConfig"),
+    "slim_gpt2": ("slim_configs", "SlimGPT2Config"),
+    "slim_opt": ("slim_configs", "SlimOPTConfig"),
+    "slim_qwen2": ("slim_configs", "SlimQwen2Config"),
+    "slim_gemma": ("slim_configs", "SlimGemmaConfig"),
+    "slim_cohere": ("slim_configs", "SlimCohereConfig"),
+    "slim_codegen": ("slim_configs", "SlimCodeGenConfig"),
+}
 """Model type to module of this folder and class."""
 
 

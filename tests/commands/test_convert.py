@@ -110,9 +110,9 @@ def test_models_that_have_no_slim_form(tmp_path: Path) -> None:
         json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
     )
     assert "is quantised" in refused(quantised, tmp_path / "slim")
-    other = {**config, "model_type": "gpt2"}
+    other = {**config, "model_type": "mistral"}
     (quantised / "config.json").write_text(json.dumps(other))
-    assert "no slim form of gpt2" in refused(quantised, tmp_path / "slim")
+    assert "no slim form of mistral" in refused(quantised, tmp_path / "slim")
     assert "no slim one but of type llama" in refused(grouped, tmp_path / "full", "--format", "full")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["grouped", "quantised"]
 

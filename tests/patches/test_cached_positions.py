@@ -34,7 +34,11 @@ def test_masks_of_four_dimensions() -> None:
     added = torch.where(boolean, 0.0, torch.finfo(torch.float32).min)
     for mask in (boolean, added):
         assert torch.equal(visible_slots(mask), MASK == 1)
+        assert torch.equal(visible_slots({"full_attention": mask}), MASK == 1)
+    window = boolean & ~causal.tril(-4)  # of 4 tokens: the last one sees 4 of 6 slots
+    assert torch.equal(visible_slots(window), MASK == 1)
     assert visible_slots(None) is None
+    assert torch.equal(visible_slots(MASK, 2), MASK[:, 2:] == 1)
     with pytest.raises(ValueError, match="of 2 or 4 dimensions, got 3"):
         visible_slots(boolean[:, 0])
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_fastdecode.patches.slim_llama import SlimLlamaForCausalLM, SlimLlamaModel
-from hf_fastdecode.patches.slim_llama_config import SlimLlamaConfig
+from hf_fastdecode.patches.architectures.slim_llama import SlimLlamaForCausalLM, SlimLlamaModel
+from hf_fastdecode.patches.slim_configs import SlimLlamaConfig
 
 from ..test_layout import ROOT
 from ..tiny_models import tiny_model

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from .calibration import calibration_ids
-from .families import Family, family_of, family_of_slim
+from .families import family_of, family_of_slim
+from .family import Family, longest_text
 from .plan_choice import PlanChoice
 from .report_plot import draw_report
 from .shards import ShardWriter, write_json
@@ -93,6 +94,7 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family, SlimStream 
         model_type, family = family_of_slim(source.config)
     else:
         family = family_of(source.config)
+    source.rename(family.model_name)
     source.check()
     dtype = settings.dtype or source.dtype(family.embedding)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -112,7 +114,7 @@ def _ids(source: Checkpoint, settings: Settings) -> Tensor:
             f"{settings.source} has no tokenizer that can be loaded ({type(error).__name__}), and layers are measured "
             "on a text; save the tokenizer beside the weights"
         ) from error
-    ids = calibration_ids(tokenizer, settings.calibration, source.config.max_position_embeddings)
+    ids = calibration_ids(tokenizer, settings.calibration, longest_text(source.config))
     if int(ids.max()) >= source.config.vocab_size:
         raise CheckpointError(
             f"the tokenizer gives id {int(ids.max())}, and the model has {source.config.vocab_size} tokens; save the "

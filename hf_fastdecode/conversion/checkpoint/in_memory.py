@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..weights import AttentionWeights
 from .calibration import calibration_ids, check_ids
-from .families import Family, attention_weights, family_of, rotation_of, slim_config
+from .families import family_of, slim_config
+from .family import Family, attention_inputs, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer, matrix_dtype
 
@@ -32,7 +32,7 @@ def to_slim(
     layer gets the smallest cache that measures as accurate as is asked for, and keeps keys and values where none does.
 
     Args:
-        model: A Llama model with multi-head attention, in float32, bfloat16 or float16.
+        model: A model with multi-head attention, of an architecture of docs/slim.md, in float32, bfloat16 or float16.
         calibration: Ids of a text typical of what the model will read, ``[tokens]``; without, `tokenizer` makes them
             of a built-in text of English and Python.
         tokenizer: Of the model.
@@ -53,25 +53,29 @@ def to_slim(
     if calibration is None:
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
-        calibration = calibration_ids(tokenizer, limit=model.config.max_position_embeddings)
+        calibration = calibration_ids(tokenizer, limit=longest_text(model.config))
     inputs = layer_inputs(model, family, check_ids(calibration))
     state, count = model.state_dict(), model.config.num_hidden_layers
-    rotation = rotation_of(family.rotary(model.config), len(calibration))
+    rotation = family.rotation(model.config, len(calibration))
     entries = []
     for index in range(count):
         prefix = family.layer_prefix(index) + family.attention
-        weights = _weights(model.config, state, prefix)
+        own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
+        plain = family.plain(model.config, own)
+        weights = family.weights(model.config, {name: one.cpu() for name, one in plain.items()}, index)
         converted = convert_layer(weights, inputs[index], rotation, choice, index, count)
         entries.append(converted.entry.to_dict())
         if converted.tensors:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith(f"{prefix}v_proj.")}
-            state |= {prefix + name: tensor.to(model.device) for name, tensor in converted.tensors.items()}
+            state = {name: one for name, one in state.items() if not name.startswith(prefix)}
+            slim_tensors = {name: one.to(model.device) for name, one in converted.tensors.items()}
+            kept = {name: one for name, one in plain.items() if not name.startswith("v_proj.")}
+            state |= {prefix + name: one for name, one in (kept | slim_tensors).items()}
     config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
         slim: PreTrainedModel = family.slim_model(config)
     slim.load_state_dict(state, strict=True, assign=True)
-    slim.model.rotary_emb = family.rotary(config).to(model.device)  # whose tables are in no state_dict
+    family.fill_buffers(slim, config, model.device)
     slim.tie_weights()
     slim.generation_config = deepcopy(model.generation_config)
     return slim.eval()
@@ -82,7 +86,7 @@ def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Te
     seen: list[Tensor] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["hidden_states"][0].float().cpu())
+        seen.append(attention_inputs(args, kwargs).float().cpu())
 
     blocks = [
         model.get_submodule((family.layer_prefix(index) + family.attention).rstrip("."))
@@ -98,8 +102,3 @@ def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Te
         for hook in hooks:
             hook.remove()
     return seen
-
-
-def _weights(config: Any, state: dict[str, Tensor], prefix: str) -> AttentionWeights:
-    own = {name.removeprefix(prefix): tensor.cpu() for name, tensor in state.items() if name.startswith(prefix)}
-    return attention_weights(config, own)

@@ -66,8 +66,9 @@ def pick(plan: LayerPlan, asked: tuple[str, int], index: int) -> CacheError:
     Raises:
         PlanError: The layer cannot have what was asked for.
     """
-    if asked[0] == AUTO:
-        return plan.chosen
+    if asked[0] == AUTO:  # of those that slim models have: no cache of inputs
+        bound = plan.tolerance * plan.ordinary.output_error
+        return next(one for one in plan.candidates if one.plan in PLANS and one.output_error <= bound)
     for candidate in plan.candidates:
         if (candidate.plan, candidate.rank) == asked:
             return candidate

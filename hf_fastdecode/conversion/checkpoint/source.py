@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -75,12 +75,18 @@ class Checkpoint:
         except Exception as error:  # a config class may raise anything on fields that it does not expect
             raise CheckpointError(f"transformers cannot read {folder}/config.json: {error}") from error
         self.files = self._files()
+        self.stored = {name: name for name in self.files}
         self._open: tuple[str, Any] | None = None
         self._stack = ExitStack()
 
     def names(self) -> set[str]:
         """Of all tensors."""
         return set(self.files)
+
+    def rename(self, model_name: Callable[[str], str]) -> None:
+        """Name tensors as models do, where files, e.g. of older releases, do otherwise."""
+        self.stored = {model_name(name): stored for name, stored in self.stored.items()}
+        self.files = {model_name(name): file for name, file in self.files.items()}
 
     def check(self) -> None:
         """Compare names and shapes with what a model of the config has.
@@ -107,8 +113,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> list[int]:
         """Of a tensor."""
-        handle = self._handle(self.files[name])
-        return list(handle[name].shape if isinstance(handle, Mapping) else handle.get_slice(name).get_shape())
+        handle, stored = self._handle(self.files[name]), self.stored[name]
+        return list(handle[stored].shape if isinstance(handle, Mapping) else handle.get_slice(stored).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.
@@ -116,9 +122,9 @@ class Checkpoint:
         Raises:
             CheckpointError: The file is damaged.
         """
-        handle = self._handle(self.files[name])
+        handle, stored = self._handle(self.files[name]), self.stored[name]
         try:
-            return handle[name] if isinstance(handle, Mapping) else handle.get_tensor(name)
+            return handle[stored] if isinstance(handle, Mapping) else handle.get_tensor(stored)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{self.files[name]} is damaged ({error}); copy or download it again") from error
 

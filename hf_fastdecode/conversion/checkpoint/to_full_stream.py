@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from .families import Family
+from .family import Family
 from .slim_layer import recover_values
 from .source import Checkpoint
 from .to_slim_stream import cast, outside_layers
@@ -46,19 +46,21 @@ class FullStream:
             return outside_layers(self.source, self.family, self.dtype), None
         prefix = self.family.layer_prefix(index - 1)
         attention = prefix + self.family.attention
-        names = sorted(name for name in self.source.names() if name.startswith(prefix))
-        stored = f"{attention}slim."
-        tensors = {name: cast(self.source.tensor(name), self.dtype) for name in names if not name.startswith(stored)}
-        own = {name.removeprefix(attention): self.source.tensor(name) for name in names if name.startswith(stored)}
+        stored = {name: self.source.tensor(name) for name in self.source.names() if name.startswith(prefix)}
+        own = {name.removeprefix(attention): one for name, one in stored.items() if name.startswith(attention)}
+        tensors = {name: cast(one, self.dtype) for name, one in stored.items() if not name.startswith(attention)}
         layer = self.source.config.layer_plans[index - 1]
-        if own:
-            bias = f"{attention}k_proj.bias"
-            key_bias = self.source.tensor(bias) if bias in names else None
-            weight, value_bias = recover_values(self.source.tensor(f"{attention}k_proj.weight"), key_bias, own)
-            tensors[f"{attention}v_proj.weight"] = weight.to(self.dtype)
+        plain = {name: cast(one, self.dtype) for name, one in own.items() if not name.startswith("slim.")}
+        slim = len(plain) < len(own)
+        if slim:
+            key_bias = own.get("k_proj.bias")
+            weight, value_bias = recover_values(own["k_proj.weight"], key_bias, own)
+            plain["v_proj.weight"] = weight.to(self.dtype)
             if key_bias is not None:
-                tensors[f"{attention}v_proj.bias"] = value_bias.to(self.dtype)
-        error = self.known[index - 1].get("recovered_error") if own else 0.0
+                plain["v_proj.bias"] = value_bias.to(self.dtype)
+            plain = self.family.ordinary(self.source.config, plain)
+        tensors |= {attention + name: one for name, one in plain.items()}
+        error = self.known[index - 1].get("recovered_error") if slim else 0.0
         return dict(sorted(tensors.items())), {**layer.to_dict(), "recovered_error": error}
 
     def finished(self, found: list[Any]) -> Any:

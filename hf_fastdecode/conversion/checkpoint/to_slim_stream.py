@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .families import Family, attention_weights, rotation_of, slim_config
+from .families import slim_config
+from .family import Family, attention_inputs
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer, matrix_dtype
 from .source import Checkpoint
@@ -36,7 +37,7 @@ class SlimStream:
         self.layers: int = source.config.num_hidden_layers
         self.config = deepcopy(source.config)
         self.config._attn_implementation = "sdpa"
-        self.rotary = family.rotary(self.config)
+        self.rotary = None if family.rotary is None else family.rotary(self.config)
         self.hidden: Tensor | None = None
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class SlimStream:
 
     def _outside(self) -> dict[str, Tensor]:
         tensors = outside_layers(self.source, self.family, self.dtype)
-        self.hidden = tensors[self.family.embedding].float()[self.ids]
+        self.hidden = self.family.embed(self.config, tensors, self.family.embedding, self.ids)
         return tensors
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -76,17 +77,19 @@ class SlimStream:
         inputs = self._run(index, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
         attention = prefix + self.family.attention
         own = {name.removeprefix(attention): one for name, one in tensors.items() if name.startswith(attention)}
+        plain = self.family.plain(self.config, own)
         converted = convert_layer(
-            attention_weights(self.config, own),
+            self.family.weights(self.config, plain, index),
             inputs,
-            rotation_of(self.rotary, len(self.ids)),
+            self.family.rotation(self.config, len(self.ids)),
             self.choice,
             index,
             self.layers,
         )
         if converted.tensors:
-            tensors = {name: one for name, one in tensors.items() if not name.startswith(f"{attention}v_proj.")}
-            tensors |= {attention + name: one for name, one in converted.tensors.items()}
+            tensors = {name: one for name, one in tensors.items() if not name.startswith(attention)}
+            kept = {name: one for name, one in plain.items() if not name.startswith("v_proj.")}
+            tensors |= {attention + name: one for name, one in (kept | converted.tensors).items()}
         return tensors, converted.report()
 
     def _run(self, index: int, tensors: dict[str, Tensor]) -> Tensor:
@@ -94,18 +97,19 @@ class SlimStream:
         with torch.device("meta"):
             layer = self.family.decoder_layer(self.config, index)
         layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        self.family.fill_buffers(layer, self.config)
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            seen.append(kwargs["hidden_states"][0])
+            seen.append(attention_inputs(args, kwargs))
 
         attention = layer.get_submodule(self.family.attention.rstrip("."))
         attention.register_forward_pre_hook(keep, with_kwargs=True)
         positions = torch.arange(len(self.ids))[None]
         assert self.hidden is not None
         with torch.no_grad():
-            tables = self.rotary(self.hidden, positions)
-            self.hidden = layer.eval()(self.hidden[None], position_ids=positions, position_embeddings=tables)[0]
+            tables = None if self.rotary is None else self.rotary(self.hidden, positions)
+            self.hidden = self.family.run_layer(layer.eval(), self.hidden[None], positions, tables)[0]
         return seen[0]
 
 
@@ -118,10 +122,10 @@ def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> di
 
 
 def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a layer, cast; without tables that old checkpoints hold and models no longer read."""
+    """The weights of a layer, cast; without what old checkpoints hold and models no longer read."""
     prefix = family.layer_prefix(index)
     names = sorted(name for name in source.names() if name.startswith(prefix))
-    return {name: cast(source.tensor(name), dtype) for name in names if not name.endswith("rotary_emb.inv_freq")}
+    return {name: cast(source.tensor(name), dtype) for name in names if not name.endswith(family.left_out)}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from .families import Family
+from .family import Family
 
 
 class VerificationError(ValueError):

@@ -1,0 +1,207 @@
+"""Differences between convertible architectures, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..rope import RopeLayout, Rotation
+from ..weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A projection of queries, keys and values at once.
+
+    Attributes:
+        name: Of the module, in the ordinary layer.
+        blocks: How many times queries, keys and values follow each other along its rows, of a config.
+        order: In which they do, within a block.
+        conv1d: Whether weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
+    """
+
+    name: str
+    blocks: Callable[[Any], int] = lambda config: 1
+    order: str = "qkv"
+    conv1d: bool = False
+
+    def split(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of an attention layer with ``q_proj``, ``k_proj``, ``v_proj`` ``[out, in]`` in its place."""
+        plain = {name: one for name, one in tensors.items() if not name.startswith(f"{self.name}.")}
+        for kind in ("weight", "bias"):
+            if (fused := tensors.get(f"{self.name}.{kind}")) is None:
+                continue
+            rows = fused.mT if self.conv1d and kind == "weight" else fused
+            blocks = rows.unflatten(0, (self.blocks(config), 3, -1))
+            for at, one in enumerate(self.order):
+                plain[f"{one}_proj.{kind}"] = blocks[:, at].flatten(0, 1).contiguous()
+        return plain
+
+    def join(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `split`."""
+        names = [f"{one}_proj" for one in self.order]
+        tensors = {name: one for name, one in plain.items() if name.rpartition(".")[0] not in names}
+        for kind in ("weight", "bias"):
+            parts = [plain[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in plain]
+            if parts:
+                rows = torch.stack([part.unflatten(0, (self.blocks(config), -1)) for part in parts], 1).flatten(0, 2)
+                tensors[f"{self.name}.{kind}"] = (rows.mT if self.conv1d and kind == "weight" else rows).contiguous()
+        return tensors
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) -> Tensor:
+    """Run a decoder layer over one text, without a cache.
+
+    Args:
+        layer: In fp32.
+        hidden: ``[1, tokens, d]``.
+        positions: ``[1, tokens]``.
+        tables: cos and sin of the positions, or None.
+
+    Returns:
+        ``[1, tokens, d]``.
+    """
+    out: Tensor = layer(hidden, position_ids=positions, position_embeddings=tables)
+    return out
+
+
+def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
+    """Embeddings of ids ``[tokens]``, fp32 ``[tokens, d]``, from the tensors outside layers."""
+    return tensors[embedding].float()[ids]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of architectures.
+
+    Attributes:
+        architecture: Class of the ordinary models, as in ``config.architectures``.
+        slim_model: Class of the slim models.
+        slim_config: Class of their configs, which takes all fields of the ordinary ones.
+        decoder_layer: Makes one layer, of a config and an index.
+        rotary: Makes the module for cos and sin of positions, of a config; None without RoPE.
+        layout: Which coordinates RoPE pairs.
+        embedding: Name of the embedding's weight.
+        layers: Prefix of the layers' weights, before the index.
+        attention: Of a layer, before the projections' names.
+        fused: The projection of queries, keys and values; None where there are three.
+        output: Name of the output projection.
+        output_conv1d: Whether its weight is stored ``[in, out]``.
+        norm: QK-norm in fp64, of a config, the norm's weight and a whole projection ``[tokens, heads * head_dim]``.
+        scale: Factor on the scores, of a config and a layer's index; None for ``head_dim ** -0.5``.
+        refusal: Why a model of a config has no slim form, or None.
+        embed: As `embed`.
+        run_layer: As `run_layer`.
+        buffers: Makes buffers that no checkpoint holds, of a config, by their names in modules.
+        left_out: Ends of names in old checkpoints that models no longer read.
+        renamed: Beginnings of names in checkpoints, and what models have in their place.
+    """
+
+    architecture: str
+    slim_model: type
+    slim_config: type
+    decoder_layer: Callable[[Any, int], nn.Module]
+    rotary: Callable[[Any], Any] | None
+    layout: RopeLayout = "half"
+    embedding: str = "model.embed_tokens.weight"
+    layers: str = "model.layers."
+    attention: str = "self_attn."
+    fused: Fused | None = None
+    output: str = "o_proj"
+    output_conv1d: bool = False
+    norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    scale: Callable[[Any, int], float] | None = None
+    refusal: Callable[[Any], str | None] = lambda config: None
+    embed: Callable[[Any, Mapping[str, Tensor], str, Tensor], Tensor] = embed
+    run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
+    buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def layer_prefix(self, index: int) -> str:
+        """Of all weights of a layer."""
+        return f"{self.layers}{index}."
+
+    def model_name(self, stored: str) -> str:
+        """Name that a model has for a checkpoint's tensor."""
+        for old, new in self.renamed.items():
+            if stored.startswith(old):
+                return new + stored.removeprefix(old)
+        return stored
+
+    def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of an ordinary layer's attention, by names below it, with projections apart."""
+        return dict(tensors) if self.fused is None else self.fused.split(config, tensors)
+
+    def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `plain`."""
+        return dict(plain) if self.fused is None else self.fused.join(config, plain)
+
+    def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
+        """The projections of a layer.
+
+        Args:
+            config: Of the model.
+            plain: As `plain` gives them.
+            index: Of the layer.
+        """
+        heads = config.num_attention_heads
+        output = plain[f"{self.output}.weight"]
+        return AttentionWeights(
+            query=plain["q_proj.weight"],
+            key=plain["k_proj.weight"],
+            value=plain["v_proj.weight"],
+            output=output.mT if self.output_conv1d else output,
+            heads=heads,
+            kv_heads=kv_heads(config),
+            query_bias=plain.get("q_proj.bias"),
+            key_bias=plain.get("k_proj.bias"),
+            value_bias=plain.get("v_proj.bias"),
+            output_bias=plain.get(f"{self.output}.bias"),
+            scale=None if self.scale is None else self.scale(config, index),
+            query_norm=self._norm(config, plain.get("q_norm.weight")),
+            key_norm=self._norm(config, plain.get("k_norm.weight")),
+        )
+
+    def _norm(self, config: Any, weight: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        norm = self.norm
+        return None if norm is None or weight is None else lambda x: norm(config, weight.double(), x)
+
+    def rotation(self, config: Any, tokens: int) -> Rotation | None:
+        """RoPE of tokens 0, 1, ..., in fp32 tables; None without RoPE."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary(config)(torch.empty(0), torch.arange(tokens)[None])
+        return Rotation.from_repeated(cos[0], sin[0], self.layout)
+
+    def fill_buffers(self, module: nn.Module, config: Any, device: torch.device | str = "cpu") -> None:
+        """Make the buffers of a module built on the meta device that no checkpoint holds."""
+        for part in list(module.modules()):
+            for name, child in list(part.named_children()):
+                if isinstance(self.rotary, type) and isinstance(child, self.rotary):
+                    setattr(part, name, self.rotary(config).to(device))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                if buffer.is_meta and name in self.buffers:
+                    setattr(part, name, self.buffers[name](config).to(device))
+
+
+def kv_heads(config: Any) -> int:
+    """Key and value heads; as many as query heads where a config does not tell."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def longest_text(config: Any) -> int:
+    """Most tokens of a calibration text: layers are measured without a sliding window, so within one."""
+    longest: int = config.max_position_embeddings
+    return min(longest, getattr(config, "sliding_window", None) or longest)
+
+
+def attention_inputs(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Inputs of an attention layer's projections, ``[tokens, d]``, from the arguments of a pass over one row."""
+    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return hidden[0]

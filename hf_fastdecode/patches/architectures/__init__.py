@@ -1,0 +1,1 @@
+"""Slim models, one file per architecture."""

@@ -1,0 +1,113 @@
+"""CodeGen with slim attention: partial RoPE of neighbouring coordinates, and a fused projection in four parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.codegen.modeling_codegen import (
+    CodeGenAttention,
+    CodeGenForCausalLM,
+    CodeGenModel,
+    CodeGenPreTrainedModel,
+)
+
+from ..attention_layer import ROTATION, SlimAttention, Tables, rotate_first, rotate_pairs
+from ..cached_positions import key_positions, visible_slots
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimCodeGenConfig
+
+
+class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
+    """Attention of a layer that caches no values.
+
+    CodeGen's blocks hand no further arguments to their attention, so that each layer makes the tables of its keys.
+    """
+
+    values_from = "qkv_proj"
+    scale_attn: float
+    embed_positions: Tensor
+    out_proj: nn.Module
+    attn_dropout: nn.Dropout
+    resid_dropout: nn.Module
+
+    @property
+    def scaling(self) -> float:  # type: ignore[override]
+        """Factor on the scores."""
+        return 1 / self.scale_attn
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        position_ids: Tensor,
+        layer_past: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `SlimAttention.forward`, with the cache as `layer_past`, and positions for tables."""
+        cached, slots = 0, hidden_states.shape[1]
+        if layer_past is not None:
+            cached = layer_past.get_seq_length(self.layer_idx)
+            slots, _ = layer_past.get_mask_sizes(slots, self.layer_idx)
+        positions = key_positions(position_ids, visible_slots(attention_mask), cached, slots)
+        kwargs[ROTATION] = (*self.tables(position_ids), *self.tables(positions))
+        return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""
+        table = self.embed_positions.to(positions.device).float()
+        inside = positions.clamp(0, len(table) - 1)  # padding and unused slots may have any number
+        sin, cos = table[inside].repeat_interleave(2, -1).chunk(2, -1)
+        return cos, sin
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE of coordinates 2 i and 2 i + 1."""
+        return rotate_first(x, cos, sin, rotate_pairs)
+
+    def output(self, out: Tensor) -> Tensor:
+        """Output projection and dropout."""
+        projected: Tensor = self.resid_dropout(self.out_proj(out))
+        return projected
+
+    def dropout_share(self) -> float:
+        """Share of the attention weights that training drops."""
+        return self.attn_dropout.p
+
+    def weights_wanted(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this pass was asked for its attention weights."""
+        return bool(kwargs.get("output_attentions"))
+
+
+class SlimCodeGenPreTrainedModel(SlimPreTrainedModel, CodeGenPreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimCodeGenConfig
+
+
+class SlimCodeGenModel(SlimRotaryDecoder, SlimCodeGenPreTrainedModel, CodeGenModel):
+    """CodeGen's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimCodeGenAttention
+    blocks = "h"
+    attention = "attn"
+
+    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tables]:
+        """No argument: layers make their tables."""
+        return {}
+
+
+class SlimCodeGenForCausalLM(SlimCausalLM, SlimCodeGenPreTrainedModel, CodeGenForCausalLM):
+    """CodeGen for generation, with slim attention."""
+
+    slim_decoder = SlimCodeGenModel
+
+    @staticmethod
+    def make_head(config: Any) -> nn.Linear:
+        """The projection to logits, with a bias."""
+        return nn.Linear(config.hidden_size, config.vocab_size)
+
+
+AutoModel.register(SlimCodeGenConfig, SlimCodeGenModel, exist_ok=True)
+AutoModelForCausalLM.register(SlimCodeGenConfig, SlimCodeGenForCausalLM, exist_ok=True)

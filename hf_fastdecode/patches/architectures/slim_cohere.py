@@ -1,0 +1,65 @@
+"""Cohere (Aya 23) with slim attention: RoPE of neighbouring coordinates, and QK-norm per head where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import (
+    CohereAttention,
+    CohereForCausalLM,
+    CohereModel,
+    CoherePreTrainedModel,
+)
+
+from ..attention_layer import SlimAttention, rotate_first, rotate_pairs
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimCohereConfig
+
+
+class SlimCohereAttention(SlimAttention, CohereAttention):
+    """Attention of a layer that caches no values."""
+
+    use_qk_norm: bool
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def query_norm(self, query: Tensor) -> Tensor:
+        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
+        return self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else query
+
+    def key_norm(self, keys: Tensor) -> Tensor:
+        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
+        return self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else keys
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE of coordinates 2 i and 2 i + 1."""
+        return rotate_first(x, cos, sin, rotate_pairs)
+
+
+class SlimCoherePreTrainedModel(SlimPreTrainedModel, CoherePreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimCohereConfig
+
+
+class SlimCohereModel(SlimRotaryDecoder, SlimCoherePreTrainedModel, CohereModel):
+    """Cohere's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimCohereAttention
+
+
+class SlimCohereForCausalLM(SlimCausalLM, SlimCoherePreTrainedModel, CohereForCausalLM):
+    """Cohere for generation, with slim attention."""
+
+    slim_decoder = SlimCohereModel
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.logit_scale = config.logit_scale
+        self.tie_word_embeddings = config.tie_word_embeddings
+
+
+AutoModel.register(SlimCohereConfig, SlimCohereModel, exist_ok=True)
+AutoModelForCausalLM.register(SlimCohereConfig, SlimCohereForCausalLM, exist_ok=True)

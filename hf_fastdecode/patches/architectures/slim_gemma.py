@@ -1,0 +1,36 @@
+"""Gemma with slim attention: keys may have more coordinates than the inputs, as in CodeGemma-7B."""
+
+from __future__ import annotations
+
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaForCausalLM, GemmaModel, GemmaPreTrainedModel
+
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimGemmaConfig
+
+
+class SlimGemmaAttention(SlimAttention, GemmaAttention):
+    """Attention of a layer that caches no values."""
+
+
+class SlimGemmaPreTrainedModel(SlimPreTrainedModel, GemmaPreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimGemmaConfig
+
+
+class SlimGemmaModel(SlimRotaryDecoder, SlimGemmaPreTrainedModel, GemmaModel):
+    """Gemma's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimGemmaAttention
+
+
+class SlimGemmaForCausalLM(SlimCausalLM, SlimGemmaPreTrainedModel, GemmaForCausalLM):
+    """Gemma for generation, with slim attention."""
+
+    slim_decoder = SlimGemmaModel
+
+
+AutoModel.register(SlimGemmaConfig, SlimGemmaModel, exist_ok=True)
+AutoModelForCausalLM.register(SlimGemmaConfig, SlimGemmaForCausalLM, exist_ok=True)

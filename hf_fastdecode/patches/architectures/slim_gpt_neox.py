@@ -1,0 +1,65 @@
+"""GPT-NeoX (Pythia) with slim attention: partial RoPE; queries, keys and values are fused, head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
+    GPTNeoXForCausalLM,
+    GPTNeoXModel,
+    GPTNeoXPreTrainedModel,
+)
+
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimGPTNeoXConfig
+
+
+class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
+    """Attention of a layer that caches no values."""
+
+    values_from = "query_key_value"
+    head_size: int
+    dense: nn.Module
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        """Width of a head."""
+        return self.head_size
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `SlimAttention.forward`, with the cache as `layer_past`."""
+        return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
+
+    def output(self, out: Tensor) -> Tensor:
+        """Output projection."""
+        projected: Tensor = self.dense(out)
+        return projected
+
+
+class SlimGPTNeoXPreTrainedModel(SlimPreTrainedModel, GPTNeoXPreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimGPTNeoXConfig
+
+
+class SlimGPTNeoXModel(SlimRotaryDecoder, SlimGPTNeoXPreTrainedModel, GPTNeoXModel):
+    """GPT-NeoX's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimGPTNeoXAttention
+    attention = "attention"
+
+
+class SlimGPTNeoXForCausalLM(SlimCausalLM, SlimGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
+    """GPT-NeoX for generation, with slim attention."""
+
+    slim_decoder = SlimGPTNeoXModel
+
+
+AutoModel.register(SlimGPTNeoXConfig, SlimGPTNeoXModel, exist_ok=True)
+AutoModelForCausalLM.register(SlimGPTNeoXConfig, SlimGPTNeoXForCausalLM, exist_ok=True)

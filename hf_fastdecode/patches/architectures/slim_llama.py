@@ -1,0 +1,45 @@
+"""Llama with slim attention: layers that cache keys before RoPE, and V-coordinates, in the place of keys and values.
+
+A model type of its own, rather than a patch of Llama: a checkpoint without value projections must not load into
+classes that would draw them at random. Any cache of transformers serves, as its keys and values.
+"""
+
+from __future__ import annotations
+
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
+
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimLlamaConfig
+
+
+class SlimLlamaAttention(SlimAttention, LlamaAttention):
+    """Attention of a layer that caches no values."""
+
+
+class SlimLlamaPreTrainedModel(SlimPreTrainedModel, LlamaPreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimLlamaConfig
+
+
+class SlimLlamaModel(SlimRotaryDecoder, SlimLlamaPreTrainedModel, LlamaModel):
+    """Llama's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimLlamaAttention
+
+
+class SlimLlamaForCausalLM(SlimCausalLM, SlimLlamaPreTrainedModel, LlamaForCausalLM):
+    """Llama for generation, with slim attention."""
+
+    slim_decoder = SlimLlamaModel
+
+
+AutoModel.register(SlimLlamaConfig, SlimLlamaModel, exist_ok=True)
+AutoModelForCausalLM.register(SlimLlamaConfig, SlimLlamaForCausalLM, exist_ok=True)

@@ -1,0 +1,50 @@
+"""OLMo 2 with slim attention: keys are cached before QK-norm, where they are linear in the inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2ForCausalLM, Olmo2Model, Olmo2PreTrainedModel
+
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimOlmo2Config
+
+
+class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
+    """Attention of a layer that caches no values."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def query_norm(self, query: Tensor) -> Tensor:
+        """RMS norm over all heads, ``[rows, tokens, heads * head_dim]``."""
+        normed: Tensor = self.q_norm(query)
+        return normed
+
+    def key_norm(self, keys: Tensor) -> Tensor:
+        """RMS norm over all heads, ``[rows, tokens, heads * head_dim]``."""
+        normed: Tensor = self.k_norm(keys)
+        return normed
+
+
+class SlimOlmo2PreTrainedModel(SlimPreTrainedModel, Olmo2PreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimOlmo2Config
+
+
+class SlimOlmo2Model(SlimRotaryDecoder, SlimOlmo2PreTrainedModel, Olmo2Model):
+    """OLMo 2's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimOlmo2Attention
+
+
+class SlimOlmo2ForCausalLM(SlimCausalLM, SlimOlmo2PreTrainedModel, Olmo2ForCausalLM):
+    """OLMo 2 for generation, with slim attention."""
+
+    slim_decoder = SlimOlmo2Model
+
+
+AutoModel.register(SlimOlmo2Config, SlimOlmo2Model, exist_ok=True)
+AutoModelForCausalLM.register(SlimOlmo2Config, SlimOlmo2ForCausalLM, exist_ok=True)

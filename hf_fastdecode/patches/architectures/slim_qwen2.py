@@ -1,0 +1,36 @@
+"""Qwen2 with slim attention: queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model, Qwen2PreTrainedModel
+
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..slim_configs import SlimQwen2Config
+
+
+class SlimQwen2Attention(SlimAttention, Qwen2Attention):
+    """Attention of a layer that caches no values."""
+
+
+class SlimQwen2PreTrainedModel(SlimPreTrainedModel, Qwen2PreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimQwen2Config
+
+
+class SlimQwen2Model(SlimRotaryDecoder, SlimQwen2PreTrainedModel, Qwen2Model):
+    """Qwen2's decoder, which rotates keys when it reads them."""
+
+    slim_attention = SlimQwen2Attention
+
+
+class SlimQwen2ForCausalLM(SlimCausalLM, SlimQwen2PreTrainedModel, Qwen2ForCausalLM):
+    """Qwen2 for generation, with slim attention."""
+
+    slim_decoder = SlimQwen2Model
+
+
+AutoModel.register(SlimQwen2Config, SlimQwen2Model, exist_ok=True)
+AutoModelForCausalLM.register(SlimQwen2Config, SlimQwen2ForCausalLM, exist_ok=True)

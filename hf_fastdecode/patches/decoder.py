@@ -1,0 +1,128 @@
+"""Base classes of slim decoders, and of slim models for generation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from .attention_layer import ROTATION, Tables
+from .cached_positions import key_positions, require_counted, visible_slots
+
+
+class SlimPreTrainedModel(PreTrainedModel):
+    """Flags of slim models: attention is computed here, not by transformers' attention interface."""
+
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+
+
+class SlimDecoder(PreTrainedModel):
+    """A decoder with slim layers, before the architecture's own among base classes.
+
+    Args:
+        config: Of the model.
+
+    Attributes:
+        slim_attention: Class of the layers' attention.
+        blocks: Name of the list of layers.
+        attention: Name of a layer's attention.
+    """
+
+    slim_attention: ClassVar[type[nn.Module]]
+    blocks: ClassVar[str] = "layers"
+    attention: ClassVar[str] = "self_attn"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        layers = getattr(self, self.blocks)
+        for index, layer in enumerate(config.layer_plans):
+            if layer.plan != "kv":
+                setattr(layers[index], self.attention, self.slim_attention(config, index, layer))
+        self.first_slim = next((at for at, layer in enumerate(config.layer_plans) if layer.plan != "kv"), None)
+        self.post_init()
+
+
+class SlimRotaryDecoder(SlimDecoder):
+    """A decoder with RoPE, which rotates keys when it reads them."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the ordinary decoder's.
+
+        Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder; those cached in
+        earlier passes are taken to have had positions that rise by 1 from token to token.
+
+        Raises:
+            ValueError: `position_ids` that do not, for a cache that is empty so far.
+        """
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if self.first_slim is not None and tokens is not None:
+            length, device = tokens.shape[1], tokens.device
+            cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+            slots, dropped = length, 0
+            if past_key_values is not None:  # a sliding window drops the oldest tokens
+                slots, dropped = past_key_values.get_mask_sizes(length, self.first_slim)
+            visible = None
+            if position_ids is None:
+                position_ids = (torch.arange(length, device=device) + cached)[None]
+            else:
+                visible = visible_slots(attention_mask, dropped)
+                if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
+                    require_counted(position_ids, None if visible is None else visible[:, :length])
+            kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tables]:
+        """Argument of the attention layers, of positions ``[rows or 1, tokens]``."""
+        # Tables have the dtype of what they are for: fp32 for an empty tensor of it.
+        like = torch.empty(0, dtype=torch.float32, device=query_positions.device)
+        return {ROTATION: (*self.rotary_emb(like, query_positions), *self.rotary_emb(like, key_positions))}
+
+    def fills_cache(self, cache: Any, cached: int | Tensor, use_cache: bool | None) -> bool:
+        """Whether this pass begins a cache that later passes will read."""
+        if torch.compiler.is_compiling() or self.training:
+            return False
+        return int(cached) == 0 and (cache is not None or (self.config.use_cache if use_cache is None else use_cache))
+
+
+class SlimCausalLM(PreTrainedModel):
+    """A slim decoder with a head, before the architecture's own class among base classes.
+
+    Args:
+        config: Of the model.
+
+    Attributes:
+        slim_decoder: Class of the decoder, which is kept under the architecture's ``base_model_prefix``.
+    """
+
+    slim_decoder: ClassVar[type[nn.Module]]
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
+        setattr(self, self.base_model_prefix, self.slim_decoder(config))
+        self.vocab_size = config.vocab_size
+        self.lm_head = self.make_head(config)
+        self.post_init()
+
+    @staticmethod
+    def make_head(config: Any) -> nn.Linear:
+        """The projection to logits."""
+        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,0 +1,99 @@
+"""A tiny model of every architecture that has a slim form, and the configs that have none."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+
+from ..tiny_models import VOCABULARY
+from .slim_models import TEXT
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+_GATED = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 4}
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_OPT = {**_SIZES, "ffn_dim": 96}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", _GATED),
+    "phi3-window": ("phi3", {**_GATED, "sliding_window": 40}),
+    "phi3-partial": ("phi3", {**_GATED, "partial_rotary_factor": 0.5}),
+    "olmo": ("olmo", _GATED),
+    "olmo2": ("olmo2", _GATED),
+    "gpt_neox": ("gpt_neox", {**_SIZES, "intermediate_size": 96}),
+    "gpt_neox-serial": (
+        "gpt_neox",
+        {**_SIZES, "intermediate_size": 96, "use_parallel_residual": False, "attention_bias": False},
+    ),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    "opt": ("opt", _OPT),
+    "opt-350m": (
+        "opt",
+        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False},
+    ),
+    "qwen2": ("qwen2", _GATED),
+    "gemma": ("gemma", {**_GATED, "head_dim": 24}),  # 96 coordinates of keys for 64 inputs
+    "cohere": ("cohere", _GATED),
+    "cohere-norm": ("cohere", {**_GATED, "use_qk_norm": True}),
+    "codegen": ("codegen", {**_GPT2, "n_head": 8, "rotary_dim": 4}),
+}
+"""Name -> model type and config arguments."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "phi3-gqa": ("phi3", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "olmo-gqa": ("olmo", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "olmo-clipped": ("olmo", {"clip_qkv": 8.0}, r"clipped to 8 \(clip_qkv\)"),
+    "olmo2-gqa": ("olmo2", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "gpt2-cross": ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+    "qwen2-gqa": ("qwen2", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+        "sliding window beside others",
+    ),
+    "gemma-gqa": ("gemma", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "gemma-bidirectional": ("gemma", {"use_bidirectional_attention": True}, "bidirectional"),
+    "cohere-gqa": ("cohere", {"num_key_value_heads": 2}, "got 2 != 4"),
+}
+"""Name -> name in `FAMILIES`, config arguments, reason."""
+
+PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("kv", 0), ("k+r", 8))}
+
+
+def family_model(name: str, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 model in eval mode, none of whose biases and norms could be left out unnoticed."""
+    model_type, arguments = FAMILIES[name]
+    torch.manual_seed(0)
+    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(model_type, **{**special, **arguments, **overrides})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(".bias"):
+                parameter.normal_(std=0.5)
+            elif parameter.dim() == 1 or "norm" in parameter_name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+            else:
+                parameter.normal_(std=0.15)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@lru_cache
+def family_pair(name: str, plan: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An ordinary model in fp32 and its slim form; not to be changed."""
+    model = family_model(name)
+    return model, to_slim(model, TEXT, plan=PLANS[plan])
+
+
+def family_condition(slim: PreTrainedModel) -> float:
+    """The largest condition number of a slim layer's key projection."""
+    projections = [one for name, one in slim.state_dict().items() if name.endswith(".k_proj.weight")]
+    values = [torch.linalg.svdvals(one.double()) for one in projections]
+    return max((one[0] / one[-1]).item() for one in values)

@@ -1,0 +1,230 @@
+"""Slim models of every architecture against the models they were made of, in memory and on disk."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.conversion import attention_output
+from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.families import FAMILIES as SUPPORTED
+from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest_text
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+
+from ..test_layout import ROOT
+from ..tiny_models import ragged_prompts
+from .family_models import FAMILIES, REFUSED, family_condition, family_model, family_pair
+from .slim_models import TEXT, relative
+
+PROMPTS = ragged_prompts(9, 31)
+EPS = torch.finfo(torch.float32).eps
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Any:
+    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
+    return model.generate(**settings, output_logits=True)
+
+
+def test_every_family_is_tested_and_listed() -> None:
+    assert {model_type for model_type, _ in FAMILIES.values()} | {"llama"} == set(SUPPORTED)
+    table = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8").partition("| such as |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(SUPPORTED)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_configs_split_no_attention_over_devices(model_type: str) -> None:
+    config = AutoConfig.for_model(f"slim_{model_type}")
+    assert {layer.plan for layer in config.layer_plans} == {"kv"}
+    assert all(".mlp." in name for name in config.base_model_tp_plan or {})
+    if config.to_dict().get("num_key_value_heads"):
+        with pytest.raises(ValueError, match="num_key_value_heads == num_attention_heads, got 1 != "):
+            AutoConfig.for_model(
+                f"slim_{model_type}", num_key_value_heads=1, slim_layers=[{"plan": "k"}] * config.num_hidden_layers
+            )
+
+
+@pytest.mark.parametrize("plan", ["k", "k+r"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_over_padded_rows(name: str, plan: str) -> None:
+    """Rounding of fp32 grows by no more than the condition number of the keys, and tokens stay."""
+    model, slim = family_pair(name, plan)
+    assert slim.config.model_type == f"slim_{model.config.model_type}"
+    expected = generate(model)
+    found = generate(slim, past_key_values=DynamicCache(config=slim.config))
+    assert torch.equal(found.sequences, expected.sequences)
+    error = relative(torch.stack(found.logits), torch.stack(expected.logits))
+    assert error < family_condition(slim) * EPS
+    widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in found.past_key_values.layers]
+    head_dim = getattr(slim.config, "head_dim", None)
+    keys = slim.config.num_attention_heads * head_dim if head_dim else slim.config.hidden_size
+    assert widths == ([keys, keys] if plan == "k" else [keys + 4, keys + 9])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_are_read_as_the_layer_uses_them(name: str) -> None:
+    """The reference makes of them, with their scale, norms, biases and RoPE, what the layer does."""
+    model = family_model(name)
+    family, ids, seen = family_of(model.config), TEXT[None, :40], []
+    prefix = family.layer_prefix(1) + family.attention
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((attention_inputs(args, kwargs), output[0][0]))
+
+    with model.get_submodule(prefix.rstrip(".")).register_forward_hook(keep, with_kwargs=True), torch.no_grad():
+        model(ids)
+    own = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
+    plain = family.plain(model.config, own)
+    joined = family.ordinary(model.config, plain)
+    assert joined.keys() == own.keys()
+    assert all(torch.equal(joined[key], own[key]) for key in own)
+    weights = family.weights(model.config, plain, 1)
+    expected = attention_output(weights, seen[0][0], rotation=family.rotation(model.config, 40))
+    assert relative(seen[0][1], expected) < 20 * EPS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_static_cache(name: str) -> None:
+    expected, found = (generate(model, cache_implementation="static") for model in family_pair(name, "k+r"))
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("cache", [{}, {"prefill_chunk_size": 9}, {"cache_implementation": "static"}], ids=str)
+def test_prompts_longer_than_the_window(cache: dict[str, Any]) -> None:
+    options = {**ragged_prompts(30, 70), **cache, "max_new_tokens": 24}
+    expected, found = (generate(model, **options) for model in family_pair("phi3-window", "k"))
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    """Of a text in parts, which read the ones before them from the cache."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        return torch.cat(
+            [model(part[None], past_key_values=cache).logits for part in TEXT[:64].split((48, 1, 9, 6))], 1
+        )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parts_without_position_ids(name: str) -> None:
+    model, slim = family_pair(name, "mixed")
+    assert relative(logits(slim), logits(model)) < family_condition(slim) * EPS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_is_as_accurate_as_the_ordinary_model(name: str) -> None:
+    """Against the same weights in fp64, with twice the ordinary model's error as the budget, as plans have it."""
+    model = family_model(name).bfloat16()
+    slim = to_slim(model, TEXT)
+    assert "kv" not in {layer["plan"] for layer in slim.config.slim_layers}
+    oracle = logits(deepcopy(model).double())
+    assert relative(logits(slim), oracle) < 2 * relative(logits(model), oracle)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name: str) -> None:
+    """Of embeddings, which the gradients of all layers reach; training, with its dropouts, changes them."""
+    found = []
+    for training, of in ((False, 0), (False, 1), (True, 1)):
+        model = deepcopy(family_pair(name, "k+r")[of]).train(training)
+        model(TEXT[None, :40], labels=TEXT[None, :40]).loss.backward()
+        found.append(model.get_input_embeddings().weight.grad)
+    assert relative(found[1], found[0]) < family_condition(family_pair(name, "k+r")[1]) * EPS * 10
+    drops = any(
+        "drop" in key and share for key, share in model.config.to_dict().items() if key != "classifier_dropout"
+    )
+    assert (relative(found[2], found[1]) > 0.01) == drops
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_weights(name: str) -> None:
+    weights = []
+    for model in family_pair(name, "k+r"):
+        eager = deepcopy(model)
+        eager.set_attn_implementation("eager")
+        with torch.no_grad():
+            weights.append(eager(TEXT[None, :20], output_attentions=True).attentions)
+    assert len(weights[1]) == 2
+    for expected, found in zip(*weights):
+        assert relative(found, expected) < family_condition(family_pair(name, "k+r")[1]) * EPS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpoint_there_and_back(name: str, tmp_path: Path) -> None:
+    """A slim checkpoint generates the same; an ordinary one made of it has the same tensors, W_V up to rounding."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = family_model(name, vocab_size=len(tokenizer))
+    source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
+    model.save_pretrained(source, max_shard_size="100KB")
+    tokenizer.save_pretrained(source)
+
+    choice = PlanChoice((("kv", 0), ("k+r", 5)))
+    convert_checkpoint(Settings(str(source), slim_folder, choice=choice, shard_bytes=50_000, verify=True))
+    slim, info = AutoModelForCausalLM.from_pretrained(slim_folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(AutoModel.from_pretrained(slim_folder)) is type(slim.base_model)
+    assert torch.equal(generate(slim).sequences, generate(model).sequences)
+
+    tokenizer = AutoTokenizer.from_pretrained(source)  # whose class goes by the model type
+    ids = calibration_ids(tokenizer, limit=longest_text(model.config))
+    in_memory = to_slim(model, ids, plan=choice.plan).state_dict()
+    for key, one in slim.state_dict().items():  # offsets are means of what layers saw on the text
+        assert (
+            relative(one, in_memory[key]) < 1e-4 if key.endswith("key_offset") else one.shape == in_memory[key].shape
+        )
+
+    report = convert_checkpoint(Settings(str(slim_folder), full_folder, format="full"))
+    full = AutoModelForCausalLM.from_pretrained(full_folder)
+    assert type(full) is type(model)
+    expected, found = model.state_dict(), full.state_dict()
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in expected.items()}
+    changed = {name for name in expected if not torch.equal(found[name], expected[name])}
+    assert len({name.rpartition(".")[0] for name in changed}) == 1  # the projection that makes values in layer 1
+    assert all(".1." in name for name in changed)
+    assert report["layers"][1]["recovered_error"] < 20 * EPS
+    for one in changed:
+        assert relative(found[one], expected[one]) < 20 * EPS
+
+
+OLD = {
+    "gpt_neox": ("lm_head.", "embed_out.", "gpt_neox.layers.0.attention.masked_bias"),
+    "gpt2": ("transformer.", "", "h.0.attn.bias"),
+    "opt": ("model.", "", None),
+    "codegen": ("", "", "transformer.h.0.attn.causal_mask"),
+}
+"""Name -> beginning of names in models, in older checkpoints, and a tensor that models no longer read."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_older_checkpoints(name: str, tmp_path: Path) -> None:
+    """Names of older releases, and masks that were stored then."""
+    new, old, mask = OLD[name]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = family_model(name, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "source")
+    model.config.save_pretrained(tmp_path / "source")
+    state = {key.replace(new, old, 1) if key.startswith(new) else key: one for key, one in model.state_dict().items()}
+    state |= {} if mask is None else {mask: torch.ones(1)}
+    assert set(state) != set(model.state_dict())
+    torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
+    slim, info = AutoModelForCausalLM.from_pretrained(tmp_path / "slim", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(generate(slim).sequences, generate(model).sequences)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_without_a_slim_form(name: str) -> None:
+    family, overrides, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        to_slim(family_model(family, **overrides), TEXT)
