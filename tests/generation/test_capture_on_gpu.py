@@ -161,6 +161,7 @@ def test_after_disable_the_device_holds_what_it_held(mode, on_a_gpu):
 def test_a_graph_of_the_users_keeps_its_workspaces(on_a_gpu):
     """cuBLAS's: the graph would go on to write to them."""
     weight, inputs = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in "wx")
+    inputs @ weight  # cuBLAS cannot be initialized during a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = inputs @ weight
@@ -177,14 +178,18 @@ def test_captures_of_many_sizes_share_their_memory(order):
     model = tiny_model("llama-gqa", hidden_size=256, vocab_size=128000).bfloat16().cuda()
     sizes = [*range(64, 512, 64), *range(512, 1025, 128)][::order]
     logits = max(sizes) * 128000 * 2
+    model.generate(**gpu_call(100, max_new_tokens=3))
+    allocated, before = held()
     with fd.enabled(model, mode="graph", sampler="fast"):
         captures = state_of(model).captures
-        before = held()[1]
         for samples in sizes:
             model.generate(**gpu_call(100, num_return_sequences=samples, max_new_tokens=3))
         assert {step.rows for step in captures._steps} >= set(sizes)
         growth = held()[1] - before
     assert growth < 3 * logits + 2**28  # with cuBLAS's workspaces; the sum of all sizes is 5.5 times the largest
+    after = held()
+    assert after[0] <= allocated, f"{(after[0] - allocated) / 2**20:.1f} MiB remain"
+    assert after[1] <= before + 2**25, f"{(after[1] - before) / 2**20:.1f} MiB remain reserved"
 
 
 def test_captured_steps_survive_captures_of_other_sizes(on_a_gpu):
