@@ -14,6 +14,7 @@ import typer
 from ..measurement.rows import Row, read_rows
 from . import RESULTS
 from .clients_table import evaluation_table, rollouts_table, training_table
+from .completions_table import completions_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
     cases_of,
@@ -30,6 +31,7 @@ from .markdown import (
 from .plots import STYLES, plot
 from .profile_tables import fixed_parts_table, steps_apart_table
 from .sampling_table import sampling_table
+from .slim_table import slim_table
 from .workload_tables import levels_table, questions_table, samples_table
 
 PICTURE = RESULTS / "generate.png"
@@ -46,9 +48,13 @@ _OURS = ("shared", "compile", "graph", "eager")
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table of rows: sampling, operators, stock `generate` beside ours, or ways in columns."""
+    """A Markdown table of rows, of the command that measured them."""
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
+    if "to_token" in rows[0]:
+        return completions_table(rows)
+    if "bandwidth_share" in rows[0]:
+        return slim_table(rows)
     if "case" in rows[0]:
         return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
     if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "compile"}:
