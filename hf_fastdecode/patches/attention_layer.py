@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -32,21 +31,24 @@ class SlimAttention(nn.Module):
         layer: What it caches, not ``kv``.
 
     Attributes:
-        values_from: Name of the projection that makes values in the ordinary layer. Where it makes queries and keys
-            too, the slim layer has projections ``q_proj`` and ``k_proj`` of its own: keys alone leave their
-            accumulator in fp32, and queries and keys are then named alike in all architectures.
+        values_from: Name of the ordinary layer's value projection, which the slim layer drops. If it is fused with
+            those of queries and keys, the slim layer has a ``q_proj`` and a ``k_proj`` instead: keys alone leave
+            their accumulator in fp32.
+        output_projection: Name of the output projection.
         rotary: Whether RoPE stands between projections and scores.
+        interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
     """
 
     values_from: ClassVar[str] = "v_proj"
+    output_projection: ClassVar[str] = "o_proj"
     rotary: ClassVar[bool] = True
+    interleaved: ClassVar[bool] = False
     config: Any
     layer_idx: int
     head_dim: int
     scaling: float
     attention_dropout: float
     q_proj: nn.Module
-    o_proj: nn.Module
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
         super().__init__(config, layer_idx=layer_idx)
@@ -85,10 +87,10 @@ class SlimAttention(nn.Module):
         query = self._heads(self.query_norm(query).to(wide(dtype)))
         if rotation is not None:
             query_cos, query_sin, key_cos, key_sin = rotation
-            query = self.rotate(query, query_cos, query_sin)
+            query = rotate(query, query_cos, query_sin, interleaved=self.interleaved)
             scored = self._heads(self.key_norm(self.slim.rotatable(keys)))
-            scored = self.rotate(scored, key_cos, key_sin)
-        else:  # the offset adds one number to all scores of a query, which the softmax ignores
+            scored = rotate(scored, key_cos, key_sin, interleaved=self.interleaved)
+        else:  # without the key offset, which adds one number to all scores of a query: the softmax ignores it
             scored = self._heads(keys[:, 0].to(wide(keys.dtype)))
         out, weights = slim_attention(
             query,
@@ -112,13 +114,9 @@ class SlimAttention(nn.Module):
         """QK-norm of projected keys, ``[rows, tokens, heads * head_dim]`` in fp32; they are cached before it."""
         return keys
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE of the first coordinates, as many as tables have, of ``[rows, heads, tokens, head_dim]``."""
-        return rotate_first(x, cos, sin, rotate_half)
-
     def output(self, out: Tensor) -> Tensor:
-        """Output projection and residual dropout."""
-        projected: Tensor = self.o_proj(out)
+        """Output projection and, in architectures that have it here, residual dropout."""
+        projected: Tensor = getattr(self, self.output_projection)(out)
         return projected
 
     def dropout_share(self) -> float:
@@ -133,27 +131,21 @@ class SlimAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def rotate_first(x: Tensor, cos: Tensor, sin: Tensor, turned: Callable[[Tensor], Tensor]) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """RoPE of the first coordinates.
 
     Args:
         x: ``[rows, heads, tokens, head_dim]``.
         cos, sin: ``[rows or 1, tokens, rotated]`` with ``rotated <= head_dim``; the other coordinates pass.
-        turned: Turns each pair of coordinates by a right angle: `rotate_half` or `rotate_pairs`.
+        interleaved: As in `SlimAttention`.
     """
     rotated = cos.shape[-1]
-    if rotated == x.shape[-1]:
-        return x * cos[:, None] + turned(x) * sin[:, None]
     first = x[..., :rotated]
-    return torch.cat([first * cos[:, None] + turned(first) * sin[:, None], x[..., rotated:]], -1)
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    """Turn pairs of coordinates i and i + n of 2 n (Llama, GPT-NeoX) by a right angle."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def rotate_pairs(x: Tensor) -> Tensor:
-    """Turn pairs of coordinates 2 i and 2 i + 1 (GPT-J, Cohere) by a right angle."""
-    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    # Each pair of coordinates, turned by a right angle.
+    if interleaved:
+        turned = torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2)
+    else:
+        low, high = first.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+    first = first * cos[:, None] + turned * sin[:, None]
+    return first if rotated == x.shape[-1] else torch.cat([first, x[..., rotated:]], -1)

@@ -20,8 +20,8 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
 
 
-class SlimDecoder(PreTrainedModel):
-    """A decoder with slim layers, before the architecture's own among base classes.
+class SlimDecoder(SlimPreTrainedModel):
+    """A decoder with slim layers; precedes the architecture's own class among base classes.
 
     Args:
         config: Of the model.
@@ -103,8 +103,8 @@ class SlimRotaryDecoder(SlimDecoder):
         return int(cached) == 0 and (cache is not None or (self.config.use_cache if use_cache is None else use_cache))
 
 
-class SlimCausalLM(PreTrainedModel):
-    """A slim decoder with a head, before the architecture's own class among base classes.
+class SlimCausalLM(SlimPreTrainedModel):
+    """A slim decoder with a head; precedes the architecture's own class among base classes.
 
     Args:
         config: Of the model.

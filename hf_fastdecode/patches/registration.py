@@ -18,20 +18,6 @@ from typing import Final
 
 _REGISTRY: Final = "transformers.models.auto.configuration_auto"
 _MODELS: Final = "transformers.models.auto.modeling_auto"
-_CONFIGS: Final = {
-    "slim_llama": ("slim_configs", "SlimLlamaConfig"),
-    "slim_phi3": ("slim_configs", "SlimPhi3Config"),
-    "slim_olmo": ("slim_configs", "SlimOlmoConfig"),
-    "slim_olmo2": ("slim_configs", "SlimOlmo2Config"),
-    "slim_gpt_neox": ("slim_configs", "SlimGPTNeoXConfig"),
-    "slim_gpt2": ("slim_configs", "SlimGPT2Config"),
-    "slim_opt": ("slim_configs", "SlimOPTConfig"),
-    "slim_qwen2": ("slim_configs", "SlimQwen2Config"),
-    "slim_gemma": ("slim_configs", "SlimGemmaConfig"),
-    "slim_cohere": ("slim_configs", "SlimCohereConfig"),
-    "slim_codegen": ("slim_configs", "SlimCodeGenConfig"),
-}
-"""Model type to module of this folder and class."""
 
 
 def register_when_imported() -> None:
@@ -43,10 +29,8 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    registry = sys.modules[_REGISTRY]
-    for model_type, (module, name) in _CONFIGS.items():
-        config = getattr(import_module(f".{module}", __package__), name)
-        registry.AutoConfig.register(model_type, config, exist_ok=True)  # this package may be imported afresh
+    # It registers its configs itself, at its end: its import may be under way, and be what imports the registry.
+    import_module(".slim_configs", __package__)
 
 
 class _Watch(MetaPathFinder):

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.codegen.configuration_codegen import CodeGenConfig
 from transformers.models.cohere.configuration_cohere import CohereConfig
 from transformers.models.gemma.configuration_gemma import GemmaConfig
@@ -140,3 +141,19 @@ class SlimCodeGenConfig(SlimConfig, CodeGenConfig):
     """A CodeGen config with the cache layout of each layer."""
 
     model_type = "slim_codegen"
+
+
+for config in (
+    SlimLlamaConfig,
+    SlimPhi3Config,
+    SlimOlmoConfig,
+    SlimOlmo2Config,
+    SlimGPTNeoXConfig,
+    SlimGPT2Config,
+    SlimOPTConfig,
+    SlimQwen2Config,
+    SlimGemmaConfig,
+    SlimCohereConfig,
+    SlimCodeGenConfig,
+):
+    AutoConfig.register(config.model_type, config, exist_ok=True)  # this package may be imported afresh

@@ -73,7 +73,15 @@ def test_device_map(saved: tuple[str, Path]) -> None:
         assert torch.equal(loaded(TEXT[None]).logits, pair(plan)[1](TEXT[None]).logits)
 
 
-@pytest.mark.parametrize("first", ["hf_fastdecode", "transformers", "transformers.models.llama.modeling_llama"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "hf_fastdecode",
+        "hf_fastdecode.patches.slim_configs",  # as when a pickled config is read
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+    ],
+)
 def test_a_fresh_process_that_imports_the_package(tmp_path: Path, first: str) -> None:
     pair("k+r")[1].save_pretrained(tmp_path)
     done = python(f"import {first}, hf_fastdecode, transformers\n{LOAD}", str(tmp_path))

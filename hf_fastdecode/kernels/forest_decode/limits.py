@@ -27,20 +27,11 @@ def refusal(
         stored: Keys and values of suffixes and node segments.
         sinks: The layer's attention sinks, if any.
     """
-    given = [query, keys, values, *stored, *([sinks] if sinks is not None else [])]
-    if torch.is_grad_enabled() and any(part.requires_grad for part in given):
-        return "it computes no gradients; call it under torch.no_grad()"
     others = {(part.dtype, part.device) for part in (query, keys, values, *stored)}
     if len(others) > 1:  # keys are read through raw addresses, as the query's dtype
         return f"query, keys and values need one dtype and device, got {', '.join(sorted(map(str, others)))}"
-    if not triton_is_installed():
-        return "triton is not installed"
-    if keys.device.type != "cuda" and not interpreted():
-        return f"it runs on CUDA devices, got {keys.device.type!r}"
-    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
-        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton's dot computes float32 in tf32
-    if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
-        return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
+    if reason := refusal_of_any_shape(keys, query, values, *stored, *([sinks] if sinks is not None else [])):
+        return reason
     head_dim, queries = keys.shape[-1], keys.shape[-2]
     if values.shape[-1] != head_dim:
         return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"
@@ -49,6 +40,21 @@ def refusal(
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
     return failure(Kernel.FOREST, keys.device)
+
+
+def refusal_of_any_shape(keys: Tensor, *others: Tensor) -> str | None:
+    """Why attention kernels support no keys of this dtype on this device, or these gradients; None when they do."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in (keys, *others)):
+        return "it computes no gradients; call it under torch.no_grad()"
+    if not triton_is_installed():
+        return "triton is not installed"
+    if keys.device.type != "cuda" and not interpreted():
+        return f"it runs on CUDA devices, got {keys.device.type!r}"
+    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
+        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton's dot computes float32 in tf32
+    if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
+        return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
+    return None
 
 
 @lru_cache

@@ -10,17 +10,18 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
+from ..forest_decode.arguments import check_table
 from ..forest_decode.limits import multiprocessors, shared_memory
+from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
 from .config import SlimConfig, choose_slim_config, padded_heads, rank_block
 from .exchange import HEADER
 from .merge import merge_pieces
-from .partials import slim_partials
+from .partials import AVERAGES, BOTH, SCORES, slim_partials
 
 __all__ = ["SlimConfig", "SlimPartial", "SlimWorkspace", "choose_slim_config", "slim_decode"]
 
-_RING = 8  # tiles of scores that a group exchanges: more than 2 * lag + 2
-_BOTH, _SCORES, _AVERAGES = range(3)
+_RING = 8  # tiles of scores that a group exchanges: at least 2 * lag + 4
 
 
 class SlimPartial(NamedTuple):
@@ -132,11 +133,11 @@ def slim_decode(
             raise ValueError(
                 f"the workspace must have {needed} words on {device}, got {words.numel()}, {words.device}"
             )
-        launches = [(_BOTH, config.lag)]
+        launches = [(BOTH.value, config.lag)]
     else:
         words = lengths
         scores = torch.empty(rows * triton.cdiv(slots, config.block_t), block_h, config.block_t, **fp32)
-        launches = [(_SCORES, 0), (_AVERAGES, config.lag)]
+        launches = [(SCORES.value, 0), (AVERAGES.value, config.lag)]
     cos, sin = rotary or (part_lse, part_lse)
     rotary_dim = 2 * cos.shape[2] if rotary else 0
     shared: dict[str, Any] = {
@@ -165,7 +166,7 @@ def slim_decode(
                 part_lse,
                 rows,
                 groups,
-                scale * 1.4426950408889634,
+                scale * LOG2E.value,
                 *query.stride()[:2],
                 *keys.stride()[:2],
                 *coordinates.stride()[:2],
@@ -255,18 +256,18 @@ def _check(
     size = keys.element_size()
     if any(stride * size % 16 for stride in keys.stride()[:2]) or keys.data_ptr() % 16:
         raise ValueError(f"rows and slots of keys must begin at multiples of 16 bytes, got strides {keys.stride()}")
-    _check_table("lengths", lengths, (rows,), torch.int32)
+    check_table("lengths", lengths, (rows,), torch.int32)
     if starts is not None:
-        _check_table("starts", starts, (rows,), torch.int32)
+        check_table("starts", starts, (rows,), torch.int32)
     if key_offset is not None:
-        _check_table("key_offset", key_offset, (heads * head_dim,), torch.float32)
+        check_table("key_offset", key_offset, (heads * head_dim,), torch.float32)
     if rotary is not None:
         half = rotary[0].shape[-1]
         if not 0 < half <= head_dim // 2:
             raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
         for name, table in zip(("cos", "sin"), rotary):
             of_rows = rows if table.shape[0] != 1 else 1
-            _check_table(name, table, (of_rows, slots, half), torch.float32)
+            check_table(name, table, (of_rows, slots, half), torch.float32)
         if rotary[0].shape != rotary[1].shape:
             raise ValueError(f"cos and sin must have one shape, got {rotary[0].shape} and {rotary[1].shape}")
     if not scale > 0:
@@ -285,11 +286,3 @@ def _check_config(config: SlimConfig, members: int, groups: int) -> None:
         raise ValueError(f"a group needs {members} programs that run at the same time; raise own_heads")
     if config.fused and interpreted():
         raise ValueError("fused programs wait for one another, which interpreted ones cannot; choose fused=False")
-
-
-def _check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
-        raise ValueError(
-            f"{name} must be {list(shape)} {dtype}, contiguous, got {list(table.shape)} {table.dtype} with strides "
-            f"{table.stride()}"
-        )

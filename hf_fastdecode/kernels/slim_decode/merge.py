@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from .partials import LN2, LOWEST, row_tiles, share_start
+from ..forest_decode.node_kernel import LN2, LOWEST
+from .partials import row_tiles, share_start
 
 
 @triton.jit

@@ -16,10 +16,8 @@ A *piece* is what a group has of one row; it writes an fp32 partial.
 import triton
 import triton.language as tl
 
+from ..forest_decode.node_kernel import LOWEST
 from .exchange import HEADER, publish, receive
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # initial row max: finite, because -inf - (-inf) is NaN
 
 # Phases of a step: in one launch on a GPU; in two where programs of a group do not run at the same time.
 BOTH = tl.constexpr(0)
@@ -75,12 +73,6 @@ def rotated_scores(low, high, cosines, sines, query_low, query_high, along, acro
     if ROTARY:
         products = cosines * products + sines * (across + query_high * low - query_low * high)
     return tl.sum(products, 2)
-
-
-@triton.jit
-def two_dimensions(tile, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
-    tile = tl.reshape(tile, [tile.shape[0], COLUMNS])
-    return tile.to(tl.float32) if WIDE else tile
 
 
 @triton.jit
@@ -321,8 +313,8 @@ def slim_partials(
                         old_low, old_high = kept_low, kept_high
                     else:
                         old_low, old_high = older_low, older_high
-                    old_low = two_dimensions(old_low, COLUMNS, False)
-                    old_high = two_dimensions(old_high, COLUMNS, False)
+                    old_low = tl.reshape(old_low, [BLOCK_T, COLUMNS])
+                    old_high = tl.reshape(old_high, [BLOCK_T, COLUMNS])
                     acc_low = add_tile(acc_low, rescale, weights, old_low, PARTS, APART, TRANSPOSED, WIDE)
                     acc_high = add_tile(acc_high, rescale, weights, old_high, PARTS, APART, TRANSPOSED, WIDE)
                     if RANK:

@@ -6,16 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.codegen.modeling_codegen import (
-    CodeGenAttention,
-    CodeGenForCausalLM,
-    CodeGenModel,
-    CodeGenPreTrainedModel,
-)
+from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
 
-from ..attention_layer import ROTATION, SlimAttention, Tables, rotate_first, rotate_pairs
+from ..attention_layer import ROTATION, SlimAttention, Tables
 from ..cached_positions import key_positions, visible_slots
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimCodeGenConfig
 
 
@@ -26,9 +21,10 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     """
 
     values_from = "qkv_proj"
+    output_projection = "out_proj"
+    interleaved = True
     scale_attn: float
     embed_positions: Tensor
-    out_proj: nn.Module
     attn_dropout: nn.Dropout
     resid_dropout: nn.Module
 
@@ -62,14 +58,10 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         sin, cos = table[inside].repeat_interleave(2, -1).chunk(2, -1)
         return cos, sin
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE of coordinates 2 i and 2 i + 1."""
-        return rotate_first(x, cos, sin, rotate_pairs)
-
     def output(self, out: Tensor) -> Tensor:
         """Output projection and dropout."""
-        projected: Tensor = self.resid_dropout(self.out_proj(out))
-        return projected
+        dropped: Tensor = self.resid_dropout(super().output(out))
+        return dropped
 
     def dropout_share(self) -> float:
         """Share of the attention weights that training drops."""
@@ -80,15 +72,10 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         return bool(kwargs.get("output_attentions"))
 
 
-class SlimCodeGenPreTrainedModel(SlimPreTrainedModel, CodeGenPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimCodeGenConfig
-
-
-class SlimCodeGenModel(SlimRotaryDecoder, SlimCodeGenPreTrainedModel, CodeGenModel):
+class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
     """CodeGen's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimCodeGenConfig
     slim_attention = SlimCodeGenAttention
     blocks = "h"
     attention = "attn"
@@ -98,9 +85,10 @@ class SlimCodeGenModel(SlimRotaryDecoder, SlimCodeGenPreTrainedModel, CodeGenMod
         return {}
 
 
-class SlimCodeGenForCausalLM(SlimCausalLM, SlimCodeGenPreTrainedModel, CodeGenForCausalLM):
+class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
     """CodeGen for generation, with slim attention."""
 
+    config_class = SlimCodeGenConfig
     slim_decoder = SlimCodeGenModel
 
     @staticmethod

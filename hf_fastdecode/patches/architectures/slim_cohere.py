@@ -6,21 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.cohere.modeling_cohere import (
-    CohereAttention,
-    CohereForCausalLM,
-    CohereModel,
-    CoherePreTrainedModel,
-)
+from transformers.models.cohere.modeling_cohere import CohereAttention, CohereForCausalLM, CohereModel
 
-from ..attention_layer import SlimAttention, rotate_first, rotate_pairs
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..attention_layer import SlimAttention
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimCohereConfig
 
 
 class SlimCohereAttention(SlimAttention, CohereAttention):
     """Attention of a layer that caches no values."""
 
+    interleaved = True
     use_qk_norm: bool
     q_norm: nn.Module
     k_norm: nn.Module
@@ -33,26 +29,18 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
         return self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else keys
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE of coordinates 2 i and 2 i + 1."""
-        return rotate_first(x, cos, sin, rotate_pairs)
 
-
-class SlimCoherePreTrainedModel(SlimPreTrainedModel, CoherePreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimCohereConfig
-
-
-class SlimCohereModel(SlimRotaryDecoder, SlimCoherePreTrainedModel, CohereModel):
+class SlimCohereModel(SlimRotaryDecoder, CohereModel):
     """Cohere's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimCohereConfig
     slim_attention = SlimCohereAttention
 
 
-class SlimCohereForCausalLM(SlimCausalLM, SlimCoherePreTrainedModel, CohereForCausalLM):
+class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
     """Cohere for generation, with slim attention."""
 
+    config_class = SlimCohereConfig
     slim_decoder = SlimCohereModel
 
     def __init__(self, config: Any) -> None:

@@ -1,12 +1,12 @@
-"""Gemma with slim attention: keys may have more coordinates than the inputs, as in CodeGemma-7B."""
+"""Gemma with slim attention: keys may have more coordinates than the inputs, as in Gemma 7B."""
 
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaForCausalLM, GemmaModel, GemmaPreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaForCausalLM, GemmaModel
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimGemmaConfig
 
 
@@ -14,21 +14,17 @@ class SlimGemmaAttention(SlimAttention, GemmaAttention):
     """Attention of a layer that caches no values."""
 
 
-class SlimGemmaPreTrainedModel(SlimPreTrainedModel, GemmaPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimGemmaConfig
-
-
-class SlimGemmaModel(SlimRotaryDecoder, SlimGemmaPreTrainedModel, GemmaModel):
+class SlimGemmaModel(SlimRotaryDecoder, GemmaModel):
     """Gemma's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimGemmaConfig
     slim_attention = SlimGemmaAttention
 
 
-class SlimGemmaForCausalLM(SlimCausalLM, SlimGemmaPreTrainedModel, GemmaForCausalLM):
+class SlimGemmaForCausalLM(SlimCausalLM, GemmaForCausalLM):
     """Gemma for generation, with slim attention."""
 
+    config_class = SlimGemmaConfig
     slim_decoder = SlimGemmaModel
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
+from ..decoder import SlimCausalLM, SlimDecoder
 from ..slim_configs import SlimGPT2Config
 
 
@@ -15,38 +15,34 @@ class SlimGPT2Attention(SlimAttention, GPT2Attention):
     """Attention of a layer that caches no values."""
 
     values_from = "c_attn"
+    output_projection = "c_proj"
     rotary = False
-    c_proj: nn.Module
     attn_dropout: nn.Dropout
     resid_dropout: nn.Module
 
     def output(self, out: Tensor) -> Tensor:
         """Output projection and dropout."""
-        projected: Tensor = self.resid_dropout(self.c_proj(out))
-        return projected
+        dropped: Tensor = self.resid_dropout(super().output(out))
+        return dropped
 
     def dropout_share(self) -> float:
         """Share of the attention weights that training drops."""
         return self.attn_dropout.p
 
 
-class SlimGPT2PreTrainedModel(SlimPreTrainedModel, GPT2PreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimGPT2Config
-
-
-class SlimGPT2Model(SlimDecoder, SlimGPT2PreTrainedModel, GPT2Model):
+class SlimGPT2Model(SlimDecoder, GPT2Model):
     """GPT-2's decoder."""
 
+    config_class = SlimGPT2Config
     slim_attention = SlimGPT2Attention
     blocks = "h"
     attention = "attn"
 
 
-class SlimGPT2LMHeadModel(SlimCausalLM, SlimGPT2PreTrainedModel, GPT2LMHeadModel):
+class SlimGPT2LMHeadModel(SlimCausalLM, GPT2LMHeadModel):
     """GPT-2 for generation, with slim attention."""
 
+    config_class = SlimGPT2Config
     slim_decoder = SlimGPT2Model
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.gpt_neox.modeling_gpt_neox import (
-    GPTNeoXAttention,
-    GPTNeoXForCausalLM,
-    GPTNeoXModel,
-    GPTNeoXPreTrainedModel,
-)
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXForCausalLM, GPTNeoXModel
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimGPTNeoXConfig
 
 
@@ -22,8 +17,8 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
     """Attention of a layer that caches no values."""
 
     values_from = "query_key_value"
+    output_projection = "dense"
     head_size: int
-    dense: nn.Module
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
@@ -36,28 +31,19 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
         """As `SlimAttention.forward`, with the cache as `layer_past`."""
         return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
 
-    def output(self, out: Tensor) -> Tensor:
-        """Output projection."""
-        projected: Tensor = self.dense(out)
-        return projected
 
-
-class SlimGPTNeoXPreTrainedModel(SlimPreTrainedModel, GPTNeoXPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimGPTNeoXConfig
-
-
-class SlimGPTNeoXModel(SlimRotaryDecoder, SlimGPTNeoXPreTrainedModel, GPTNeoXModel):
+class SlimGPTNeoXModel(SlimRotaryDecoder, GPTNeoXModel):
     """GPT-NeoX's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimGPTNeoXConfig
     slim_attention = SlimGPTNeoXAttention
     attention = "attention"
 
 
-class SlimGPTNeoXForCausalLM(SlimCausalLM, SlimGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
+class SlimGPTNeoXForCausalLM(SlimCausalLM, GPTNeoXForCausalLM):
     """GPT-NeoX for generation, with slim attention."""
 
+    config_class = SlimGPTNeoXConfig
     slim_decoder = SlimGPTNeoXModel
 
 

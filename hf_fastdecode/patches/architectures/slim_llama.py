@@ -7,15 +7,10 @@ classes that would draw them at random. Any cache of transformers serves, as its
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaForCausalLM,
-    LlamaModel,
-    LlamaPreTrainedModel,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimLlamaConfig
 
 
@@ -23,21 +18,17 @@ class SlimLlamaAttention(SlimAttention, LlamaAttention):
     """Attention of a layer that caches no values."""
 
 
-class SlimLlamaPreTrainedModel(SlimPreTrainedModel, LlamaPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimLlamaConfig
-
-
-class SlimLlamaModel(SlimRotaryDecoder, SlimLlamaPreTrainedModel, LlamaModel):
+class SlimLlamaModel(SlimRotaryDecoder, LlamaModel):
     """Llama's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimLlamaConfig
     slim_attention = SlimLlamaAttention
 
 
-class SlimLlamaForCausalLM(SlimCausalLM, SlimLlamaPreTrainedModel, LlamaForCausalLM):
+class SlimLlamaForCausalLM(SlimCausalLM, LlamaForCausalLM):
     """Llama for generation, with slim attention."""
 
+    config_class = SlimLlamaConfig
     slim_decoder = SlimLlamaModel
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoForCausalLM, OlmoModel, OlmoPreTrainedModel
+from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoForCausalLM, OlmoModel
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimOlmoConfig
 
 
@@ -14,21 +14,17 @@ class SlimOlmoAttention(SlimAttention, OlmoAttention):
     """Attention of a layer that caches no values."""
 
 
-class SlimOlmoPreTrainedModel(SlimPreTrainedModel, OlmoPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimOlmoConfig
-
-
-class SlimOlmoModel(SlimRotaryDecoder, SlimOlmoPreTrainedModel, OlmoModel):
+class SlimOlmoModel(SlimRotaryDecoder, OlmoModel):
     """OLMo's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimOlmoConfig
     slim_attention = SlimOlmoAttention
 
 
-class SlimOlmoForCausalLM(SlimCausalLM, SlimOlmoPreTrainedModel, OlmoForCausalLM):
+class SlimOlmoForCausalLM(SlimCausalLM, OlmoForCausalLM):
     """OLMo for generation, with slim attention."""
 
+    config_class = SlimOlmoConfig
     slim_decoder = SlimOlmoModel
 
 

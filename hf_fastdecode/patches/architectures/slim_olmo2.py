@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2ForCausalLM, Olmo2Model, Olmo2PreTrainedModel
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2ForCausalLM, Olmo2Model
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimOlmo2Config
 
 
@@ -28,21 +28,17 @@ class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
         return normed
 
 
-class SlimOlmo2PreTrainedModel(SlimPreTrainedModel, Olmo2PreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimOlmo2Config
-
-
-class SlimOlmo2Model(SlimRotaryDecoder, SlimOlmo2PreTrainedModel, Olmo2Model):
+class SlimOlmo2Model(SlimRotaryDecoder, Olmo2Model):
     """OLMo 2's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimOlmo2Config
     slim_attention = SlimOlmo2Attention
 
 
-class SlimOlmo2ForCausalLM(SlimCausalLM, SlimOlmo2PreTrainedModel, Olmo2ForCausalLM):
+class SlimOlmo2ForCausalLM(SlimCausalLM, Olmo2ForCausalLM):
     """OLMo 2 for generation, with slim attention."""
 
+    config_class = SlimOlmo2Config
     slim_decoder = SlimOlmo2Model
 
 

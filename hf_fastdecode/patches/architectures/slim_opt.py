@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.opt.modeling_opt import (
-    OPTAttention,
-    OPTDecoder,
-    OPTForCausalLM,
-    OPTModel,
-    OPTPreTrainedModel,
-)
+from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoder, OPTForCausalLM, OPTModel, OPTPreTrainedModel
 
 from ..attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
@@ -22,34 +16,26 @@ from ..slim_configs import SlimOPTConfig
 class SlimOPTAttention(SlimAttention, OPTAttention):
     """Attention of a layer that caches no values."""
 
+    output_projection = "out_proj"
     rotary = False
     dropout: float
-    out_proj: nn.Module
-
-    def output(self, out: Tensor) -> Tensor:
-        """Output projection."""
-        projected: Tensor = self.out_proj(out)
-        return projected
 
     def dropout_share(self) -> float:
         """Share of the attention weights that training drops."""
         return self.dropout
 
 
-class SlimOPTPreTrainedModel(SlimPreTrainedModel, OPTPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimOPTConfig
-
-
-class SlimOPTDecoder(SlimDecoder, SlimOPTPreTrainedModel, OPTDecoder):
+class SlimOPTDecoder(SlimDecoder, OPTDecoder):
     """OPT's decoder."""
 
+    config_class = SlimOPTConfig
     slim_attention = SlimOPTAttention
 
 
-class SlimOPTModel(SlimOPTPreTrainedModel, OPTModel):
+class SlimOPTModel(SlimPreTrainedModel, OPTModel):
     """OPT's decoder, as `SlimOPTForCausalLM` names it."""
+
+    config_class = SlimOPTConfig
 
     def __init__(self, config: Any) -> None:
         OPTPreTrainedModel.__init__(self, config)  # not OPTModel's, which makes an ordinary decoder
@@ -57,9 +43,10 @@ class SlimOPTModel(SlimOPTPreTrainedModel, OPTModel):
         self.post_init()
 
 
-class SlimOPTForCausalLM(SlimCausalLM, SlimOPTPreTrainedModel, OPTForCausalLM):
+class SlimOPTForCausalLM(SlimCausalLM, OPTForCausalLM):
     """OPT for generation, with slim attention."""
 
+    config_class = SlimOPTConfig
     slim_decoder = SlimOPTModel
 
     @staticmethod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model, Phi3PreTrainedModel
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimPhi3Config
 
 
@@ -16,21 +16,17 @@ class SlimPhi3Attention(SlimAttention, Phi3Attention):
     values_from = "qkv_proj"
 
 
-class SlimPhi3PreTrainedModel(SlimPreTrainedModel, Phi3PreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimPhi3Config
-
-
-class SlimPhi3Model(SlimRotaryDecoder, SlimPhi3PreTrainedModel, Phi3Model):
+class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
     """Phi-3's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimPhi3Config
     slim_attention = SlimPhi3Attention
 
 
-class SlimPhi3ForCausalLM(SlimCausalLM, SlimPhi3PreTrainedModel, Phi3ForCausalLM):
+class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):
     """Phi-3 for generation, with slim attention."""
 
+    config_class = SlimPhi3Config
     slim_decoder = SlimPhi3Model
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model, Qwen2PreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
 
 from ..attention_layer import SlimAttention
-from ..decoder import SlimCausalLM, SlimPreTrainedModel, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimQwen2Config
 
 
@@ -14,21 +14,17 @@ class SlimQwen2Attention(SlimAttention, Qwen2Attention):
     """Attention of a layer that caches no values."""
 
 
-class SlimQwen2PreTrainedModel(SlimPreTrainedModel, Qwen2PreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimQwen2Config
-
-
-class SlimQwen2Model(SlimRotaryDecoder, SlimQwen2PreTrainedModel, Qwen2Model):
+class SlimQwen2Model(SlimRotaryDecoder, Qwen2Model):
     """Qwen2's decoder, which rotates keys when it reads them."""
 
+    config_class = SlimQwen2Config
     slim_attention = SlimQwen2Attention
 
 
-class SlimQwen2ForCausalLM(SlimCausalLM, SlimQwen2PreTrainedModel, Qwen2ForCausalLM):
+class SlimQwen2ForCausalLM(SlimCausalLM, Qwen2ForCausalLM):
     """Qwen2 for generation, with slim attention."""
 
+    config_class = SlimQwen2Config
     slim_decoder = SlimQwen2Model
 
 
