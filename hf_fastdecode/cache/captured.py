@@ -26,7 +26,7 @@ class CapturedCache(Cache):
     """
 
     def __init__(self, tables: StepTables, cache: SharedContextCache):
-        layers = [_CapturedLayer(tables, index, type(layer.storage)()) for index, layer in enumerate(cache.layers)]
+        layers = [_CapturedLayer(tables, index, layer.storage.empty()) for index, layer in enumerate(cache.layers)]
         super().__init__(layers=layers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -98,21 +98,22 @@ class SharedContextLayer(CacheLayerMixin):
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(*self.storage.keys_and_values(parts))
-        self._check_dtype(parts)
         handle: SharedKV
         if self.state.packed:
+            self._check_dtype(parts, self.storage.node_example)
             packed = Segment._make(part[0] for part in parts)
             handle = PrefillKV(self.stored, packed)
             for span in (spans := list(joined(item.span for item in self.state.packed))):
                 self.storage.segment(span.segment, self.state.segment_lengths[span.segment], packed)
             self.storage.write_nodes(spans, packed)
         else:
+            self._check_dtype(parts, self.storage.suffix_example)
             self._make_room(parts)
             handle = DecodeKV(self.stored, parts)
         return handle, handle
 
-    def _check_dtype(self, parts: Segment) -> None:
-        stored = self.storage.example
+    @staticmethod
+    def _check_dtype(parts: Segment, stored: Segment | None) -> None:
         if stored is not None and stored[0].dtype != parts[0].dtype:
             raise ValueError(
                 f"the cache holds keys in {stored[0].dtype}, and this pass computes {parts[0].dtype}: the model was "
@@ -140,10 +141,10 @@ class SharedContextLayer(CacheLayerMixin):
 
     def _check_shapes(self, parts: Segment) -> None:
         """Reject tokens whose heads or widths differ from the stored ones."""
-        stored = self.storage.example
+        if self.storage.node_example is None and self.state.forest is not None and self.state.forest.nodes:
+            raise ValueError(f"the model has more layers than the cache; {_REMEDY}")
+        stored = self.storage.suffix_example
         if stored is None:
-            if self.state.forest is not None and self.state.forest.nodes:
-                raise ValueError(f"the model has more layers than the cache; {_REMEDY}")
             return
         for new, old in zip(parts, stored, strict=True):
             got, held = (new.shape[-3], new.shape[-1]), (old.shape[-3], old.shape[-1])
@@ -179,7 +180,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored = StoredLayer(self.state, type(self.storage)(), self.stored.index)
+        self.stored = StoredLayer(self.state, self.storage.empty(), self.stored.index)
         self.is_initialized = False
 
     def offload(self) -> None:

@@ -20,6 +20,7 @@ from .fingerprint import Fingerprint
 from .layer import SharedContextLayer
 from .rows import CacheRows
 from .state import PrefillItem, SharedState
+from .storage import TokenStorage
 from .suffixes import Suffixes
 
 
@@ -148,7 +149,9 @@ class SharedContextCache(CacheRows):
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         if own := self.suffix_length:
             for layer, twin in zip(self.layers, fork.layers, strict=True):
-                suffixes = layer.storage.suffixes_as_segment(own, self.state.suffixes.origins)
+                suffixes = layer.storage.suffixes_as_segment(
+                    own, self.state.suffixes.origins, self.forest.context_lengths
+                )
                 twin.storage.segments[len(self.segment_tokens)] = suffixes
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
             lengths = self.suffix_lengths.tolist()
@@ -169,7 +172,7 @@ class SharedContextCache(CacheRows):
         twin.state.forest, twin.fingerprint = forest, self.fingerprint
         twin.state.padded_length = twin.state.longest_row
         for index, layer in enumerate(self.layers):
-            fresh = SharedContextLayer(twin.state, index, type(layer.storage)())
+            fresh = SharedContextLayer(twin.state, index, layer.storage.empty())
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
@@ -242,29 +245,44 @@ class SharedContextCache(CacheRows):
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and held by a stock cache for the same rows."""
-        per_token = sum(layer.storage.bytes_per_token for layer in self.layers)
-        nodes = self.node_tokens * per_token
-        allocated = sum(layer.storage.suffix_bytes for layer in self.layers)
+        storages = [layer.storage for layer in self.layers]
+        nodes = self.node_tokens * sum(storage.bytes_per_token for storage in storages)
+        per_token = sum(storage.suffix_bytes_per_token for storage in storages)
+        allocated = sum(storage.suffix_bytes for storage in storages)
         return CacheBytes(
             stored=nodes + int(self.suffix_lengths.sum()) * per_token,
             allocated=nodes + allocated,
             stock=sum(
-                self.rows * within(self.get_seq_length(), layer.window) * layer.storage.bytes_per_token
+                self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
                 for layer in self.layers
             ),
         )
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        token_storage: Callable[[], TokenStorage] = TokenStorage,
+        **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
+
+        Args:
+            key_states: See `SharedContextLayer.update`.
+            value_states: Likewise.
+            layer_idx: Index of the layer.
+            args: Passed on to the layer's storage.
+            token_storage: Creates the storage of a layer that the cache does not have yet.
+            kwargs: Passed on to the layer's storage.
 
         Raises:
             NotATensorError: The model is not enabled, or a submodule was called directly.
         """
         require_active()  # fail before appending tokens that attention could not read
         while len(self.layers) <= layer_idx:
-            self.layers.append(SharedContextLayer(self.state, len(self.layers)))
+            self.layers.append(SharedContextLayer(self.state, len(self.layers), token_storage()))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:

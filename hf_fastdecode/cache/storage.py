@@ -22,7 +22,7 @@ class TokenStorage:
 
     A token consists of *parts*, here keys and values, each in its own tensor. Node tokens are stored in *segments*;
     appended tokens in *suffixes*, preallocated and written in place. Subclasses define another token layout by
-    overriding `parts_of` and `keys_and_values`.
+    overriding `parts_of` and `keys_and_values`, or `as_nodes` and the examples if suffixes have one of their own.
 
     Attributes:
         segments: Segments by number; each part ``[heads, tokens, width]``.
@@ -54,16 +54,38 @@ class TokenStorage:
         """Keys and values of stored parts, as the attention operators take them."""
         return parts
 
+    def empty(self) -> TokenStorage:
+        """An empty storage of the same layout."""
+        return type(self)()
+
+    def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
+        """Suffix tokens in the layout of nodes.
+
+        Args:
+            parts: Of suffixes, each ``[rows, heads, tokens, width]``.
+            starts: ``[rows]`` int64: position of each suffix's first token.
+        """
+        return parts
+
     @property
-    def example(self) -> Segment | None:
-        """Any stored parts, to read heads, widths and dtype; each ends in ``[heads, tokens, width]``."""
+    def node_example(self) -> Segment | None:
+        """Any parts of the nodes' layout, for heads, widths and dtype; each ends in ``[heads, tokens, width]``."""
         return next(iter(self.segments.values()), None) or self.suffix
 
     @property
+    def suffix_example(self) -> Segment | None:
+        """Likewise of the suffixes' layout."""
+        return self.node_example
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes per token in this layer; 0 while empty."""
-        parts = self.example or ()
-        return sum(part.shape[-3] * part.shape[-1] * part.element_size() for part in parts)
+        """Bytes per node token in this layer; 0 while it holds none."""
+        return _bytes_per_token(self.node_example)
+
+    @property
+    def suffix_bytes_per_token(self) -> int:
+        """Bytes per suffix token in this layer; 0 while it holds none."""
+        return _bytes_per_token(self.suffix_example)
 
     @property
     def suffix_bytes(self) -> int:
@@ -145,16 +167,23 @@ class TokenStorage:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.suffix if origins is None else _map(self.suffix, origins.gather)
 
-    def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None) -> Segment:
-        """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on."""
+    def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None, starts: Sequence[int]) -> Segment:
+        """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
+
+        Args:
+            length: Tokens per row.
+            origins: Of reordered suffixes.
+            starts: Position of each suffix's first token.
+        """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
 
             def side_by_side(part: Tensor) -> Tensor:
-                rows_inside = part[:, :, :length].transpose(0, 1)
-                return rows_inside.clone(memory_format=torch.contiguous_format).flatten(1, 2)
+                return part.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
-            return _map(self.ordered_suffix(origins), side_by_side)
+            suffixes = _map(self.ordered_suffix(origins), lambda part: part[:, :, :length])
+            nodes = self.as_nodes(suffixes, torch.tensor(starts, dtype=torch.long, device=suffixes[0].device))
+            return _map(nodes, side_by_side)
 
     def select_rows(self, rows: Tensor, origins: SuffixOrigins | None) -> None:
         """Keep the suffixes of these rows, which may repeat, in newly allocated storage."""
@@ -179,6 +208,10 @@ class TokenStorage:
     def _replace(self, suffix: Segment | None) -> None:
         self.suffix = suffix
         self.version = object()
+
+
+def _bytes_per_token(parts: Segment | None) -> int:
+    return sum(part.shape[-3] * part.shape[-1] * part.element_size() for part in parts or ())
 
 
 def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention_layer import ROTATION, Tables
+from ..cache.shared import SharedContextCache
+from .attention_layer import SlimAttention
 from .cached_positions import key_positions, require_counted, visible_slots
+from .rotation import ROTATION, Rotation, Tables, forest_rotation
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -18,6 +20,8 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+    shares_context = True  # all the same, by layers of their own
+    no_captured_steps = "steps of slim attention layers are not captured yet"
 
 
 class SlimDecoder(SlimPreTrainedModel):
@@ -49,6 +53,13 @@ class SlimDecoder(SlimPreTrainedModel):
 class SlimRotaryDecoder(SlimDecoder):
     """A decoder with RoPE, which rotates keys when it reads them."""
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in getattr(self, self.blocks):
+            attention = getattr(block, self.attention)
+            if isinstance(attention, SlimAttention):
+                attention.tables = self.tables
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -73,14 +84,17 @@ class SlimRotaryDecoder(SlimDecoder):
             slots, dropped = length, 0
             if past_key_values is not None:  # a sliding window drops the oldest tokens
                 slots, dropped = past_key_values.get_mask_sizes(length, self.first_slim)
-            visible = None
+            visible, shared = None, isinstance(past_key_values, SharedContextCache)
             if position_ids is None:
                 position_ids = (torch.arange(length, device=device) + cached)[None]
-            else:
+            elif not shared:
                 visible = visible_slots(attention_mask, dropped)
                 if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
-            kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
+            if shared:
+                kwargs |= self.forest_rotation(past_key_values, position_ids)
+            else:
+                kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -90,11 +104,20 @@ class SlimRotaryDecoder(SlimDecoder):
             **kwargs,
         )
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tables]:
+    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Rotation]:
         """Argument of the attention layers, of positions ``[rows or 1, tokens]``."""
-        # Tables have the dtype of what they are for: fp32 for an empty tensor of it.
-        like = torch.empty(0, dtype=torch.float32, device=query_positions.device)
-        return {ROTATION: (*self.rotary_emb(like, query_positions), *self.rotary_emb(like, key_positions))}
+        return {ROTATION: Rotation(self.tables(query_positions), self.tables(key_positions))}
+
+    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
+        """Likewise, for a pass over a shared-context cache."""
+        return {ROTATION: forest_rotation(self.tables, cache, position_ids)}
+
+    def tables(self, positions: Tensor) -> Tables:
+        """Tables of positions ``[rows or 1, tokens]``."""
+        # They have the dtype of what they are for: fp32 for an empty tensor of it.
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        cos, sin = self.rotary_emb(like, positions)
+        return cos, sin
 
     def fills_cache(self, cache: Any, cached: int | Tensor, use_cache: bool | None) -> bool:
         """Whether this pass begins a cache that later passes will read."""

@@ -12,16 +12,18 @@ those cannot compute, casts a node to fp32 first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..forest import Node
-from ..kv import ForestKV
+from ..forest import Forest, Node
+from ..kv import ForestKV, Segment
 from ..partial import Partial, merge
 from .operators import DenseAttention, choose_operator, plain_partial, with_sinks
+
+Segments = Sequence[Segment] | Mapping[int, Segment]
 
 
 def forest_attention(
@@ -75,10 +77,38 @@ def forest_attention(
     oldest = None if window is None else _oldest_seen(kv, queries, queries_per_kv_head, window)
     merged = _suffix_partial(packed, queries, kv, dense, _relative_to_starts(oldest, kv.forest.context_lengths))
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        merged = merge(merged, _level_partial(packed, batches, kv, dense, _relative_to_starts(oldest, starts)))
-    value_dim = merged.out.shape[-1]
-    merged = Partial(merged.out.reshape(rows, heads, queries, value_dim), merged.lse.reshape(rows, heads, queries))
+        merged = merge(
+            merged, _level_partial(packed, batches, kv.segments, dense, _relative_to_starts(oldest, starts))
+        )
+    merged = _per_head(merged, heads, queries)
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
+
+
+def nodes_attention(query: Tensor, forest: Forest, segments: Segments, scale: float, *, backend: str) -> Partial:
+    """Attend each row's queries to its path of nodes alone, without a causal rule.
+
+    Args:
+        query: ``[rows, heads, queries, head_dim]``.
+        forest: Of so many rows, with at least one node.
+        segments: Keys and values in the query's dtype, on its device.
+        scale: Factor on the scores.
+        backend: One of `TORCH_BACKENDS`.
+
+    Returns:
+        As `forest_attention`; the empty partial for rows without nodes.
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = segments[forest.nodes[0].span.segment].keys.shape[0]
+    dense = DenseAttention(scale, None, backend)
+    packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)
+    levels = [_level_partial(packed, batches, segments, dense, None) for batches in forest.batches]
+    return _per_head(merge(*levels), heads, queries)
+
+
+def _per_head(packed: Partial, heads: int, queries: int) -> Partial:
+    """Partials of packed queries, ``[rows, kv_heads, queries_per_kv_head]``, as ``[rows, heads, queries]``."""
+    out, lse = packed
+    return Partial(out.reshape(len(out), heads, queries, out.shape[-1]), lse.reshape(len(lse), heads, queries))
 
 
 def _oldest_seen(kv: ForestKV, queries: int, queries_per_kv_head: int, window: int) -> Tensor:
@@ -98,13 +128,17 @@ def _relative_to_starts(oldest: Tensor | None, starts: Sequence[int]) -> Tensor 
 
 
 def _level_partial(
-    packed: Tensor, batches: Sequence[tuple[Node, ...]], kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
+    packed: Tensor,
+    batches: Sequence[tuple[Node, ...]],
+    segments: Segments,
+    dense: DenseAttention,
+    oldest: Tensor | None,
 ) -> Partial:
     """Attention of all rows over the nodes of one depth; the empty partial for rows without one."""
     outs, lses, row = [], [], 0
     for batch in batches:
         rows = slice(batch[0].row_start, batch[-1].row_stop)
-        part = _nodes_partial(packed[rows], batch, kv, dense, None if oldest is None else oldest[rows])
+        part = _nodes_partial(packed[rows], batch, segments, dense, None if oldest is None else oldest[rows])
         if gap := batch[0].row_start - row:
             outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
             lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
@@ -118,10 +152,10 @@ def _level_partial(
 
 
 def _nodes_partial(
-    packed: Tensor, nodes: tuple[Node, ...], kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
+    packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
-    keys, values = (_batched(part, nodes) for part in kv.segments[nodes[0].span.segment])
+    keys, values = (_batched(part, nodes) for part in segments[nodes[0].span.segment])
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.

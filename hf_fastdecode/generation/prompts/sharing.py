@@ -162,10 +162,10 @@ def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
             f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
             "hf_fastdecode.prefill(model, ...) of this model"
         )
-    stored = cache.layers[0].storage.example
+    stored = cache.layers[0].storage.node_example
     held = stored[0].shape[-3] if stored is not None else 0
     kv_heads = getattr(config, "num_key_value_heads", None) or held
-    if held != kv_heads:
+    if stored is not None and held != kv_heads:
         raise ValueError(
             f"the cache holds {held} KV heads, the model has {kv_heads}; make it with "
             "hf_fastdecode.prefill(model, ...) of this model"

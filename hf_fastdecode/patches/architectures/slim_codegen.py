@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
 
-from ..attention_layer import ROTATION, SlimAttention, Tables
+from ...cache.shared import SharedContextCache
+from ..attention_layer import SlimAttention
 from ..cached_positions import key_positions, visible_slots
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..slim_configs import SlimCodeGenConfig
 
 
@@ -43,15 +45,18 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As `SlimAttention.forward`, with the cache as `layer_past`, and positions for tables."""
+        if isinstance(layer_past, SharedContextCache):
+            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids)
+            return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
         cached, slots = 0, hidden_states.shape[1]
         if layer_past is not None:
             cached = layer_past.get_seq_length(self.layer_idx)
             slots, _ = layer_past.get_mask_sizes(slots, self.layer_idx)
         positions = key_positions(position_ids, visible_slots(attention_mask), cached, slots)
-        kwargs[ROTATION] = (*self.tables(position_ids), *self.tables(positions))
+        kwargs[ROTATION] = Rotation(self.tables(position_ids), self.tables(positions))
         return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor) -> Tables:
         """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""
         table = self.embed_positions.to(positions.device).float()
         inside = positions.clamp(0, len(table) - 1)  # padding and unused slots may have any number
@@ -80,8 +85,12 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
     blocks = "h"
     attention = "attn"
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tables]:
+    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Rotation]:
         """No argument: layers make their tables."""
+        return {}
+
+    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
+        """Likewise."""
         return {}
 
 

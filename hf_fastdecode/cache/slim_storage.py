@@ -1,0 +1,73 @@
+"""Token storage of a slim layer: nodes hold keys and values, suffixes keys before RoPE and V-coordinates."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..attention.kv import Segment
+from .storage import TokenStorage
+
+
+class MakesNodes(Protocol):
+    """A slim attention layer, which makes keys and values of the tokens that it has cached."""
+
+    def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
+        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``.
+
+        Args:
+            keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, before RoPE.
+            coordinates: ``[rows, 1, tokens, r]`` as cached.
+            positions: ``[rows, tokens]`` int64.
+            dtype: Of the result; the model's when None.
+        """
+        ...
+
+
+class SlimStorage(TokenStorage):
+    """Tokens of a slim layer.
+
+    A node is read by many rows, so that its values cost little memory for a row, and making them anew in every step
+    would cost a product with the matrix from keys to values. What each row has added itself is stored slim.
+
+    Args:
+        layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
+    """
+
+    def __init__(self, layer: ref[MakesNodes] | None = None):
+        super().__init__()
+        self._layer = layer
+
+    def empty(self) -> TokenStorage:
+        return SlimStorage(self._layer)
+
+    def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
+        """As the base class's.
+
+        Raises:
+            ValueError: The model no longer exists in this process.
+        """
+        layer = self._layer() if self._layer is not None else None
+        if layer is None:
+            raise ValueError(
+                "the tokens that rows of this cache have added are stored without values, and the slim model that "
+                "can make them is gone; keep the model, or prefill the whole text again"
+            )
+        keys, coordinates = parts
+        positions = starts[:, None] + torch.arange(keys.shape[2], device=keys.device)
+        stored = self.node_example
+        return layer.as_nodes(keys, coordinates, positions, None if stored is None else stored[0].dtype)
+
+    @property
+    def node_example(self) -> Segment | None:
+        return next(iter(self.segments.values()), None)
+
+    @property
+    def suffix_example(self) -> Segment | None:
+        return self.suffix
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_layer": None}  # weak references cannot be pickled

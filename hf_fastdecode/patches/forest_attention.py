@@ -1,0 +1,89 @@
+"""Attention of a slim layer over a shared-context cache, in PyTorch's operators.
+
+Nodes hold rotated keys and values, as for ordinary layers; the tokens that each row has added are stored slim. Both
+give partials, which merge by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..attention.autocast import no_autocast
+from ..attention.interface import SlidingWindow
+from ..attention.kv import ForestKV
+from ..attention.partial import Partial, merge
+from ..attention.scoring import Scoring
+from ..attention.torch_operators.decode_ops import nodes_attention
+from ..cache.handles import DecodeKV, PrefillKV
+from ..cache.shared import SharedContextCache
+from ..cache.slim_storage import SlimStorage
+from ..unsupported import Unsupported
+from .rotation import Rotation, Tables
+from .slim_tokens import SlimTokens
+
+
+def forest_attention(
+    layer: SlimTokens,
+    query: Tensor,
+    keys: Tensor,
+    coordinates: Tensor,
+    cache: SharedContextCache,
+    rotation: Rotation | None,
+    mask: Tensor | SlidingWindow | None,
+) -> Tensor:
+    """Append a pass's tokens to the cache, and attend to each row's path of nodes and suffix.
+
+    Args:
+        layer: The attention layer.
+        query: ``[rows, tokens, heads * head_dim]`` as projected.
+        keys: ``[rows, 1, tokens, heads * head_dim]`` to be cached.
+        coordinates: ``[rows, 1, tokens, r]`` to be cached.
+        cache: The cache.
+        rotation: Of the pass; None without RoPE.
+        mask: As the model's mask function returned it.
+
+    Returns:
+        ``[rows, tokens, heads * value_dim]`` in the query's dtype.
+
+    Raises:
+        Unsupported: A sliding window hides tokens.
+    """
+    if isinstance(mask, SlidingWindow):
+        raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
+    dtype, storage = query.dtype, partial(SlimStorage, ref(layer))
+    with no_autocast(query.device):
+        to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
+        if cache.state.packed:
+            nodes = layer.keys_and_values(keys, coordinates, rotation and rotation.keys, dtype)
+            handle, _ = cache.update(*nodes, layer.layer_idx, token_storage=storage)
+            return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
+        handle, _ = cache.update(keys, coordinates, layer.layer_idx, token_storage=storage)
+        kv = cast(DecodeKV, handle).append()
+        to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
+        merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
+        if kv.forest.nodes:
+            backend = cache.state.torch_backend
+            merged = merge(merged, nodes_attention(to_nodes, kv.forest, kv.segments, layer.scaling, backend=backend))
+    handle.layer.report("decode", f"{len(kv.forest.nodes)} node(s) and slim suffixes by PyTorch's operators")
+    return merged.out.transpose(1, 2).flatten(2).to(dtype)
+
+
+def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:
+    """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
+    queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
+    keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
+    lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
+    last_seen = lengths[:, None] - queries + torch.arange(queries, device=query.device)
+    slot = torch.arange(longest, device=query.device)
+    if shortest < longest:  # what lies behind a suffix is undefined, and 0 * NaN is NaN
+        used = (slot < lengths[:, None])[:, None, :, None]
+        keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
+    scores = query @ layer.scored_keys(keys, tables).mT * layer.scaling
+    scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    return Partial(layer.slim.averaged((scores - lse[..., None]).exp(), keys, coordinates), lse)

@@ -1,0 +1,73 @@
+"""RoPE of slim layers, which rotate keys when they read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.shared import SharedContextCache
+
+ROTATION: Final = "slim_rotation"
+"""Argument of the attention layers: a `Rotation`."""
+
+Tables = tuple[Tensor, Tensor]
+"""cos and sin of tokens, each ``[rows or 1, tokens, rotated coordinates]`` in fp32."""
+
+
+class Rotation(NamedTuple):
+    """Tables of one forward pass.
+
+    Attributes:
+        tokens: Of this pass's tokens.
+        keys: Of all keys that layers rotate in this pass.
+        own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at their places in their suffixes.
+    """
+
+    tokens: Tables
+    keys: Tables
+    own_tokens: Tables | None = None
+
+
+def forest_rotation(tables: Callable[[Tensor], Tables], cache: SharedContextCache, position_ids: Tensor) -> Rotation:
+    """Tables for a pass over a shared-context cache.
+
+    Prefill rotates the keys of its own tokens. A step rotates those of suffixes, and scores depend on differences of
+    positions: counted from a suffix's first token, one table serves the keys of all rows.
+
+    Args:
+        tables: Makes those of positions ``[rows or 1, tokens]``.
+        cache: The cache.
+        position_ids: ``[rows or 1, tokens]``, of this pass.
+    """
+    tokens = tables(position_ids)
+    if cache.state.packed:
+        return Rotation(tokens, tokens)
+    before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
+    first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
+    places = (first + torch.arange(count, device=device)).view(-1, count)
+    slots = torch.arange(before.longest + count, device=device)[None]
+    return Rotation(tokens, tables(slots), tables(places))
+
+
+def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
+    """RoPE of the first coordinates.
+
+    Args:
+        x: ``[rows, heads, tokens, head_dim]``.
+        tables: Of as many coordinates as are rotated; the others pass.
+        interleaved: Pair coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
+    """
+    cos, sin = (table[:, None] for table in tables)
+    rotated = cos.shape[-1]
+    first = x[..., :rotated]
+    # Each pair of coordinates, turned by a right angle.
+    if interleaved:
+        turned = torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2)
+    else:
+        low, high = first.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+    first = first * cos + turned * sin
+    return first if rotated == x.shape[-1] else torch.cat([first, x[..., rotated:]], -1)
