@@ -33,13 +33,12 @@ class CompletionCase:
         return self.marks[self.index], self.marks[self.index + 1]
 
     def kv_tokens(self) -> float:
-        """Tokens whose keys and values a step of the span reads at least, on average: the prompt's once, and every
-        sample's own."""
+        """Mean tokens per step whose keys and values must be read: the prompt's once, and each sample's own."""
         first, last = self.span
         return self.call.context + self.call.samples * (first + last) / 2
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
+        """Columns that identify the case."""
         call, (first, last) = self.call, self.span
         names = ("shape", "context", "samples", "new_tokens", "dtype")
         return {name: getattr(call, name) for name in names} | {"from_token": first, "to_token": last}

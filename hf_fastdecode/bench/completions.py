@@ -26,7 +26,7 @@ from .generate_check import check_way
 from .generate_ways import GenerateWay, find_way, using
 
 _WARM_UP = 24  # tokens of the calls that capture and compile
-_STEPS_BETWEEN_LOOKS = 64  # at the seconds that have passed, for which the host waits for the device
+_STEPS_BETWEEN_LOOKS = 64  # between comparisons with the budget, each of which synchronizes with the device
 
 
 class CompletionBench:
@@ -110,6 +110,7 @@ class CompletionBench:
         key = call.shape, call.dtype
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None
+            collect()
             self._loaded = key, load(call.shape, self.device, getattr(torch, call.dtype))
         return self._loaded[1]
 
@@ -118,16 +119,15 @@ _COLUMNS = ("status", "ms_per_step", "kv_floor_ms", "peak_bytes", "ran")
 
 
 class StepClock(StoppingCriteria):
-    """Takes the time when completions have so many tokens, without waiting for the device, and ends calls that take
-    too long.
+    """Times a call at given lengths of its completions, and ends a call that takes too long.
 
-    transformers' loop asks it as a stopping criterion. Our loop would look at every step's rows for the sake of a
-    criterion that it does not know, so that `running` has it asked where the length is compared instead.
+    CUDA events take the time, so that steps do not wait for the host. transformers' loop calls the clock as a stopping
+    criterion. Our loop handles an unknown criterion on a slower path, so `running` hooks its check of the length.
 
     Args:
         prompt_length: Tokens of the prompt.
-        marks: Numbers of tokens per sample.
-        device: Whose time is taken.
+        marks: Numbers of tokens per sample at which time is taken.
+        device: Where the call runs.
         budget_s: Seconds after which the call ends.
     """
 
@@ -143,17 +143,17 @@ class StepClock(StoppingCriteria):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Our loop asks the clock within."""
+        """Within, our loop checks the clock together with the length."""
         all_end = Stopping.all_end
 
-        def asking(stopping: Stopping, length: int, view: Tensor) -> bool:
+        def all_end_or_over(stopping: Stopping, length: int, view: Tensor) -> bool:
             return self.is_over(length) or all_end(stopping, length, view)
 
-        with patch.object(Stopping, "all_end", asking):
+        with patch.object(Stopping, "all_end", all_end_or_over):
             yield
 
     def is_over(self, length: int) -> bool:
-        """Take the time if this is a mark; whether the call has taken too long."""
+        """Take the time if the length is at a mark; return whether the call has taken too long."""
         tokens = length - self.prompt_length
         if tokens in self.marks:
             self._taken[tokens] = self._now()

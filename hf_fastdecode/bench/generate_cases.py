@@ -168,7 +168,7 @@ class GenerateCase:
         return [spread[index * stride % self.samples] for index in range(self.samples)]
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row; a tree stands behind the shape, so that all rows have the same columns."""
+        """Columns that identify the case; a tree stands behind the shape, so that all rows have the same columns."""
         columns = asdict(self)
         del columns["tree"]
         return columns if self.tree is None else columns | {"shape": f"{self.shape}{_TREE}{self.tree}"}

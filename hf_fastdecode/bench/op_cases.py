@@ -105,7 +105,7 @@ class OpCase:
         return replace(self, nodes=())
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
+        """Columns that identify the case."""
         return {
             "case": self.name,
             "rows": self.rows,

@@ -140,8 +140,12 @@ class OpBench:
                 raise torch.OutOfMemoryError(f"{sets * size} bytes of copies, {free} are free")
         return sets
 
-    def _collect(self) -> None:
+    def drop_inputs(self) -> None:
+        """Let go of the inputs of the latest case."""
         self._prepared = None
+
+    def _collect(self) -> None:
+        self.drop_inputs()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

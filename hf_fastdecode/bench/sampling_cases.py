@@ -51,7 +51,7 @@ class SamplingCase:
         return self.rows * self.vocabulary * itemsize
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
+        """Columns that identify the case."""
         return {
             "case": f"n{self.rows}-v{self.vocabulary}-{self.settings}",
             "rows": self.rows,

@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 RANK_DIVISOR = 8
-"""V-coordinates of ``slim-k+r`` are so many times fewer than keys."""
+"""Numbers per cached key for each V-coordinate of ``slim-k+r``."""
 
 SLIM_WAYS = ("flash", "forest", "forest-prompt", "slim-k", "slim-k+r")
-"""Keys and values by PyTorch's flash attention and by `forest_decode`, as own tokens and as prompts; slim caches."""
+"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SlimCase:
         return tokens * width * itemsize + self.context * self.head_dim * 4 + self.rows * self.heads * width * 4
 
     def columns(self) -> dict[str, Any]:
-        """What of the case stands in a row."""
+        """Columns that identify the case."""
         return {
             "case": f"n{self.rows}-m{self.context}",
             "rows": self.rows,

@@ -95,7 +95,8 @@ class SlimBench:
         return {name: row[name] for name in ("status", "variant", "us_p20", "us_p50", "us_p80", "error_ratio")}
 
     def _slim(self, case: SlimCase, way: str) -> dict[str, Any]:
-        if reason := refusal(*(inputs := self._inputs(case, way))[0]):
+        inputs = self._inputs(case, way)
+        if reason := refusal(*inputs[0]):
             raise NotAvailableError(reason)
         from ..kernels.forest_decode.limits import shared_memory
         from ..kernels.installed import interpreted
@@ -127,16 +128,16 @@ class SlimBench:
 
         calls = [call(given) for given in inputs]
         found: dict[str, Any] = {"variant": str(config)}
-        exact = _Exact(inputs[0], rotary, scale) if self.check else None
-        if exact is not None:
-            found["error_ratio"] = error = exact.error(*calls[0]()[:2])
+        oracle = _Oracle(inputs[0], rotary, scale) if self.check else None
+        if oracle is not None:
+            found["error_ratio"] = error = oracle.error(*calls[0]()[:2])
             if not error <= BOUND:
                 return found | {
                     "status": f"wrong: it errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"
                 }
         times: Times
         times, output = time_operator(calls, self.device)
-        if exact is not None and not (error := exact.error(*output[:2])) <= BOUND:
+        if oracle is not None and not (error := oracle.error(*output[:2])) <= BOUND:
             return found | {"status": f"wrong: it errs {error:.2f} times PyTorch's error when it is repeated"}
         return found | {"us_p20": 1e6 * times.p20, "us_p50": 1e6 * times.p50, "us_p80": 1e6 * times.p80}
 
@@ -145,7 +146,7 @@ class SlimBench:
         key = case, case.rank(way)
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = None
-            self._ops._prepared = None  # keys and values, which would not fit beside these
+            self._ops.drop_inputs()  # keys and values, which would not fit beside these
             dtype: torch.dtype = getattr(torch, case.dtype)
             generator = torch.Generator(self.device).manual_seed(0)
 
@@ -165,8 +166,8 @@ class SlimBench:
         return self._prepared[1]
 
 
-class _Exact:
-    """The oracle in fp64 on the last row and two heads, and the error of fused attention's weights.
+class _Oracle:
+    """Averages of the last row and two heads in fp64, and the same with fused attention's rounding as the yardstick.
 
     The yardstick rounds weights to the cache's dtype, as fused attention does, and nothing else.
     """
@@ -192,14 +193,14 @@ class _Exact:
         for start in chunks:
             tokens = slice(start, start + _CHUNK)
             averages += both[:, tokens] @ torch.cat([keys[tokens], coordinates[tokens]], -1).double()
-        self.out, self.theirs = averages.chunk(2)
+        self.exact, self.fused = averages.chunk(2)
 
     def error(self, keys: Tensor, coordinates: Tensor) -> float:
-        """How many times PyTorch's error averages of all rows and heads err; inf when not finite."""
-        ours = torch.cat([keys, coordinates], -1)[-1, self.heads].double() - self.out
+        """Error of averages, of all rows and heads, over the yardstick's; inf when any is not finite."""
         if not bool(torch.isfinite(keys).all()) or not bool(torch.isfinite(coordinates).all()):
             return torch.inf
-        theirs = self.theirs - self.out
+        ours = torch.cat([keys, coordinates], -1)[-1, self.heads].double() - self.exact
+        theirs = self.fused - self.exact
         return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
 
 

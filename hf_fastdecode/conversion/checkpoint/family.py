@@ -15,12 +15,13 @@ from ..weights import AttentionWeights
 
 @dataclass(frozen=True)
 class Fused:
-    """A projection of queries, keys and values at once.
+    """A fused projection of queries, keys and values.
 
     Attributes:
         name: Of the module, in the ordinary layer.
-        blocks: How many times queries, keys and values follow each other along its rows, of a config.
-        order: In which they do, within a block.
+        blocks: Number of blocks that its rows consist of, each with queries, keys and values, as a function of the
+            config.
+        order: Of queries, keys and values within a block.
         conv1d: Whether weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
@@ -30,7 +31,7 @@ class Fused:
     conv1d: bool = False
 
     def split(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of an attention layer with ``q_proj``, ``k_proj``, ``v_proj`` ``[out, in]`` in its place."""
+        """An attention layer's tensors, the fused ones split into ``q_proj``, ``k_proj``, ``v_proj`` ``[out, in]``."""
         plain = {name: one for name, one in tensors.items() if not name.startswith(f"{self.name}.")}
         for kind in ("weight", "bias"):
             if (fused := tensors.get(f"{self.name}.{kind}")) is None:
@@ -134,7 +135,7 @@ class Family:
         return stored
 
     def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of an ordinary layer's attention, by names below it, with projections apart."""
+        """Tensors of an ordinary layer's attention, by names below it, with separate projections."""
         return dict(tensors) if self.fused is None else self.fused.split(config, tensors)
 
     def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
