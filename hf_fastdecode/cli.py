@@ -22,6 +22,7 @@ from .command_options import EMBEDDED, check_device, check_dtype, check_options,
 from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
 from .commands.convert import convert_checkpoint
 from .commands.evaluation.app import app as evaluations
+from .commands.inspection.command import inspect
 from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 app.add_typer(bench, name="bench")
 app.add_typer(evaluations, name="eval")
+app.command("inspect", cls=ManyValues)(inspect)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 
@@ -292,50 +294,3 @@ def generate(
     if explain:
         note(generated.report)
     note(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")))
-
-
-@app.command(cls=ManyValues)
-def inspect(
-    model: Annotated[str, typer.Argument(help=f"{_MODEL_HELP} Or a config.json.")],
-    context: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens that the samples share; several may follow.", show_default="up to 3 that fit"),
-    ] = None,
-    n: Annotated[list[int] | None, typer.Option(help="Samples; several may follow.", show_default="16 128")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that each sample adds.")] = 256,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Of keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads the model."),
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with sizes in bytes.")] = False,
-) -> None:
-    """Count what a model's keys and values take, with and without sharing.
-
-    Reads the config only: no weights are downloaded or loaded. Sizes are in bytes (1 KiB = 1024 bytes).
-
-    Examples:
-
-        hf-fastdecode inspect embedded
-        hf-fastdecode inspect meta-llama/Llama-3.1-8B --context 2048 8192 --n 16 128
-        hf-fastdecode inspect path/to/config.json --dtype bfloat16 --json
-    """
-    contexts, samples = context or [], n or [16, 128]
-    check_positive("context", *contexts)
-    check_positive("n", *samples)
-    check_positive("new-tokens", new_tokens)
-    check_dtype(dtype)
-    check_options()
-    config_file(model)
-    with quiet_libraries():
-        with exit_on_interrupt():
-            from rich.console import Console
-
-            from .commands.inspect import inspect_model
-            from .commands.render import inspection_text
-            from .configs import load_config
-
-        found = inspect_model(model, load_config(model), contexts, samples, new_tokens=new_tokens, dtype=dtype)
-    if as_json:
-        print(json.dumps(found.to_json()))
-    else:
-        Console().print(inspection_text(found))

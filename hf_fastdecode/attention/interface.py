@@ -31,9 +31,13 @@ from .scoring import Scoring
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
 
-# Further arguments of attention classes, without an effect on causal attention.
+# Further arguments of attention classes, without an effect on causal attention, or on that of these classes: a slim
+# model's layers that keep keys and values get the rotation of the others.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "logits_to_keep"}
+    {
+        *("position_ids", "cache_position", "use_cache", "logits_to_keep", "slim_rotation"),
+        *("output_hidden_states", "output_router_logits"),
+    }
 )
 
 

@@ -94,9 +94,20 @@ class KVShape:
         Raises:
             ValueError: The model is not decoder-only, or its layers store different shapes.
         """
-        name = config.model_type
         if config.is_encoder_decoder:
-            raise ValueError(f"{name} is an encoder-decoder; only the KV of decoder-only models is counted")
+            raise ValueError(
+                f"{config.model_type} is an encoder-decoder; only the KV of decoder-only models is counted"
+            )
+        return cls.of_decoder(config)
+
+    @classmethod
+    def of_decoder(cls, config: Any) -> KVShape:
+        """Read the shape of the self-attention of a decoder, which may be an encoder-decoder's.
+
+        Raises:
+            ValueError: The decoder's layers store different shapes.
+        """
+        name = config.model_type
         text = config.get_text_config(decoder=True)
         if odd := [field for field in _UNCOUNTED if getattr(text, field, None)]:
             raise ValueError(

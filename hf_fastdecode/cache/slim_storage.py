@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol
 from weakref import ref
 
@@ -71,3 +72,8 @@ class SlimStorage(TokenStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_layer": None}  # weak references cannot be pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlimStorage:
+        twin = memo[id(self)] = SlimStorage(self._layer)
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"_layer": self._layer})
+        return twin

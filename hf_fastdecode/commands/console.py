@@ -61,7 +61,7 @@ class ManyValues(TyperCommand):
                 if option and spread[-1] != option:
                     spread.append(option)
             else:
-                option = word if word in ("--context", "--n") else ""
+                option = word if word in ("--context", "--n", "--batch") else ""
             spread.append(word)
         return super().parse_args(ctx, spread)
 

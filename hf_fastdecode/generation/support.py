@@ -54,7 +54,7 @@ def check_model(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "shares_context", False):
         raise Unsupported(f"{name} does not use transformers' attention interface")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise Unsupported(f"{name}.forward takes no position_ids")

@@ -57,7 +57,7 @@ class SlimRotaryDecoder(SlimDecoder):
         super().__init__(config)
         for block in getattr(self, self.blocks):
             attention = getattr(block, self.attention)
-            if isinstance(attention, SlimAttention):
+            if isinstance(attention, SlimAttention) and not hasattr(attention, "tables"):
                 attention.tables = self.tables
 
     def forward(

@@ -1,6 +1,7 @@
-"""What `inspect` finds out from a config."""
+"""What `inspect` finds out about sharing from a config."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
 from hf_fastdecode.command_errors import CommandError
-from hf_fastdecode.commands.inspect import Inspection, inspect_model
-from hf_fastdecode.commands.render import inspection_text
+from hf_fastdecode.commands.inspection.report import inspect_model
+from hf_fastdecode.commands.inspection.sharing import Sharing
+from hf_fastdecode.commands.inspection.sharing_table import sharing_text
 
 LLAMA = {
     "hidden_size": 64,
@@ -23,11 +25,15 @@ LLAMA = {
 }
 
 
-def inspect(
-    model_type: str = "llama", contexts=(100,), samples=(8,), new_tokens=10, dtype="auto", **other
-) -> Inspection:
+def inspect(model_type: str = "llama", contexts=(100,), samples=(8,), new_tokens=10, dtype="auto", **other) -> Sharing:
     config = AutoConfig.for_model(model_type, **LLAMA | other)
-    return inspect_model("tiny", config, contexts, samples, new_tokens=new_tokens, dtype=dtype)
+    return sharing(config, contexts, samples, new_tokens=new_tokens, dtype=dtype)
+
+
+def sharing(config: Any, contexts=(100,), samples=(8,), *, new_tokens: int, dtype: str) -> Sharing:
+    found = inspect_model("tiny", config, contexts, samples, new_tokens=new_tokens, dtype=dtype).sharing
+    assert found is not None
+    return found
 
 
 def test_rows_by_hand():
@@ -82,7 +88,7 @@ def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
     (row,) = found.rows
     assert (row.stock_reason, row.note) == (None, note if context == 503 else None)
     assert found.to_json()["rows"][0]["note"] == row.note
-    Console(width=120).print(inspection_text(found))
+    Console(width=120).print(sharing_text(found))
     shown = capsys.readouterr().out
     assert (f"[1] {note}\n" in shown) == (f"[1] {context} " in shown) == (context == 503)
     assert f"{row.kv_bytes.ratio:.1f}x" in shown and "stock:" not in shown
@@ -94,7 +100,7 @@ def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
 
 
 def test_a_note_and_a_reason_have_marks_of_their_own(capsys):
-    Console(width=120).print(inspection_text(inspect(contexts=(100, 600), samples=(1, 8))))
+    Console(width=120).print(sharing_text(inspect(contexts=(100, 600), samples=(1, 8))))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[1] runs stock: sharing would save 0 tokens, fewer than 64 [2] 610 tokens are more than" in shown
     assert "[2] 600 │ 1 │" in shown and "[2] 600 │ 8 │" in shown
@@ -112,7 +118,7 @@ def test_a_window_cuts_what_a_step_reads_but_not_what_is_kept():
 def test_chunks_bind_where_generate_says_so(chunk):
     sizes = {"attention_chunk_size": chunk, "attn_temperature_tuning": False, "head_dim": 16, "num_local_experts": 2}
     config = AutoConfig.for_model("llama4_text", **LLAMA, **sizes, intermediate_size_mlp=64, pad_token_id=0)
-    found = inspect_model("tiny", config, [100], [8], new_tokens=10, dtype="auto")
+    found = sharing(config, new_tokens=10, dtype="auto")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
@@ -131,7 +137,7 @@ def test_chunks_bind_where_generate_says_so(chunk):
 
 def test_a_model_that_cannot_share():
     config = AutoConfig.for_model("bloom", n_layer=2, hidden_size=64, n_head=4, vocab_size=97)
-    found = inspect_model("tiny", config, [100], [8], new_tokens=10, dtype="float16")
+    found = sharing(config, new_tokens=10, dtype="float16")
     assert found.can_share is False
     assert "attention interface" in found.reason
     assert found.rows[0].stock_reason == found.reason
@@ -142,7 +148,7 @@ def test_what_is_told_is_what_generate_does(model_type):
     sizes = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 64}
     names = {"d_model": 64, "attention_heads": 4, "num_layers": 2} if model_type == "xglm" else LLAMA | sizes
     config = AutoConfig.for_model(model_type, **names | {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": None})
-    found = inspect_model("tiny", config, [100], [8], new_tokens=4, dtype="auto")
+    found = sharing(config, new_tokens=4, dtype="auto")
     model = AutoModelForCausalLM.from_config(config).eval()
     with fd.enabled(model):
         prompt = torch.randint(3, 97, (1, 100))
@@ -158,7 +164,7 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise ImportError("it needs another package\nand more")
 
-    monkeypatch.setattr("hf_fastdecode.commands.inspect.AutoModelForCausalLM.from_config", fail)
+    monkeypatch.setattr("hf_fastdecode.conversion.sizes.matrices.AutoModelForCausalLM.from_config", fail)
     found = inspect()
     assert found.can_share is None
     assert found.reason == "the model could not be built from its config: it needs another package and more"

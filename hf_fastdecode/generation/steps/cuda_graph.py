@@ -309,6 +309,8 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
 
 def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, Any]) -> str | None:
     """Why this model's steps cannot be captured, or None if no reason is known."""
+    if (reason := getattr(model, "no_captured_steps", None)) is not None:
+        return str(reason)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

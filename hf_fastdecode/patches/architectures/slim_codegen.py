@@ -100,6 +100,11 @@ class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
     config_class = SlimCodeGenConfig
     slim_decoder = SlimCodeGenModel
 
+    @property
+    def shares_context(self) -> bool:  # type: ignore[override]
+        """Whether no layer is ordinary, since those read tensors from caches."""
+        return all(layer.plan != "kv" for layer in self.config.layer_plans)
+
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
         """The projection to logits, with a bias."""

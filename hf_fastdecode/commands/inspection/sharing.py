@@ -1,4 +1,4 @@
-"""`hf-fastdecode inspect`: what a model's keys and values take, with and without sharing."""
+"""Bytes of a decoder-only model's keys and values, with and without sharing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
@@ -15,9 +15,7 @@ from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit
 from hf_fastdecode.unsupported import Unsupported
 
-from ..command_errors import CommandError, one_line
-from ..command_options import check_dtype
-from ..configs import max_positions
+from ...configs import max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
@@ -49,8 +47,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What `inspect` tells.
+class Sharing:
+    """Sizes with and without sharing, of one model.
 
     Attributes:
         model: As named on the command line.
@@ -87,28 +85,32 @@ class Inspection:
         return {**fields, **shape}
 
 
-def inspect_model(
-    name: str, config: Any, contexts: Sequence[int], samples: Sequence[int], *, new_tokens: int, dtype: str
-) -> Inspection:
+def count_sharing(
+    name: str,
+    config: Any,
+    model: PreTrainedModel | str,
+    contexts: Sequence[int],
+    samples: Sequence[int],
+    *,
+    new_tokens: int,
+    dtype: torch.dtype,
+) -> Sharing:
     """Count for one config.
 
     Args:
         name: Of the model, for the report.
-        config: From `load_config`.
+        config: Of a decoder-only model.
+        model: Of the config, on the meta device; or why it could not be built.
         contexts: Tokens, each at least 1; when empty, up to three lengths that the model takes.
         samples: Numbers of rows, each at least 1.
         new_tokens: Tokens that each row adds, at least 1.
-        dtype: One of `command_options.DTYPES`, or ``auto``: what the config says, else float32.
+        dtype: Of keys and values.
 
     Raises:
-        CommandError: The config is not one that can be counted, or the dtype is unknown.
+        ValueError: The config is not one that can be counted.
     """
-    try:
-        shape = KVShape.from_config(config)
-    except ValueError as error:
-        raise CommandError(f"cannot count the KV of {name}: {error}") from error
-    element = _dtype(config, dtype)
-    can_share, reason = _sharing(config)
+    shape = KVShape.from_config(config)
+    can_share, reason = _can_share(model)
     limit = max_positions(config)
     rows = []
     for context in contexts or _default_contexts(limit, new_tokens):
@@ -118,21 +120,21 @@ def inspect_model(
                 Row(
                     context=context,
                     samples=count,
-                    kv_bytes=shape.kv_bytes(count, context, new_tokens, element.itemsize),
+                    kv_bytes=shape.kv_bytes(count, context, new_tokens, dtype.itemsize),
                     step_elements=memory_io(shape.kv_heads, shape.head_dim, count, context, halfway),
-                    step_bytes=shape.step_bytes(count, context, halfway, element.itemsize),
+                    step_bytes=shape.step_bytes(count, context, halfway, dtype.itemsize),
                     stock_reason=reason
                     if can_share is False
                     else _stock_reason(config, shape, context, new_tokens, count),
                     note=_note(limit, context + new_tokens),
                 )
             )
-    return Inspection(
+    return Sharing(
         model=name,
         model_type=config.model_type,
         shape=shape,
-        dtype=str(element).removeprefix("torch."),
-        bytes_per_token=shape.bytes_per_token(element.itemsize),
+        dtype=str(dtype).removeprefix("torch."),
+        bytes_per_token=shape.bytes_per_token(dtype.itemsize),
         max_positions=limit,
         new_tokens=new_tokens,
         can_share=can_share,
@@ -141,24 +143,13 @@ def inspect_model(
     )
 
 
-def _dtype(config: Any, name: str) -> torch.dtype:
-    if name == "auto":
-        given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
-        return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
-    check_dtype(name)
-    return getattr(torch, name)
-
-
-def _sharing(config: Any) -> tuple[bool | None, str]:
-    """Whether the model can share, and why not; the model is built without memory for its weights.
+def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
+    """Whether the model can share, and why not.
 
     What `generate` finds out in the first forward pass is found out by one, whose numbers nothing can be read from.
     """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
-    except Exception as error:  # whatever the model's own code raises
-        return None, f"the model could not be built from its config: {one_line(error)}"
+    if isinstance(model, str):
+        return None, model
     with enabled(model):
         try:
             prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))

@@ -1,0 +1,1 @@
+"""`hf-fastdecode inspect`: what sharing and slim caches would save, counted from configs."""

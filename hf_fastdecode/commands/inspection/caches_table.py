@@ -1,0 +1,67 @@
+"""Caches of one or several models, as tables for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..console import bytes_text
+from .report import ContextCaches, ModelReport
+
+_CAPTION: Final = (
+    "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. These are "
+    "bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
+)
+_COORDINATES: Final = "keys + d/32: and as many V-coordinates, d being the width of the values."
+_ENCODER: Final = (
+    "E: the encoder's output, once for all cross-attention layers (option 2), and what self-attention caches. On "
+    "chip, as in the paper, E is stored but not read from memory; otherwise every layer reads it."
+)
+
+
+def caches_text(reports: Sequence[ModelReport], batches: Sequence[int]) -> RenderableType:
+    """A table for each model and context, with the reason where the model is refused; then what they have in common.
+
+    Args:
+        reports: Of the models.
+        batches: Rows, for the reads per token.
+    """
+    parts: list[RenderableType] = []
+    for report in reports:
+        parts += [_table(report, caches, batches) for caches in report.caches]
+        if report.refused is not None:
+            parts.append(Text(f"refused: {report.refused}", style="yellow"))
+        parts.append(Text())
+    return Group(*parts, Text(" ".join(_notes(reports))))
+
+
+def _notes(reports: Sequence[ModelReport]) -> Iterator[str]:
+    yield _CAPTION
+    if any(report.sharing is not None and report.refused is None for report in reports):
+        yield _COORDINATES
+    if any(report.sharing is None for report in reports):
+        yield _ENCODER
+
+
+def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -> Table:
+    title = f"{report.model}: caches of {caches.context:,} tokens"
+    if caches.encoder_tokens is not None:
+        title += f" and {caches.encoder_tokens:,} of the encoder"
+    table = Table(title=Text(f"{title}, {report.dtype}", style="bold"), title_justify="left")
+    table.add_column("\ncache")
+    for name in ("\nbytes", "of\nKV"):
+        table.add_column(name, justify="right")
+    for rows in batches:
+        table.add_column(f"reads\nbatch {rows}", justify="right")
+        table.add_column("at\nmost", justify="right")
+    for size in caches.sizes:
+        cells = [size.name, bytes_text(size.stored), f"{size.stored / caches.sizes[0].stored:.1%}"]
+        for rows in batches:
+            reads, speedup = size.reads(rows), caches.speedup(size, rows)
+            cells += ["-" if reads is None else bytes_text(reads), "-" if speedup is None else f"{speedup:.2f}x"]
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,165 @@
+"""All that `inspect` counts for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_fastdecode.conversion.sizes.cache_size import CacheSize
+from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
+from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
+from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
+
+from ...command_errors import CommandError, one_line
+from ...command_options import check_dtype
+from ...configs import max_positions
+from .sharing import Sharing, count_sharing
+
+_UNLIMITED: Final = 512  # tokens, where a config sets no bound
+
+
+@dataclass(frozen=True)
+class ContextCaches:
+    """The caches that one row of a context may have.
+
+    Attributes:
+        context: Tokens of the row.
+        encoder_tokens: Tokens of the encoder's output; None for decoder-only models.
+        sizes: Keys and values first.
+    """
+
+    context: int
+    encoder_tokens: int | None
+    sizes: list[CacheSize]
+
+    def speedup(self, size: CacheSize, rows: int) -> float | None:
+        """Reads per token of keys and values, divided by those of another cache; None when unknown."""
+        ordinary, other = self.sizes[0].reads(rows), size.reads(rows)
+        return None if ordinary is None or other is None else ordinary / other
+
+    def to_json(self, batches: Sequence[int]) -> dict[str, Any]:
+        """Plain dictionaries, with bytes as integers and ratios beside them."""
+        kv = self.sizes[0].stored
+        plain: dict[str, Any] = {"context": self.context}
+        if self.encoder_tokens is not None:
+            plain["encoder_tokens"] = self.encoder_tokens
+        plain["sizes"] = [
+            {
+                "cache": size.name,
+                "bytes": size.stored,
+                "of_kv": round(size.stored / kv, 4),
+                "bytes_read": size.read,
+                "matrix_bytes": size.matrices,
+                "per_token": [self._per_token(size, rows) for rows in batches],
+            }
+            for size in self.sizes
+        ]
+        return plain
+
+    def _per_token(self, size: CacheSize, rows: int) -> dict[str, Any]:
+        reads, speedup = size.reads(rows), self.speedup(size, rows)
+        return {
+            "batch": rows,
+            "bytes_read": None if reads is None else round(reads),
+            "speedup_at_most": None if speedup is None else round(speedup, 4),
+        }
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `inspect` counts for one model.
+
+    Attributes:
+        model: As named on the command line.
+        model_type: transformers' name of the architecture.
+        dtype: Of the weights, keys and values.
+        sharing: With and without shared context; None for encoder-decoders.
+        refused: Why `convert-checkpoint` refuses the model, or None.
+        caches: For each context.
+    """
+
+    model: str
+    model_type: str
+    dtype: str
+    sharing: Sharing | None
+    refused: str | None
+    caches: list[ContextCaches]
+
+    def to_json(self, batches: Sequence[int]) -> dict[str, Any]:
+        """Plain dictionaries."""
+        fields = {"model": self.model, "model_type": self.model_type, "dtype": self.dtype}
+        sharing = {} if self.sharing is None else self.sharing.to_json()
+        caches = [one.to_json(batches) for one in self.caches]
+        return {**fields, **sharing, "slim_refused": self.refused, "caches": caches}
+
+
+def inspect_model(
+    name: str,
+    config: Any,
+    contexts: Sequence[int],
+    samples: Sequence[int],
+    *,
+    new_tokens: int,
+    dtype: str,
+    encoder_tokens: int | None = None,
+) -> ModelReport:
+    """Count for one config.
+
+    Args:
+        name: Of the model, for the report.
+        config: From `load_config`.
+        contexts: Tokens, each at least 1; when empty, lengths that the model takes.
+        samples: Numbers of rows that share a context, each at least 1.
+        new_tokens: Tokens that each of these rows adds, at least 1.
+        dtype: One of `command_options.DTYPES`, or ``auto``: what the config says, else float32.
+        encoder_tokens: Tokens of an encoder's output; None for the most that the config allows, else the context.
+
+    Raises:
+        CommandError: The config is not one that can be counted, or the dtype is unknown.
+    """
+    element = _dtype(config, dtype)
+    model = _build(config)
+    matrices = None if isinstance(model, str) else decoder_matrices(model)
+    sharing = None
+    caches = []
+    try:
+        if not config.is_encoder_decoder:
+            sharing = count_sharing(name, config, model, contexts, samples, new_tokens=new_tokens, dtype=element)
+        for context in contexts or [_longest(config)]:
+            if config.is_encoder_decoder:
+                encoded = encoder_tokens or getattr(config, "max_source_positions", None) or context
+                sizes = encoder_decoder_caches(config, context, encoded, element, matrices)
+            else:
+                encoded, sizes = None, decoder_caches(config, context, element, matrices)
+            caches.append(ContextCaches(context, encoded, sizes))
+    except ValueError as error:
+        raise CommandError(f"cannot count the KV of {name}: {error}") from error
+    plain_dtype = str(element).removeprefix("torch.")
+    return ModelReport(name, config.model_type, plain_dtype, sharing, refusal(config), caches)
+
+
+def _build(config: Any) -> PreTrainedModel | str:
+    """The model on the meta device, or why it cannot be built."""
+    try:
+        return empty_model(config)
+    except Exception as error:  # whatever the model's own code raises
+        return f"the model could not be built from its config: {one_line(error)}"
+
+
+def _dtype(config: Any, name: str) -> torch.dtype:
+    if name == "auto":
+        given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+        return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
+    check_dtype(name)
+    return getattr(torch, name)
+
+
+def _longest(config: Any) -> int:
+    """Most tokens in a row, or 512 where the config sets no bound."""
+    text = config.get_text_config(decoder=True)
+    named = getattr(text, "max_target_positions", None) or max_positions(config) or getattr(text, "n_positions", None)
+    return named or _UNLIMITED

@@ -1,0 +1,49 @@
+"""Caches that a decoder-only model may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_fastdecode.cache.accounting import KVShape
+
+from ..checkpoint.families import UnconvertibleError, family_of
+from ..layer_plan import RANK_DIVISORS
+from .cache_size import KV, CacheSize, int8_size, value_matrices
+
+
+def refusal(config: Any) -> str | None:
+    """Why `convert_checkpoint` refuses a model of a config, or None."""
+    try:
+        family_of(config)
+    except UnconvertibleError as error:
+        return str(error)
+    return None
+
+
+def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int | None) -> list[CacheSize]:
+    """Keys and values; slim caches, where the converter takes the model; keys and values in int8.
+
+    Args:
+        config: Of a decoder-only model.
+        context: Tokens of a row.
+        dtype: Of the model: float32, bfloat16 or float16.
+        matrices: Numbers in the matrices that a step reads, or None when unknown.
+
+    Raises:
+        ValueError: As of `KVShape.from_config`.
+    """
+    shape = KVShape.from_config(config)
+    bytes_read = None if matrices is None else matrices * dtype.itemsize
+    kv = shape.kv_bytes(1, context, 0, dtype.itemsize).stock
+    sizes = [CacheSize(KV, kv, kv, bytes_read)]
+    if refusal(config) is None:
+        inputs, width = config.hidden_size, shape.query_heads * shape.head_dim
+        keys, W_V = kv // 2, inputs * width * dtype.itemsize
+        names = {0: "keys"} | {width // part: f"keys + d/{part}" for part in RANK_DIVISORS if width >= part}
+        for rank, name in names.items():
+            stored = keys + keys // width * rank
+            change = shape.layers * (value_matrices(inputs, width, rank, dtype) - W_V)
+            sizes.append(CacheSize(name, stored, stored, None if bytes_read is None else bytes_read + change))
+    return [*sizes, int8_size(kv // dtype.itemsize, bytes_read)]
