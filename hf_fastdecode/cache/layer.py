@@ -161,9 +161,9 @@ class SharedContextLayer(CacheLayerMixin):
             ValueError: The layer holds no nodes yet.
         """
         state = self.state
-        if state.forest is None or not self.storage.segments:
+        like = self.storage.suffix_example
+        if state.forest is None or like is None or not self.storage.segments:
             raise ValueError("this cache layer holds no nodes; prefill it first")
-        like = next(iter(self.storage.segments.values()))
         return self.storage.grow(state.forest.rows, tokens, state.suffixes.longest, like, most=state.max_suffix)
 
     @property

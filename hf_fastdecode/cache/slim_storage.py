@@ -36,14 +36,20 @@ class SlimStorage(TokenStorage):
 
     Args:
         layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
+        example: Parts of suffixes, each ``[1, 0, width]``.
     """
 
-    def __init__(self, layer: ref[MakesNodes] | None = None):
+    def __init__(self, layer: ref[MakesNodes] | None, example: Segment):
         super().__init__()
-        self._layer = layer
+        self._layer, self._example = layer, example
+
+    @classmethod
+    def of(cls, layer: MakesNodes, keys: Tensor, coordinates: Tensor) -> SlimStorage:
+        """For a layer that caches keys and V-coordinates like these, ``[rows, 1, tokens, width]`` each."""
+        return cls(ref(layer), Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in (keys, coordinates))))
 
     def empty(self) -> TokenStorage:
-        return SlimStorage(self._layer)
+        return SlimStorage(self._layer, self._example)
 
     def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
         """As the base class's.
@@ -67,13 +73,13 @@ class SlimStorage(TokenStorage):
         return next(iter(self.segments.values()), None)
 
     @property
-    def suffix_example(self) -> Segment | None:
-        return self.suffix
+    def suffix_example(self) -> Segment:
+        return self.suffix or self._example
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_layer": None}  # weak references cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlimStorage:
-        twin = memo[id(self)] = SlimStorage(self._layer)
+        twin = memo[id(self)] = SlimStorage(self._layer, self._example)
         vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"_layer": self._layer})
         return twin

@@ -30,7 +30,7 @@ class CallReport:
         cache: Weak reference to the call's cache.
         suffix_length: Tokens in each row's suffix.
         stored_tokens: Tokens in node storage, including unused ones.
-        layer_sizes: For each layer, bytes per token, and its window where it hides any token.
+        layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
         sampler: Sampling code used: ``hf`` or ``fast``.
@@ -53,7 +53,7 @@ class CallReport:
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
     suffix_length: int = 0
     stored_tokens: int = 0
-    layer_sizes: list[tuple[int, int | None]] = field(default_factory=list)
+    layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
     mode: str = "eager"
     mode_reason: str = ""
     sampler: str = "hf"
@@ -71,7 +71,10 @@ class CallReport:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
-            self.layer_sizes = [(layer.storage.bytes_per_token, layer.window) for layer in cache.layers]
+            self.layer_sizes = [
+                (layer.storage.bytes_per_token, layer.storage.suffix_bytes_per_token, layer.window)
+                for layer in cache.layers
+            ]
         self.suffix_length = cache.suffix_length
 
     def fail(self, error: BaseException) -> None:
@@ -83,9 +86,11 @@ class CallReport:
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes of keys and values at the end of the call, here and in a stock cache."""
-        stored = (self.stored_tokens + self.rows * self.suffix_length) * sum(size for size, _ in self.layer_sizes)
+        of_nodes = sum(size for size, _, _ in self.layer_sizes)
+        of_suffixes = sum(size for _, size, _ in self.layer_sizes)
+        stored = self.stored_tokens * of_nodes + self.rows * self.suffix_length * of_suffixes
         length = self.context_width + self.suffix_length
-        stock = self.rows * sum(size * within(length, window) for size, window in self.layer_sizes)
+        stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:

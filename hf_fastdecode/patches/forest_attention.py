@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import cast
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def forest_attention(
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
-    dtype, storage = query.dtype, partial(SlimStorage, ref(layer))
+    dtype, storage = query.dtype, partial(SlimStorage.of, layer, keys, coordinates)
     with no_autocast(query.device):
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.packed:

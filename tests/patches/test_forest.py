@@ -1,0 +1,154 @@
+"""Slim models with `enable`: nodes keep keys and values, what rows add is stored slim; tokens are those of stock."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_fastdecode as fd
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+
+from ..generation.calls import tokens_embedded
+from ..tiny_models import ragged_prompts, seeded
+from .family_models import FAMILIES, PLANS, family_pair
+from .slim_models import TEXT, VARIANTS, pair, relative
+
+PROMPTS = ragged_prompts(40, 31)
+CALLS: dict[str, dict[str, Any]] = {
+    "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 24},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12},
+    "beam-sample": {"num_beams": 3, "do_sample": True, "top_k": 0, "max_new_tokens": 12},
+}
+
+
+def both(model: PreTrainedModel, slim: PreTrainedModel, call: dict[str, Any]) -> tuple[Tensor, Tensor, list[int], Any]:
+    """Tokens of the ordinary model in stock transformers and of the slim one with `enable`, and how it got them."""
+    stock = seeded(lambda: model.generate(**PROMPTS, **call))
+    with fd.enabled(slim), tokens_embedded(slim) as embedded:
+        return stock, seeded(lambda: slim.generate(**PROMPTS, **call)), embedded, fd.explain(slim).last_call
+
+
+@pytest.mark.parametrize("plan", ["k", "k+r", "mixed"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_of_every_family(name: str, plan: str) -> None:
+    model, slim = family_pair(name, plan)
+    stock, found, embedded, report = both(model, slim, CALLS["samples"])
+    assert torch.equal(found, stock)
+    if name == "phi3-window" or (name, plan) == ("codegen", "mixed"):
+        assert report.path == "stock"
+        wanted = "a window of 40 tokens hides some" if name == "phi3-window" else "attention interface"
+        assert wanted in report.reason
+        return
+    assert report.path == "shared"
+    assert embedded == [71, *[6] * 23]  # prompts once
+    assert report.mode == "eager"
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_llama(variant: str, call: str) -> None:
+    model, slim = pair("k+r", variant)
+    stock, found, embedded, report = both(model, slim, CALLS[call])
+    assert report.path == "shared"
+    assert torch.equal(found, stock)
+    assert embedded[0] == 71
+
+
+def test_drafts_append_several_tokens() -> None:
+    model, slim = pair("k+r")
+    prompt = {name: part[:1] for name, part in PROMPTS.items()}
+    stock = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, prompt["input_ids"])
+        found = slim.generate(
+            **prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3, past_key_values=cache
+        )
+        assert fd.explain(slim).last_call.path == "shared"
+    assert torch.equal(found, stock)
+
+
+def test_rows_that_finish_leave() -> None:
+    model, slim = pair("k+r")
+    call = {**CALLS["samples"], "num_return_sequences": 8, "eos_token_id": list(range(3, 30)), "pad_token_id": 0}
+    stock, found, embedded, report = both(model, slim, call)
+    assert torch.equal(found, stock)
+    assert report.compactions > 0
+    assert embedded[-1] < 16
+
+
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
+    model, slim = pair("k+r", "yarn")
+    call = {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
+    with fd.enabled(slim):
+        first = seeded(lambda: slim.generate(**PROMPTS, **call, num_return_sequences=2, return_dict_in_generate=True))
+        mask = PROMPTS["attention_mask"].repeat_interleave(2, 0)
+        ids = torch.cat([first.sequences, TEXT[:20].view(4, 5)], 1)
+        mask = torch.cat([mask, torch.ones(4, 14, dtype=mask.dtype)], 1)
+        cache = first.past_key_values if copied is None else copied(first.past_key_values)
+        if copied is not None and copied is not copy.deepcopy:
+            with pytest.raises(ValueError, match="the slim model that can make them is gone"):
+                slim.generate(ids, attention_mask=mask, **call, past_key_values=cache)
+            return
+        with tokens_embedded(slim) as embedded:
+            found = seeded(lambda: slim.generate(ids, attention_mask=mask, **call, past_key_values=cache))
+    assert embedded[0] == 4 * 6  # what is new, with the last token of each row, which was never fed
+    assert torch.equal(found, seeded(lambda: model.generate(ids, attention_mask=mask, **call)))
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths() -> None:
+    """As after drafts of which rows accept different numbers."""
+    model, slim = pair("k+r")
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        cache.batch_repeat_interleave(3)
+        drafts = TEXT[20:32].view(3, 4)
+        slim(drafts, past_key_values=cache)
+        cache.drop_last([0, 3, 1])
+        found = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
+        cache.crop(-2)
+        again = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
+    for row, kept in enumerate((4, 1, 3)):
+        text = torch.cat([TEXT[:20], drafts[row, :kept], TEXT[40 + 2 * row : 42 + 2 * row]])
+        torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again, found, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_bytes_and_dtypes() -> None:
+    """In a model in bf16 nodes are bf16, as in an ordinary cache, and suffixes fp16."""
+    model = pair("k+r")[0]
+    slim = to_slim(copy.deepcopy(model).bfloat16(), TEXT, plan=PLANS["k+r"])
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        before = cache.nbytes
+        cache.batch_repeat_interleave(5)
+        slim(TEXT[20:35].view(5, 3), past_key_values=cache)
+    width, ranks = 64, 4 + 9
+    assert before.stored == before.allocated == 20 * 2 * 2 * width * 2
+    assert cache.nbytes.stored == before.stored + 5 * 3 * (2 * width + ranks) * 2
+    assert cache.nbytes.stock == 5 * 23 * (2 * width + ranks) * 2
+    storage = cache.layers[0].storage
+    assert {part.dtype for part in storage.segments[0]} == {torch.bfloat16}
+    assert {part.dtype for part in storage.suffix} == {torch.float16}
+
+
+@torch.no_grad()
+def test_bf16_is_as_accurate_as_the_ordinary_model() -> None:
+    model = pair("k+r")[0]
+    rounded = copy.deepcopy(model).bfloat16()
+    slim = to_slim(rounded, TEXT, plan=PLANS["k+r"])
+    oracle = copy.deepcopy(rounded).double()
+    ids = TEXT[None, :60]
+    expected = oracle(ids).logits[0, 40:]
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, ids[:, :40])
+        steps = [slim(ids[:, place : place + 1], past_key_values=cache).logits[0, 0] for place in range(40, 60)]
+    assert relative(torch.stack(steps), expected) < 2 * relative(rounded(ids).logits[0, 40:], expected)
