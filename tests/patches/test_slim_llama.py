@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-import hf_fastdecode
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -199,16 +198,6 @@ def test_positions_that_cannot_be_counted_are_refused() -> None:
         with pytest.raises(ValueError, match=r"must rise by 1 .* use_cache=False"):
             slim(TEXT[None, :40], position_ids=packed, use_cache=True)
         slim(TEXT[None, :40], position_ids=packed, use_cache=False)
-
-
-def test_enable_runs_slim_models_stock_and_says_why() -> None:
-    slim = deepcopy(pair("k")[1])
-    expected = generate(slim, num_return_sequences=3, do_sample=True).sequences
-    with hf_fastdecode.enabled(slim):
-        found = generate(slim, num_return_sequences=3, do_sample=True).sequences
-        report = hf_fastdecode.explain(slim)
-    assert torch.equal(found, expected)
-    assert "SlimLlamaForCausalLM does not use transformers' attention interface" in str(report)
 
 
 def test_the_source_is_left_as_it_was() -> None:
