@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.autocast import no_autocast
+from .eight_bits import EIGHT_BITS, load, store
 from .slim_attention import cache_dtype, slim_attention
 from .slim_layers import SlimLayer
 from .slim_values import SlimValues
@@ -70,18 +71,28 @@ class SlimAttention(nn.Module):
         """As the ordinary layer's, with `slim_rotation` in the place of `position_embeddings`.
 
         Raises:
-            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model.
+            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; or the layer caches
+                in 8 bits, through which no gradients flow, and is being trained.
         """
         rotation = kwargs.get(ROTATION)
         if self.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
         query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
-        cached_dtype = cache_dtype(dtype, self.layer.float16)
-        keys, coordinates = self.slim.to_cache(hidden_states, self.k_proj(hidden_states), cached_dtype)
+        stored_dtype = cache_dtype(dtype, self.layer)
+        if self.training and stored_dtype in EIGHT_BITS:
+            raise ValueError(
+                f"layer {self.layer_idx} caches in {self.layer.cache_dtype}, through which no gradients flow; call "
+                "eval(), or train a model converted with cache dtype auto"
+            )
+        keys, coordinates = (
+            store(one, stored_dtype, self.head_dim)
+            for one in self.slim.to_cache(hidden_states, self.k_proj(hidden_states))
+        )
         if past_key_values is not None:
             with no_autocast(keys.device):  # which does not concatenate fp16
                 keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
+        keys, coordinates = (load(one, stored_dtype, self.head_dim) for one in (keys, coordinates))
         query = self._heads(self.query_norm(query).to(wide(dtype)))
         if rotation is not None:
             query_cos, query_sin, key_cos, key_sin = rotation

@@ -5,7 +5,8 @@ token's scales follow its numbers as bytes: ``[..., width + 2 * groups]`` of uin
 neighbouring numbers as a head has, and the last one may have fewer. A static cache's zeros read as zeros.
 
 A scale is the group's largest magnitude over that of the dtype, in bf16. Numbers are divided by the scale as it is
-stored, so its rounding costs at most a 256th of a step; and it has fp32's range, so no token is too small or too large.
+stored, so its rounding makes steps wider by at most a 256th; and bf16, unlike fp16, has the range of fp32, so that no
+token is too small or too large.
 """
 
 from __future__ import annotations
