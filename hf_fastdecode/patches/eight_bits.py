@@ -38,9 +38,10 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     if dtype not in EIGHT_BITS:
         return x.to(dtype)
     width = x.shape[-1]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # quotients in bf16 would be rounded as coarsely as int8 is
     grouped = F.pad(x, (0, -width % group)).reshape(*x.shape[:-1], -(-width // group), group)
     largest = grouped.abs().amax(-1, keepdim=True)
-    scales = torch.where(largest > 0, largest / _LARGEST[dtype], 1).to(_SCALE)
+    scales = (largest / _LARGEST[dtype]).clamp(min=torch.finfo(_SCALE).tiny).to(_SCALE)  # of zeros too
     steps = (grouped / scales.to(x.dtype)).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
     numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
     return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scales.view(torch.uint8).flatten(-2)], -1)

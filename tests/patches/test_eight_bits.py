@@ -43,6 +43,12 @@ def test_tokens_stand_for_themselves(width: int) -> None:
             assert torch.equal(load(part, dtype, 16), load(stored, dtype, 16)[1:, :, 3:4])
 
 
+def test_numbers_in_half_precision_are_rounded_as_in_fp32() -> None:
+    x = torch.randn(1000, 48, generator=torch.Generator().manual_seed(3))
+    for half in (x.bfloat16(), x.half()):
+        assert torch.equal(store(half, torch.int8, 16), store(half.float(), torch.int8, 16))
+
+
 def test_zeros_of_a_static_cache_are_zeros() -> None:
     for dtype in EIGHT_BITS:
         assert not load(torch.zeros(3, 36, dtype=torch.uint8), dtype, 16).any()
