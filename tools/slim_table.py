@@ -1,4 +1,4 @@
-"""Writes the table of docs/slim.md: what each cache costs on the embedded model, in bytes and in errors.
+"""Writes the tables of docs/slim.md: what each cache costs on the embedded model, in bytes, errors and tokens.
 
 Run ``python -m tools.slim_table`` from a clone.
 """
@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.conversion import AttentionWeights, CacheError, CacheErrors, Rotation, fit_layer, key_statistics
+from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
+from hf_fastdecode.conversion import (
+    AttentionWeights,
+    CacheError,
+    CacheErrors,
+    LayerPlan,
+    Rotation,
+    fit_layer,
+    key_statistics,
+)
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.families import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
+from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
+from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
-_BETWEEN: Final = re.compile(r"(<!-- table of tools.slim_table -->\n).*?(<!-- end of the table -->)", re.DOTALL)
+TOKENS_HEADER: Final = "| cache | tokens that agree with fp32 | divergence |\n|---|---|---|\n"
+TOKENS: Final = 1000
 _COORDINATES: Final = (0, 32, 8, 4)  # parts of the width of the values; 0 for none
+_SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,25 @@ class Row:
         return f"| {self.name} | {self.share:.1%} | {_span(self.value_errors)} | {_span(self.output_errors)} |"
 
 
+@dataclass(frozen=True)
+class TokensRow:
+    """One cache, on all layers, and what the model predicts with it.
+
+    Attributes:
+        name: What is cached.
+        agreement: Share of positions whose most likely token is that of the model in fp32.
+        divergence: Mean Kullback-Leibler divergence of its predictions from those, in nats.
+    """
+
+    name: str
+    agreement: float
+    divergence: float
+
+    def line(self) -> str:
+        """A line of the table."""
+        return f"| {self.name} | {self.agreement:.1%} | {self.divergence:.0e} |"
+
+
 def rows() -> list[Row]:
     """Measure, on the second half of the built-in text; offsets and roundings are fitted to the first."""
     layers, rotation = _layers()
@@ -54,17 +84,70 @@ def rows() -> list[Row]:
     judges = [CacheErrors(own, seen[half:], rotation=rotation.tokens(slice(half, None))) for own, seen in layers]
     ordinary = [judge.ordinary(torch.bfloat16) for judge in judges]
     table = [_row("keys and values, bf16", ordinary, ordinary)]
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        table.append(_row(_name(None, dtype), [judge.ordinary(dtype) for judge in judges], ordinary))
+    for dtype in (torch.bfloat16, torch.float16, torch.int8):
         fitted = [key_statistics(own, seen[:half], dtype) for own, seen in layers]
         for part in _COORDINATES:
             rank = len(fitted[0].directions) // part if part else 0
             found = [judge.value_coordinates(one, rank, dtype) for judge, one in zip(judges, fitted)]
-            name = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
-            table.append(_row(f"{name}, {'bf16' if dtype == torch.bfloat16 else 'fp16'}", found, ordinary))
-    for tolerance in (2.0, 1.0):
-        plans = [fit_layer(own, seen, rotation=rotation, tolerance=tolerance)[0] for own, seen in layers]
-        table.append(_row(f"**the plan, tolerance {tolerance:g}**", [plan.chosen for plan in plans], ordinary))
+            table.append(_row(_name(part, dtype), found, ordinary))
+    plans = [fit_layer(own, seen, rotation=rotation, eight_bits=torch.int8)[0] for own, seen in layers]
+    for dtypes in (("float16", "bfloat16"), ("int8", "float16", "bfloat16")):
+        for tolerance in (2.0, 1.0):
+            name = f"**the plan{', int8' if 'int8' in dtypes else ''}, tolerance {tolerance:g}**"
+            table.append(_row(name, [_chosen(plan, tolerance, dtypes) for plan in plans], ordinary))
     return table
+
+
+def _chosen(plan: LayerPlan, tolerance: float, dtypes: Sequence[str]) -> CacheError:
+    """What a plan of another tolerance, and of caches in these dtypes, would choose."""
+    strict = replace(plan, tolerance=tolerance)
+    return next(one for one in strict.candidates if one.dtype in dtypes and strict.accepts(one))
+
+
+def tokens_rows() -> list[TokensRow]:
+    """Predict each token of a text of tasks that the built-in text does not have.
+
+    Weights are those of the model in bf16, and all but the cache is in fp32: nothing else makes predictions differ.
+    """
+    model, tokenizer = load_embedded(torch.bfloat16)
+    full = load_embedded(torch.bfloat16)[0].float()
+    tasks = embedded_tasks()
+    text = "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (24, 36, 48))
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
+    assert ids.shape[1] == TOKENS
+
+    def log_probabilities(slim: Any = full, cache: Any = None) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = slim(ids, past_key_values=cache).logits[0]
+        return logits.double().log_softmax(-1)
+
+    oracle = log_probabilities()
+
+    def row(name: str, found: Tensor) -> TokensRow:
+        same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
+        return TokensRow(name, same, (oracle.exp() * (oracle - found)).sum(-1).mean().item())
+
+    table = [
+        row(_name(None, dtype), log_probabilities(cache=RoundedCache(full.config, dtype)))
+        for dtype in (torch.bfloat16, torch.int8)
+    ]
+    width = model.config.hidden_size
+    for dtype in (torch.float16, torch.int8):
+        for part in _COORDINATES[:3]:
+            rank = width // part if part else 0
+            slim = to_slim(model, tokenizer=tokenizer, rank=rank, cache_dtype=_SHORT[dtype], tolerance=torch.inf)
+            table.append(row(_name(part, dtype), log_probabilities(slim.float())))
+        slim = to_slim(model, tokenizer=tokenizer, cache_dtype=_SHORT[dtype])
+        table.append(row(f"**the plan, {_SHORT[dtype]}, tolerance 2**", log_probabilities(slim.float())))
+    return table
+
+
+def _name(part: int | None, dtype: torch.dtype) -> str:
+    """Of a cache of keys and values for None, else of keys and a part of the values' coordinates, or none for 0."""
+    keys = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
+    return f"{'keys and values' if part is None else keys}, {_SHORT[dtype]}"
 
 
 def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
@@ -94,10 +177,13 @@ def _span(errors: tuple[float, float]) -> str:
 
 
 def main() -> None:
-    """Measure, and write the table into the page."""
-    table = HEADER + "".join(f"{row.line()}\n" for row in rows())
-    PAGE.write_text(_BETWEEN.sub(lambda found: found[1] + table + found[2], PAGE.read_text(encoding="utf-8")))
-    print(table, end="")
+    """Measure, and write the tables into the page."""
+    for name, header, measured in (("table", HEADER, rows()), ("tokens", TOKENS_HEADER, tokens_rows())):
+        table = header + "".join(f"{row.line()}\n" for row in measured)
+        between = re.compile(rf"(<!-- {name} of tools.slim_table -->\n).*?(<!-- end of the {name} -->)", re.DOTALL)
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(between.sub(lambda found: found[1] + table + found[2], page), encoding="utf-8")  # noqa: B023
+        print(table)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class SlimStorage(TokenStorage):
         self._layer, self._example = layer, example
 
     @classmethod
-    def of(cls, layer: MakesNodes, keys: Tensor, coordinates: Tensor) -> SlimStorage:
-        """For a layer that caches keys and V-coordinates like these, ``[rows, 1, tokens, width]`` each."""
-        return cls(ref(layer), Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in (keys, coordinates))))
+    def of(cls, layer: MakesNodes, parts: Segment) -> SlimStorage:
+        """For a layer whose suffixes have parts like these, ``[rows, 1, tokens, width]`` each."""
+        return cls(ref(layer), Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts)))
 
     def empty(self) -> TokenStorage:
         return SlimStorage(self._layer, self._example)

@@ -41,8 +41,19 @@ def convert_checkpoint(
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(help="Of `auto`: most output error, as a multiple of that of keys and values in this dtype."),
+        typer.Option(
+            help="Of `auto`, and of 8 bits: most output error, as a multiple of that of keys and values in this dtype "
+            "(in 8 bits: in int8)."
+        ),
     ] = 2.0,
+    cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of keys and V-coordinates. `auto`: fp16 for models in bfloat16, where the range allows, else the "
+            "model's. `fp16`, `bf16`: in all layers. `int8`, `fp8`, with a scale per token and head: in layers that "
+            "stay within --tolerance; others as with `auto`."
+        ),
+    ] = "auto",
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -85,6 +96,7 @@ def convert_checkpoint(
         hf-fastdecode convert-checkpoint embedded --dtype bfloat16 --dry-run
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
         hf-fastdecode convert-checkpoint vicuna-7b vicuna-slim --calibration mine.txt --tolerance 1
+        hf-fastdecode convert-checkpoint vicuna-7b vicuna-slim --cache-dtype int8
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
     check_dtype(dtype)
@@ -122,7 +134,7 @@ def convert_checkpoint(
                 source=source,
                 target=None if dry_run else target,
                 format="full" if form == "full" else "slim",
-                choice=PlanChoice(chosen, rank, tolerance),
+                choice=PlanChoice(chosen, rank, tolerance, cache_dtype),
                 dtype=None if dtype == "auto" else getattr(torch, dtype),
                 calibration=calibration,
                 verify=verify,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .console import bytes_text
+
+_EIGHT_BITS: Final = ("int8", "float8_e4m3fn")
+_DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8"}
 
 
 def conversion_text(report: dict[str, Any]) -> RenderableType:
@@ -19,20 +22,23 @@ def conversion_text(report: dict[str, Any]) -> RenderableType:
 def _slim(report: dict[str, Any]) -> RenderableType:
     table = Table(title=f"{report['source']} in {report['dtype']}, slim", title_justify="left", title_style="bold")
     table.add_column("layer", justify="right")
-    table.add_column("caches")
-    for name in ("cond W_K", "max W_KV", "of KV", "V error", "output", "of KV's"):
+    table.add_column("caches", min_width=8)
+    table.add_column("in")
+    for name in ("cond\nW_K", "max\nW_KV", "of KV", "V\nerror", "output", "of\nKV's"):
         table.add_column(name, justify="right")
     for index, layer in enumerate(report["layers"]):
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
+        judge = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
             str(index),
             _name(layer),
+            _DTYPES[layer["dtype"]],
             _number(measured["condition"]),
             _number(measured["largest_key_to_value"]),
             f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
             f"{layer['value_error']:.2%}" if layer["value_error"] >= 1e-4 else _number(layer["value_error"]),
             f"{layer['output_error']:.2%}" if layer["output_error"] >= 1e-4 else _number(layer["output_error"]),
-            _ratio(layer["output_error"], ordinary["output_error"]),
+            _ratio(layer["output_error"], judge["output_error"]),
         )
     closing = Text(
         f"{bytes_text(report['bytes_per_token'])} per token in the place of "
@@ -40,6 +46,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         f"layer's output are relative, on the second half of {report['calibration_tokens']:,} tokens "
         f"({report['calibration']}), and beside the output error of keys and values."
     )
+    _tell_of_eight_bits(report, closing)
     for index, layer in enumerate(report["layers"]):
         reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
         for reason in sorted(reasons):
@@ -50,6 +57,29 @@ def _slim(report: dict[str, Any]) -> RenderableType:
             f"ordinary {checked['ordinary_error']:.3g}); {checked['same_tokens']:.1%} of the most likely tokens agree."
         )
     return Group(table, closing)
+
+
+def _tell_of_eight_bits(report: dict[str, Any], closing: Text) -> None:
+    """What int8 keys and values would take, and why layers are not in 8 bits though these were asked for."""
+    layers = [layer for layer in report["layers"] if layer["measured"]["ordinary_int8"]]
+    if not layers:
+        return
+    size = sum(layer["measured"]["ordinary_int8"]["bytes_per_token"] for layer in layers)
+    closing.append(
+        f"\nKeys and values in int8, scales included, take {bytes_text(size)} per token; beside their output error "
+        "stands that of layers in 8 bits."
+    )
+    for index, layer in enumerate(report["layers"]):
+        tried = [one for one in layer["measured"]["candidates"] if one["dtype"] in _EIGHT_BITS]
+        if layer["dtype"] in _EIGHT_BITS or not tried:
+            continue
+        best = min(tried, key=lambda one: one["output_error"])
+        ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
+        closing.append(
+            f"\nLayer {index}: no {_DTYPES[best['dtype']]}, which has at best {ratio} the error of int8 keys and "
+            f"values ({_name(best)}).",
+            style="yellow",
+        )
 
 
 def _full(report: dict[str, Any]) -> RenderableType:
@@ -75,7 +105,7 @@ def _name(layer: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+    return "-" if value is None else f"{value:.0e}"  # of few digits, so that the table fits into 80 columns
 
 
 def _ratio(error: float, ordinary: float) -> str:

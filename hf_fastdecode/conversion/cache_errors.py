@@ -13,11 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_fastdecode.patches.eight_bits import stored_bytes
+
 from .biases import score_offset
 from .compensated_keys import compensated_key_feedback, compensated_keys
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
-from .stored_coordinates import KeyStatistics, check_range, store_value_coordinates
+from .stored_coordinates import KeyStatistics, check_range, rounded, store_value_coordinates
 from .value_coordinates import ValueCoordinates
 from .weights import AttentionWeights, bias_or_zero, require_linear_scores
 
@@ -32,10 +34,11 @@ class CacheError:
     Attributes:
         plan: What is cached.
         rank: V-coordinates beside the keys; 0 but for ``k+r``.
-        bytes_per_token: Of this layer, per token.
+        bytes_per_token: Of this layer, per token; in 8 bits with the scales.
         value_error: Relative error of the values in the Frobenius norm.
         output_error: The same of the attention output behind ``W_O``, without its bias.
         compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
+        dtype: Of what is cached, such as ``int8``; empty in reports of versions that did not tell.
     """
 
     plan: PlanName
@@ -44,6 +47,7 @@ class CacheError:
     value_error: float
     output_error: float
     compensated: bool = False
+    dtype: str = ""
 
 
 class CacheErrors:
@@ -75,31 +79,41 @@ class CacheErrors:
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
         """Keys, after RoPE, and values in `dtype`: transformers' own cache."""
-        keys = key_heads(self.weights, self.keys, self.rotation).to(dtype).double()
-        width = self.keys.shape[1] + self.values.shape[1]
-        return self._measured("kv", 0, width * dtype.itemsize, keys, self.values.to(dtype).double())
+        value_dim = self.values.shape[1] // self.weights.kv_heads
+        keys = rounded(key_heads(self.weights, self.keys, self.rotation), dtype, self.weights.head_dim)
+        size = self._bytes(self.keys.shape[1], dtype) + stored_bytes(self.values.shape[1], dtype, value_dim)
+        return self._measured("kv", 0, size, keys, rounded(self.values, dtype, value_dim), dtype)
 
     def value_coordinates(
-        self, statistics: KeyStatistics, rank: int, dtype: torch.dtype, *, compensated: bool = False
+        self,
+        statistics: KeyStatistics,
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        compensated: bool = False,
+        matrix_dtype: torch.dtype | None = None,
     ) -> CacheError:
         """Keys, before RoPE, and `rank` V-coordinates in `dtype`.
 
-        Matrices are in fp16 beside caches of two bytes a number, but for compensated keys; else in fp32.
+        Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes a number, but for
+        compensated keys; else in fp32.
 
         Raises:
             ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
         """
-        matrix_dtype = torch.float16 if dtype.itemsize == 2 and not compensated else torch.float32
+        if matrix_dtype is None:
+            matrix_dtype = torch.float16 if dtype.itemsize <= 2 and not compensated else torch.float32
         stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
         keys = stored.cached_keys(self.weights, self.inputs)
         cached = self._checked("keys", keys, dtype)
         if compensated:
             cached = compensated_keys(keys, compensated_key_feedback(stored.from_keys), dtype).double()
         coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
-        size = (cached.shape[1] + rank) * dtype.itemsize
+        size = self._bytes(cached.shape[1], dtype) + self._bytes(rank, dtype)
         plan: PlanName = "k+r" if rank else "k"
         values = stored.values(cached, coordinates)
-        return replace(self._measured(plan, rank, size, self._scored(stored, cached), values), compensated=compensated)
+        found = self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
+        return replace(found, compensated=compensated)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`.
@@ -112,7 +126,7 @@ class CacheErrors:
         weights = self.weights
         keys = cached @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
         values = cached @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
-        return self._measured("x", 0, cached.shape[1] * dtype.itemsize, key_heads(weights, keys), values)
+        return self._measured("x", 0, cached.shape[1] * dtype.itemsize, key_heads(weights, keys), values, dtype)
 
     def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
         offset = score_offset(self.weights, stored.key_offset, self.rotation)
@@ -120,15 +134,25 @@ class CacheErrors:
 
     def _checked(self, name: str, cached: Tensor, dtype: torch.dtype) -> Tensor:
         check_range(name, cached, dtype)
-        return cached.to(dtype).double()
+        return rounded(cached, dtype, self.weights.head_dim)
+
+    def _bytes(self, width: int, dtype: torch.dtype) -> int:
+        return stored_bytes(width, dtype, self.weights.head_dim)
 
     def _output(self, keys: Tensor, values: Tensor) -> Tensor:
         probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=self.causal)
         return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
 
-    def _measured(self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor) -> CacheError:
-        value_error = relative_error(values, self.values)
-        return CacheError(plan, rank, size, value_error, relative_error(self._output(keys, values), self.output))
+    def _measured(
+        self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor, dtype: torch.dtype
+    ) -> CacheError:
+        errors = relative_error(values, self.values), relative_error(self._output(keys, values), self.output)
+        return CacheError(plan, rank, size, *errors, dtype=dtype_name(dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``int8``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def relative_error(value: Tensor, oracle: Tensor) -> float:

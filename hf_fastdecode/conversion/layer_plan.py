@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from .cache_errors import CacheError, CacheErrors, PlanName
+from hf_fastdecode.patches.eight_bits import EIGHT_BITS
+
+from .cache_errors import CacheError, CacheErrors, PlanName, dtype_name
 from .key_to_value import KeyToValue
 from .rope import Rotation
 from .stored_coordinates import KeyStatistics, key_statistics
@@ -24,16 +26,19 @@ class LayerPlan:
     """Chosen cache of one layer, and the candidates it was chosen from.
 
     Attributes:
-        chosen: The smallest cache whose output error is at most `tolerance` times that of `ordinary`.
+        chosen: The smallest cache that is accurate enough, as `accepts` has it.
         ordinary: Keys and values in the model's dtype.
         candidates: All caches that were measured, smallest first.
         refused: Why caches could not be measured, by plan.
         tolerance: As asked for.
-        cache_dtype: Of keys and V-coordinates, such as ``float16``; inputs, keys with values are in `model_dtype`.
+        cache_dtype: Of keys and V-coordinates, such as ``float16``, where they are not in 8 bits; inputs, keys with
+            values are in `model_dtype`.
         model_dtype: Of the model.
         condition: Condition number of ``W_K``; None where keys do not determine values.
         largest_key_to_value: ``max |W_KV|``, or None.
         singular_values: Of ``W_K``, descending; empty where keys do not determine values.
+        ordinary_int8: Keys and values in int8, which caches in 8 bits are held to; None where none were asked for. No
+            candidate: it takes the bytes of keys with few V-coordinates in fp16, whose error is a small part of its.
     """
 
     chosen: CacheError
@@ -46,6 +51,15 @@ class LayerPlan:
     condition: float | None = None
     largest_key_to_value: float | None = None
     singular_values: tuple[float, ...] = ()
+    ordinary_int8: CacheError | None = None
+
+    def judge(self, candidate: CacheError) -> CacheError:
+        """What a cache's error is compared with: keys and values in int8 for caches in 8 bits, else `ordinary`."""
+        return self.ordinary_int8 if self.ordinary_int8 and in_eight_bits(candidate) else self.ordinary
+
+    def accepts(self, candidate: CacheError) -> bool:
+        """Whether a cache's output error is at most `tolerance` times that of its judge."""
+        return candidate.output_error <= self.tolerance * self.judge(candidate).output_error
 
     @property
     def saved(self) -> float:
@@ -63,9 +77,16 @@ class LayerPlan:
         fields = dict(plain)
         for name in ("chosen", "ordinary"):
             fields[name] = CacheError(**fields[name])
+        if judge := fields.get("ordinary_int8"):
+            fields["ordinary_int8"] = CacheError(**judge)
         fields["candidates"] = tuple(CacheError(**candidate) for candidate in fields["candidates"])
         fields["singular_values"] = tuple(fields["singular_values"])
         return cls(**fields)
+
+
+def in_eight_bits(cache: CacheError) -> bool:
+    """Whether a cache is in 8 bits."""
+    return cache.dtype in map(dtype_name, EIGHT_BITS)
 
 
 def fit_layer(
@@ -81,7 +102,8 @@ def fit_layer(
     rank_divisors: Sequence[int] = RANK_DIVISORS,
     ranks: Sequence[int] = (),
     compensated: bool = False,
-) -> tuple[LayerPlan, KeyStatistics | None]:
+    eight_bits: torch.dtype | None = None,
+) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
     """Measure the caches that a layer may have, and choose.
 
     Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
@@ -100,10 +122,11 @@ def fit_layer(
         rank_divisors: Ranks to try, as parts of the width of the values.
         ranks: Further ranks to try.
         compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
+        eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates too.
 
     Returns:
-        The plan, where ``kv`` is always among the candidates, and what `store_value_coordinates` makes the chosen
-        cache's matrices of; None where keys do not determine values.
+        The plan, where ``kv`` is always among the candidates, and what `store_value_coordinates` makes a cache's
+        matrices of, by its dtype; empty where keys do not determine values.
 
     Raises:
         ValueError: The text has fewer than two tokens to cache, or inputs that are not finite; `tolerance` is below 1;
@@ -133,36 +156,41 @@ def fit_layer(
     ordinary = errors.ordinary(model_dtype)
     candidates = [ordinary]
     refused: dict[PlanName, str] = {}
-    statistics: KeyStatistics | None = None
+    statistics: dict[str, KeyStatistics] = {}
     solved: KeyToValue | None = None
+    matrix_dtype = torch.float32 if model_dtype.itemsize > 2 else None
     try:
         candidates.append(errors.of_inputs(model_dtype))
     except ValueError as reason:
         refused["x"] = str(reason)
-    try:
-        require_multi_head(weights)
-        statistics = key_statistics(weights, fitted, cache_dtype)
-    except ValueError as reason:
-        refused["k"] = refused["k+r"] = str(reason)
-    else:
-        solved = statistics.key_to_value
+    for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
+        try:
+            require_multi_head(weights)
+            fit = statistics[dtype_name(dtype)] = key_statistics(weights, fitted, dtype)
+        except ValueError as reason:
+            refused["k"] = refused["k+r"] = str(reason)
+            continue
+        solved = fit.key_to_value
         width = solved.matrix.shape[1]
         for rank in sorted({width // divisor for divisor in rank_divisors} | {0, *ranks}):
             try:
-                candidates.append(errors.value_coordinates(statistics, rank, cache_dtype, compensated=compensated))
+                candidates.append(
+                    errors.value_coordinates(fit, rank, dtype, compensated=compensated, matrix_dtype=matrix_dtype)
+                )
             except ValueError as reason:
                 refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
     plan = LayerPlan(
-        chosen=next(one for one in candidates if one.output_error <= tolerance * ordinary.output_error),
+        chosen=ordinary,
         ordinary=ordinary,
         candidates=tuple(candidates),
         refused=refused,
         tolerance=tolerance,
-        cache_dtype=str(cache_dtype).removeprefix("torch."),
-        model_dtype=str(model_dtype).removeprefix("torch."),
+        cache_dtype=dtype_name(cache_dtype),
+        model_dtype=dtype_name(model_dtype),
         condition=solved.condition if solved else None,
         largest_key_to_value=solved.largest if solved else None,
         singular_values=tuple(solved.singular_values.tolist()) if solved else (),
+        ordinary_int8=None if eight_bits is None else errors.ordinary(torch.int8),
     )
-    return plan, statistics
+    return replace(plan, chosen=next(filter(plan.accepts, candidates))), statistics

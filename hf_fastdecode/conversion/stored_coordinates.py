@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from hf_fastdecode.patches.eight_bits import EIGHT_BITS, load, store
+
 from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
 from .key_to_value import KeyToValue, solve_key_to_value
 from .stored_matrix import ScaledColumns, round_columns_for
@@ -56,7 +58,7 @@ class KeyStatistics:
 
     Attributes:
         key_to_value: ``W_KV`` and the singular values of ``W_K``.
-        key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype.
+        key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
         noise: ``[e]``, mean square error that the cache's dtype makes in each coordinate of the keys less the offset.
         directions: ``[e_v, e_v]``, as `noisiest_directions` gives them.
         key_feedback: For rounding matrices that multiply keys less the offset.
@@ -85,10 +87,10 @@ def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch
     """
     X, W_K = inputs.double(), weights.W_K
     keys = X @ W_K + bias_or_zero(weights.key_bias, W_K)
-    key_offset = keys.mean(0).to(cache_dtype).double()
+    key_offset = keys.mean(0).to(torch.float32 if cache_dtype in EIGHT_BITS else cache_dtype).double()
     cached = keys - key_offset
     check_range("keys", cached, cache_dtype)
-    noise = (cached.to(cache_dtype).double() - cached).square().mean(0)
+    noise = (rounded(cached, cache_dtype, weights.head_dim) - cached).square().mean(0)
     solved = solve_key_to_value(W_K, weights.W_V, noise)
     deviation = X - X.mean(0)
     key_gram = W_K.mT @ shrunk_gram(deviation.mT @ deviation / len(X), SHRINKAGE) @ W_K + noise.diag()
@@ -138,6 +140,11 @@ def store_value_coordinates(
     )
 
 
+def rounded(x: Tensor, cache_dtype: torch.dtype, head_dim: int) -> Tensor:
+    """What a cache gives back of ``[..., width]``, fp64; in 8 bits as many numbers as a head has share a scale."""
+    return load(store(x, cache_dtype, head_dim), cache_dtype, head_dim).double()
+
+
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
     """Refuse a dtype whose range other texts could leave.
 
@@ -150,7 +157,8 @@ def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
         ValueError: The largest magnitude, with headroom, is beyond the dtype's largest number.
     """
     largest = cached.abs().max().item() if cached.numel() else 0.0
-    bound = torch.finfo(cache_dtype).max / RANGE_HEADROOM
+    widest = torch.bfloat16 if cache_dtype in EIGHT_BITS else cache_dtype  # 8 bits have scales of its range
+    bound = torch.finfo(widest).max / RANGE_HEADROOM
     if not largest <= bound:
         raise ValueError(
             f"{name} reach {largest:.3g} on the calibration text, and must stay below {bound:.3g} ({cache_dtype} with "

@@ -93,9 +93,14 @@ class AttentionWeights:
         return self.output.double().mT
 
     @property
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.key.shape[0] // self.kv_heads
+
+    @property
     def score_scale(self) -> float:
         """The factor on the scores."""
-        return (self.query.shape[0] // self.heads) ** -0.5 if self.scale is None else self.scale
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 def bias_or_zero(bias: Tensor | None, weight: Tensor) -> Tensor:

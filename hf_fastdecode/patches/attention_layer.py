@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..attention.autocast import no_autocast
 from ..cache.shared import SharedContextCache
+from .eight_bits import EIGHT_BITS
 from .forest_attention import forest_attention
 from .rotation import ROTATION, Rotation
 from .slim_attention import cache_dtype, slim_attention
@@ -62,21 +63,29 @@ class SlimAttention(SlimTokens):
         """As the ordinary layer's, with `slim_rotation` in the place of `position_embeddings`.
 
         Raises:
-            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model.
+            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; or the layer caches
+                in 8 bits, through which no gradients flow, and is being trained.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
         query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
-        cached_dtype = cache_dtype(dtype, self.layer.float16)
-        keys, coordinates = self.slim.to_cache(hidden_states, self.k_proj(hidden_states), cached_dtype)
+        stored_dtype = cache_dtype(dtype, self.layer)
+        if self.training and stored_dtype in EIGHT_BITS:
+            raise ValueError(
+                f"layer {self.layer_idx} caches in {self.layer.cache_dtype}, through which no gradients flow; call "
+                "eval(), or train a model converted with cache dtype auto"
+            )
+        exact = self.slim.to_cache(hidden_states, self.k_proj(hidden_states))
         if isinstance(past_key_values, SharedContextCache):
-            out = forest_attention(self, query, keys, coordinates, past_key_values, rotation, attention_mask)
+            out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)
             return self.output(out), None
+        keys, coordinates = (self.stored(one, stored_dtype) for one in exact)
         if past_key_values is not None:
             with no_autocast(keys.device):  # which does not concatenate fp16
                 keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
+        keys, coordinates = self.numbers(keys), self.numbers(coordinates)
         query = self.scored_query(query, rotation and rotation.tokens)
         scored = self.scored_keys(keys, rotation and rotation.keys)
         out, weights = slim_attention(

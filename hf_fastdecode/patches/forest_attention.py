@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.autocast import no_autocast
 from ..attention.interface import SlidingWindow
-from ..attention.kv import ForestKV
+from ..attention.kv import ForestKV, Segment
 from ..attention.partial import Partial, merge
 from ..attention.scoring import Scoring
 from ..attention.torch_operators.decode_ops import nodes_attention
@@ -23,6 +23,7 @@ from ..cache.shared import SharedContextCache
 from ..cache.slim_storage import SlimStorage
 from ..unsupported import Unsupported
 from .rotation import Rotation, Tables
+from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
 
 
@@ -40,8 +41,8 @@ def forest_attention(
     Args:
         layer: The attention layer.
         query: ``[rows, tokens, heads * head_dim]`` as projected.
-        keys: ``[rows, 1, tokens, heads * head_dim]`` to be cached.
-        coordinates: ``[rows, 1, tokens, r]`` to be cached.
+        keys: ``[rows, 1, tokens, heads * head_dim]``, not yet rounded to the cache's dtype.
+        coordinates: ``[rows, 1, tokens, r]``, likewise.
         cache: The cache.
         rotation: Of the pass; None without RoPE.
         mask: As the model's mask function returned it.
@@ -54,14 +55,16 @@ def forest_attention(
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
-    dtype, storage = query.dtype, partial(SlimStorage.of, layer, keys, coordinates)
+    dtype = query.dtype
+    stored = Segment(*(layer.stored(part, cache_dtype(dtype, layer.layer)) for part in (keys, coordinates)))
+    storage = partial(SlimStorage.of, layer, stored)
     with no_autocast(query.device):
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.packed:
             nodes = layer.keys_and_values(keys, coordinates, rotation and rotation.keys, dtype)
-            handle, _ = cache.update(*nodes, layer.layer_idx, token_storage=storage)
+            handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, token_storage=storage)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
-        handle, _ = cache.update(keys, coordinates, layer.layer_idx, token_storage=storage)
+        handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx, token_storage=storage)
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
         merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
@@ -75,7 +78,7 @@ def forest_attention(
 def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:
     """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
     queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
-    keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
+    keys, coordinates = (layer.numbers(part[:, :, :longest]) for part in kv.suffix)
     lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
     last_seen = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     slot = torch.arange(longest, device=query.device)

@@ -7,12 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.autocast import no_autocast
+from .slim_layers import SlimLayer
 from .slim_values import SlimValues
 
 
-def cache_dtype(model_dtype: torch.dtype, fits_float16: bool) -> torch.dtype:
-    """Of keys and V-coordinates: fp16 for bf16 where their range allows, which has less error in the same bytes."""
-    return torch.float16 if model_dtype == torch.bfloat16 and fits_float16 else model_dtype
+def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
+    """Of keys and V-coordinates: the layer's own, if it has one.
+
+    Else fp16 for bf16 where their range allows, which has less error in the same bytes, and the model's otherwise.
+    """
+    if layer.cache_dtype is not None:
+        dtype: torch.dtype = getattr(torch, layer.cache_dtype)
+        return dtype
+    return torch.float16 if model_dtype == torch.bfloat16 and layer.float16 else model_dtype
 
 
 def slim_attention(
@@ -36,8 +43,8 @@ def slim_attention(
     Args:
         query: ``[rows, heads, queries, head_dim]`` after RoPE, in fp32.
         rotated_keys: ``[rows, heads, tokens, head_dim]`` after RoPE, in fp32.
-        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached.
-        coordinates: ``[rows, 1, tokens, r]`` as cached.
+        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached; of 8 bits, as read from them.
+        coordinates: ``[rows, 1, tokens, r]``, alike.
         values: Of the layer.
         mask: ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
         scaling: Factor on the scores.

@@ -9,6 +9,9 @@ from typing import Any, Final
 PLANS: Final = ("k", "k+r", "kv")
 """Keys; keys and r V-coordinates; keys and values."""
 
+CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
+"""Dtypes that a layer's cache may have whatever the model's is."""
+
 
 @dataclass(frozen=True)
 class SlimLayer:
@@ -19,27 +22,33 @@ class SlimLayer:
         rank: V-coordinates beside the keys; 0 but for ``k+r``.
         float16: Whether keys and V-coordinates fit into fp16 with headroom, as measured in conversion: a model in bf16
             then caches them in fp16, which has three more bits in the same bytes.
+        cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates; None to go by the model's dtype and `float16`.
     """
 
     plan: str
     rank: int = 0
     float16: bool = True
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check.
 
         Raises:
-            ValueError: No such plan, or a rank that it cannot have.
+            ValueError: No such plan, or a rank or a cache dtype that it cannot have.
         """
         if self.plan not in PLANS:
             raise ValueError(f"a slim layer's plan must be one of {', '.join(PLANS)}, got {self.plan!r}")
         if not isinstance(self.rank, int) or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
             bound = "at least 1" if self.plan == "k+r" else "0"
             raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
+        if self.cache_dtype is not None and (self.plan == "kv" or self.cache_dtype not in CACHE_DTYPES):
+            bound = "None, the model's own" if self.plan == "kv" else f"None or one of {', '.join(CACHE_DTYPES)}"
+            raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as the config has them."""
-        return {"plan": self.plan, "rank": self.rank, "float16": self.float16}
+        """Plain values, as the config has them; without a cache dtype those that earlier versions read."""
+        plain = {"plan": self.plan, "rank": self.rank, "float16": self.float16}
+        return plain if self.cache_dtype is None else plain | {"cache_dtype": self.cache_dtype}
 
 
 def read_layers(plain: Sequence[Mapping[str, Any]] | None, layers: int) -> list[SlimLayer]:

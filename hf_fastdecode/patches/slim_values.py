@@ -34,22 +34,18 @@ class SlimValues(KeepsDtype):
         self.from_inputs = StoredMatrix(inputs, rank, matrix_dtype) if rank else None
         self.directions = StoredMatrix(rank, values, matrix_dtype) if rank else None
 
-    def to_cache(self, inputs: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cached keys and V-coordinates of tokens.
+    def to_cache(self, inputs: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and V-coordinates of tokens to be cached, before any rounding.
 
         Args:
             inputs: ``[rows, tokens, d]``.
             keys: ``[rows, tokens, e]`` as projected, in fp32.
-            dtype: Of the cache.
 
         Returns:
-            Keys and V-coordinates, as the class describes them.
+            Keys and V-coordinates, as the class describes them, in fp32.
         """
-        cached = (keys - self.key_offset).to(dtype)
-        if self.from_inputs is None:
-            coordinates = cached[..., :0]
-        else:
-            coordinates = self.from_inputs(inputs).to(dtype)
+        cached = keys - self.key_offset
+        coordinates = cached[..., :0] if self.from_inputs is None else self.from_inputs(inputs)
         return cached[:, None], coordinates[:, None]
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:

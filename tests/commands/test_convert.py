@@ -58,6 +58,26 @@ def test_dry_run_of_the_embedded_model(tmp_path: Path) -> None:
     assert all(one["output_error"] <= 2 * one["measured"]["ordinary"]["output_error"] for one in report["layers"])
 
 
+def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
+    """In the report, in the table and in the config; verified beside int8 keys and values."""
+    arguments = ("--cache-dtype", "int8", "--dtype", "bfloat16")
+    done = run("convert-checkpoint", source, tmp_path / "slim", *arguments, "--verify")
+    assert done.exit_code == 0, done.output
+    assert "int8" in done.stdout
+    report = json.loads((tmp_path / "slim" / "slim_report.json").read_text())
+    plain = json.loads(run("convert-checkpoint", source, "--dry-run", "--dtype", "bfloat16", "--json").stdout)
+    assert (report["cache_dtype"], plain["cache_dtype"]) == ("int8", "auto")
+    assert {layer["dtype"] for layer in report["layers"]} == {"int8"}
+    assert {layer["dtype"] for layer in plain["layers"]} <= {"float16", "bfloat16"}
+    assert report["bytes_per_token"] < plain["bytes_per_token"]
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert {layer["cache_dtype"] for layer in config["slim_layers"]} == {"int8"}
+    done = run("convert-checkpoint", tmp_path / "slim", tmp_path / "full", "--format", "full")
+    assert done.exit_code == 0, done.output
+    done = run("convert-checkpoint", source, "--dry-run", *arguments, "--plan", "k")
+    assert "Layer 0: no int8, which has at best" in " ".join(done.stdout.split())
+
+
 def test_plan_files(source: Path, tmp_path: Path) -> None:
     plans = [{"plan": "kv"}, {"plan": "k+r", "rank": 4}, {"plan": "k"}]
     (tmp_path / "plan.json").write_text(json.dumps(plans))
@@ -87,6 +107,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--plan", "kr"), "is not a JSON file"),
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
+        ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
     ):
         assert message in refused(*arguments), arguments

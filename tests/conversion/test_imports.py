@@ -1,7 +1,8 @@
-"""The mathematics needs PyTorch, and nothing else of the package or of what it depends on."""
+"""The mathematics needs PyTorch, and of the package and its dependencies only how caches round to 8 bits."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,6 @@ def test_importing_it_imports_torch_only(tmp_path: Path) -> None:
 def test_it_stands_alone_in_the_package() -> None:
     for path in (PACKAGE / "conversion").glob("*.py"):  # conversion.checkpoint is of transformers' models
         assert imported_layers(path) <= {"conversion"}, path
+        names = [node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        inside = {name for name in names if name and name.startswith("hf_fastdecode")}
+        assert inside <= {"hf_fastdecode.patches.eight_bits"}, path

@@ -57,8 +57,29 @@ def test_candidates_and_their_bytes() -> None:
 
 def test_plans_survive_json() -> None:
     for weights in (layer(), layer(kv_heads=2)):
-        plan = plan_layer(weights, text(126), rotation=rope(126))
-        assert LayerPlan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
+        for eight_bits in (None, torch.int8):
+            plan = plan_layer(weights, text(126), rotation=rope(126), eight_bits=eight_bits)
+            assert LayerPlan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
+
+
+@pytest.mark.parametrize("tolerance", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("condition", [1e1, 1e4])
+def test_caches_in_8_bits_are_held_to_int8_keys_and_values(
+    dtype: torch.dtype, condition: float, tolerance: float
+) -> None:
+    arguments = {"rotation": rope(252), "tolerance": tolerance}
+    plan = plan_layer(layer(condition=condition), text(252), eight_bits=dtype, **arguments)
+    judge, before = plan.ordinary_int8, plan_layer(layer(condition=condition), text(252), **arguments)
+    assert judge is not None
+    assert (judge.dtype, judge.bytes_per_token) == ("int8", 2 * (48 + 4 * 2))
+    assert judge not in plan.candidates
+    eight = [one for one in plan.candidates if one.dtype == str(dtype).removeprefix("torch.")]
+    sizes = {one.rank: one.bytes_per_token for one in eight}
+    assert sizes == {rank: 48 + 4 * 2 + rank + -(-rank // 12) * 2 for rank in (0, 1, 3, 6, 12, 24)}
+    assert [one for one in plan.candidates if one not in eight] == list(before.candidates)
+    enough = [one for one in eight if one.output_error <= tolerance * judge.output_error]
+    assert plan.chosen == (enough[0] if enough else before.chosen)
 
 
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
@@ -180,6 +201,21 @@ def test_trained_layers_store_at_most_60_percent() -> None:
     ordinary = sum(plan.ordinary.bytes_per_token for plan in plans)
     assert stored <= 0.6 * ordinary
     assert all(plan.chosen.output_error <= 2 * plan.ordinary.output_error for plan in plans)
+
+
+def test_trained_layers_in_int8() -> None:
+    """Keys alone fail on every layer; few V-coordinates bring half of int8 keys and values within twice its error."""
+    layers, rotation = embedded()
+    for weights, inputs in layers:
+        plan = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.int8)
+        assert plan.ordinary_int8 is not None
+        by_rank = {one.rank: one.output_error for one in plan.candidates if one.dtype == "int8"}
+        assert by_rank[0] > 10 * plan.ordinary_int8.output_error
+        assert by_rank[32] < 2 * plan.ordinary_int8.output_error
+        assert (plan.chosen.plan, plan.chosen.dtype) == ("k+r", "int8")
+        assert plan.chosen.bytes_per_token < 0.6 * plan.ordinary_int8.bytes_per_token
+        fp8 = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.float8_e4m3fn)
+        assert fp8.chosen.dtype == "float16"
 
 
 def test_full_rank_is_an_ordinary_cache() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -49,12 +50,16 @@ def test_in_bf16_the_plan_is_as_accurate_as_keys_and_values_and_keys_alone_are_n
     )  # of keys and values: layers, tokens, both, d, bytes
 
 
-def test_in_fp32_greedy_tokens_are_the_same() -> None:
+@pytest.mark.parametrize(("cache_dtype", "share"), [("auto", 1.0), ("int8", 0.99)])
+def test_in_fp32_greedy_tokens_are_the_same(cache_dtype: str, share: float) -> None:
+    """With int8 they were too, when it was measured: 192 of 192."""
     model, tokenizer = load_embedded()
-    slim = to_slim(model, tokenizer=tokenizer)
+    slim = to_slim(model, tokenizer=tokenizer, cache_dtype=cache_dtype)
+    assert all(layer.get("cache_dtype", "auto") == cache_dtype for layer in slim.config.slim_layers)
     tokenizer.padding_side = "left"
     tasks = embedded_tasks()
     texts = [few_shot_prompt(tasks[at], tasks[at + 1 : at + 1 + shots]) for at, shots in ((3, 1), (40, 3), (60, 0))]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(slim.generate(**inputs, **options), model.generate(**inputs, **options))
+    found, expected = (one.generate(**inputs, **options)[:, -64:] for one in (slim, model))
+    assert (found == expected).double().mean() >= share

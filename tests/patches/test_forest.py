@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
@@ -152,3 +152,21 @@ def test_bf16_is_as_accurate_as_the_ordinary_model() -> None:
         cache = fd.prefill(slim, ids[:, :40])
         steps = [slim(ids[:, place : place + 1], past_key_values=cache).logits[0, 0] for place in range(40, 60)]
     assert relative(torch.stack(steps), expected) < 2 * relative(rounded(ids).logits[0, 40:], expected)
+
+
+@torch.no_grad()
+def test_suffixes_in_8_bits() -> None:
+    model = pair("k+r")[0]
+    slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        found = slim(TEXT[None, 20:35], past_key_values=cache).logits
+        again = slim(TEXT[None, 35:40], past_key_values=cache.fork()).logits  # with the suffix as a node
+    stock = DynamicCache()
+    slim(TEXT[None, :20], past_key_values=stock)
+    by_stock = slim(TEXT[None, 20:35], past_key_values=stock).logits
+    expected = model(TEXT[None, :40]).logits
+    assert relative(found, expected[:, 20:35]) < relative(by_stock, expected[:, 20:35])  # nodes are not in 8 bits
+    assert relative(again, expected[:, 35:]) < 2 * relative(by_stock, expected[:, 20:35])
+    heads, width, ranks = 4, 64, (4, 9)
+    assert cache.nbytes.stored == 20 * 2 * 2 * width * 4 + 15 * sum(width + 2 * heads + rank + 2 for rank in ranks)

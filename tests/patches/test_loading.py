@@ -113,12 +113,17 @@ def test_configs() -> None:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     config = SlimLlamaConfig(**sizes, slim_layers=[{"plan": "k"}, {"plan": "k+r", "rank": 3}])
     assert [layer.rank for layer in config.layer_plans] == [0, 3]
+    assert [layer.cache_dtype for layer in config.layer_plans] == [None, None]  # as in configs that had no such field
+    eight = SlimLlamaConfig(**sizes, slim_layers=[{"plan": "k", "cache_dtype": "int8"}, {"plan": "kv"}])
+    assert [layer.cache_dtype for layer in eight.layer_plans] == ["int8", None]
     assert {layer.plan for layer in SlimLlamaConfig(**sizes).layer_plans} == {"kv"}
     for fields, message in (
         ({"slim_layers": [{"plan": "k"}]}, "a plan for each of 2 layers, got 1"),
         ({"slim_layers": [{"plan": "v"}] * 2}, "must be one of k, k\\+r, kv, got 'v'"),
         ({"slim_layers": [{"plan": "k", "rank": 2}] * 2}, "rank of plan 'k' must be 0, got 2"),
         ({"slim_layers": [{"plan": "k", "ranks": 2}] * 2}, "unknown field 'ranks'"),
+        ({"slim_layers": [{"plan": "k", "cache_dtype": "int4"}] * 2}, "one of float16, bfloat16, .* got 'int4'"),
+        ({"slim_layers": [{"plan": "kv", "cache_dtype": "int8"}] * 2}, "None, the model's own, got 'int8'"),
         ({"slim_layers": [{"plan": "k"}] * 2, "num_key_value_heads": 2}, "got 2 != 4"),
         ({"slim_matrix_dtype": "bfloat16"}, "float16 or float32"),
     ):

@@ -205,6 +205,7 @@ def _describe(source: Checkpoint, settings: Settings, dtype: torch.dtype, ids: T
         "plan": choice.plan if isinstance(choice.plan, str) else [list(one) for one in choice.plan],
         "rank": choice.rank,
         "tolerance": choice.tolerance,
+        "cache_dtype": choice.cache_dtype,
         "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
         "calibration_tokens": 0 if ids is None else len(ids),
         "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),

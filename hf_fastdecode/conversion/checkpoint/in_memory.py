@@ -24,6 +24,7 @@ def to_slim(
     plan: str | tuple[tuple[str, int], ...] = "auto",
     rank: int | None = None,
     tolerance: float = 2.0,
+    cache_dtype: str = "auto",
 ) -> PreTrainedModel:
     """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
 
@@ -40,6 +41,9 @@ def to_slim(
         rank: V-coordinates beside the keys of every layer, in the place of `plan`.
         tolerance: Of ``auto``: how many times the error that an ordinary cache in the model's dtype makes in a layer's
             output is acceptable.
+        cache_dtype: Of keys and V-coordinates. ``auto``: fp16 for models in bf16 where the range allows, else the
+            model's dtype. ``fp16``, ``bf16``: for all layers. ``int8``, ``fp8``: for layers that have at most
+            `tolerance` times the error of keys and values in int8; others are as with ``auto``.
 
     Returns:
         The slim model, in eval mode, on the same device.
@@ -48,7 +52,7 @@ def to_slim(
         ValueError: The model has no slim form (grouped-query attention, a quantised model), a layer cannot have the
             plan, or there is no usable calibration text.
     """
-    choice = PlanChoice(plan, rank, tolerance)
+    choice = PlanChoice(plan, rank, tolerance, cache_dtype)
     family = family_of(model.config)
     if calibration is None:
         if tokenizer is None:

@@ -8,12 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from hf_fastdecode.patches.eight_bits import EIGHT_BITS
 from hf_fastdecode.patches.slim_layers import PLANS, read_layers
 
 from ..cache_errors import CacheError
-from ..layer_plan import LayerPlan
+from ..layer_plan import LayerPlan, in_eight_bits
 
 AUTO: Final = "auto"
+
+CACHE_DTYPES: Final = {
+    AUTO: None,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""Names of cache dtypes that can be asked for."""
 
 
 class PlanError(ValueError):
@@ -27,18 +39,22 @@ class PlanChoice:
     Attributes:
         plan: ``auto``, ``k``, ``kv``; or a tuple of plan and rank per layer.
         rank: V-coordinates beside the keys of every layer, in the place of a plan; None to leave it to `plan`.
-        tolerance: Of ``auto``: how many times the output error of an ordinary cache is acceptable.
+        tolerance: Of ``auto`` and of 8 bits: how many times the output error of an ordinary cache is acceptable; in
+            8 bits that of keys and values in int8.
+        cache_dtype: Of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` goes by the model's dtype, ``fp8`` and
+            ``int8`` hold for layers where they are accurate enough.
     """
 
     plan: str | tuple[tuple[str, int], ...] = AUTO
     rank: int | None = None
     tolerance: float = 2.0
+    cache_dtype: str = AUTO
 
     def __post_init__(self) -> None:
         """Check.
 
         Raises:
-            PlanError: No such plan, a rank or tolerance out of bounds, or both a plan and a rank.
+            PlanError: No such plan or cache dtype, a rank or tolerance out of bounds, or both a plan and a rank.
         """
         if isinstance(self.plan, str) and self.plan not in (AUTO, "k", "kv"):
             raise PlanError(f"plan must be auto, k, kv or a plan per layer, got {self.plan!r}")
@@ -48,6 +64,20 @@ class PlanChoice:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not self.tolerance >= 1:
             raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
+
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
+
+    @property
+    def eight_bits(self) -> torch.dtype | None:
+        """The cache dtype where it is one of 8 bits."""
+        dtype = CACHE_DTYPES[self.cache_dtype]
+        return dtype if dtype in EIGHT_BITS else None
+
+    @property
+    def wider(self) -> torch.dtype | None:
+        """The cache dtype where it is one of more bits."""
+        return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
 
     def of_layer(self, index: int, layers: int) -> tuple[str, int]:
         """Plan and rank that are asked for; ``auto`` has rank 0."""
@@ -67,10 +97,9 @@ def pick(plan: LayerPlan, asked: tuple[str, int], index: int) -> CacheError:
         PlanError: The layer cannot have what was asked for.
     """
     if asked[0] == AUTO:  # of those that slim models have: no cache of inputs
-        bound = plan.tolerance * plan.ordinary.output_error
-        return next(one for one in plan.candidates if one.plan in PLANS and one.output_error <= bound)
+        return next(one for one in plan.candidates if one.plan in PLANS and plan.accepts(one))
     for candidate in plan.candidates:
-        if (candidate.plan, candidate.rank) == asked:
+        if (candidate.plan, candidate.rank) == asked and (not in_eight_bits(candidate) or plan.accepts(candidate)):
             return candidate
     reason = plan.refused.get(asked[0], "it was not measured")  # type: ignore[call-overload]
     raise PlanError(f"layer {index} cannot have plan {asked[0]!r}: {reason}")

@@ -27,14 +27,20 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     above.set_yscale("log")
     above.set_ylabel("condition number of $W_K$")
     above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
-    ordinary = [layer["measured"]["ordinary"]["output_error"] for layer in layers]
+    measured = [layer["measured"] for layer in layers]
     alone = [_of_keys(layer) for layer in layers]
-    below.plot(numbers, ordinary, "o-", color="#9aa0a6", label="keys and values")
-    below.plot(numbers, [one * report["tolerance"] for one in ordinary], ":", color="#9aa0a6", label="tolerance")
+    for judge, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
+        if all(one[judge] for one in measured):
+            errors = [one[judge]["output_error"] for one in measured]
+            below.plot(numbers, errors, "o-", color=color, label=f"keys and values{name}")
+            allowed = [error * report["tolerance"] for error in errors]
+            below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")
     below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
     below.plot(numbers, [layer["output_error"] for layer in layers], "s-", color="#1b7f5c", label="chosen")
     for at, layer in enumerate(layers):
         name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
+        if layer.get("cache_dtype"):
+            name += f" {layer['cache_dtype']}"
         below.annotate(name, (at, layer["output_error"]), textcoords="offset points", xytext=(0, 7), ha="center")
     below.set_yscale("log")
     below.set_ylabel("relative error of the layer's output")
@@ -46,5 +52,7 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
 
 
 def _of_keys(layer: dict[str, Any]) -> float:
-    candidates = layer["measured"]["candidates"]
-    return next((one["output_error"] for one in candidates if one["plan"] == "k"), float("nan"))
+    """In the dtype of 16 bits, which every report has."""
+    measured = layer["measured"]
+    alone = (one for one in measured["candidates"] if (one["plan"], one["dtype"]) == ("k", measured["cache_dtype"]))
+    return next((one["output_error"] for one in alone), float("nan"))

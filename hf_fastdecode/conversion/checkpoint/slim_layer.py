@@ -13,7 +13,7 @@ from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ..biases import value_constant
 from ..cache_errors import CacheError
-from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer
+from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer, in_eight_bits
 from ..rope import Rotation
 from ..stored_coordinates import StoredValueCoordinates, check_range, store_value_coordinates
 from ..value_coordinates import ValueCoordinates
@@ -44,6 +44,7 @@ class ConvertedLayer:
         """Plain values."""
         return {
             **self.entry.to_dict(),
+            "dtype": self.chosen.dtype,
             "bytes_per_token": self.chosen.bytes_per_token,
             "value_error": self.chosen.value_error,
             "output_error": self.chosen.output_error,
@@ -85,18 +86,22 @@ def convert_layer(
         inputs,
         rotation=rotation,
         model_dtype=model_dtype,
+        cache_dtype=choice.wider,
+        eight_bits=choice.eight_bits,
         tolerance=choice.tolerance,
         rank_divisors=RANK_DIVISORS if asked[0] == AUTO else (),
         ranks=(asked[1],),
     )
     chosen = pick(plan, asked, index)
-    if chosen.plan == "kv" or statistics is None:
+    if chosen.plan == "kv":
         return ConvertedLayer(plan, chosen, SlimLayer("kv"), {}, 0.0)
-    stored = store_value_coordinates(weights, statistics, chosen.rank, matrix_dtype=matrix_dtype(model_dtype))
+    fit = statistics[chosen.dtype]
+    stored = store_value_coordinates(weights, fit, chosen.rank, matrix_dtype=matrix_dtype(model_dtype))
     exact = stored.double()
     recovered = _value_weight(weights.W_K, exact).to(model_dtype).double()
     error = (torch.linalg.norm(recovered - weights.W_V) / torch.linalg.norm(weights.W_V)).item()
-    entry = SlimLayer(chosen.plan, chosen.rank, _fits_float16(weights, exact, inputs))
+    asked_for = chosen.dtype if choice.wider or in_eight_bits(chosen) else None
+    entry = SlimLayer(chosen.plan, chosen.rank, _fits_float16(weights, exact, inputs), asked_for)
     return ConvertedLayer(plan, chosen, entry, _tensors(stored), error)
 
 

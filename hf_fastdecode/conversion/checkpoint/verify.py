@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fastdecode.patches.eight_bits import EIGHT_BITS
+
+from ..cache_errors import dtype_name
 from .family import Family
+from .rounded_cache import RoundedCache
 
 
 class VerificationError(ValueError):
@@ -23,7 +28,8 @@ class Verification:
 
     Attributes:
         slim_error: Of the slim model in its dtype.
-        ordinary_error: Of the ordinary model in the same dtype.
+        ordinary_error: Of the ordinary model in the same dtype, with keys and values in int8 in layers that the slim
+            model caches in 8 bits.
         bound: That the first was held to.
         same_tokens: Share of positions where slim and fp64 give the same most likely token.
     """
@@ -49,7 +55,7 @@ def verify(
 ) -> Verification:
     """Compare; both models are loaded whole, one after the other.
 
-    The bound is `tolerance` times what the ordinary model itself is off in this dtype, as layers were held to, and
+    The bound is `tolerance` times what the ordinary model is off with the caches that layers were held to, and
     what fp32, in which both accumulate, adds at most in values from keys: its precision times the condition number.
 
     Args:
@@ -65,7 +71,9 @@ def verify(
         VerificationError: The slim model is farther off.
     """
     oracle = _logits(_load(ordinary, torch.float64), ids)
-    stock = _logits(_load(ordinary, dtype), ids)
+    plans = slim[1].layer_plans
+    in_eight_bits = [at for at, layer in enumerate(plans) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
+    stock = _logits(_load(ordinary, dtype), ids, in_eight_bits)
     found = _logits(_load(slim, dtype, family), ids)
     norm = torch.linalg.norm(oracle)
     errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
@@ -88,10 +96,10 @@ def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, family: Family | Non
     return model.eval()
 
 
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _logits(model: PreTrainedModel, ids: Tensor, int8_layers: Sequence[int] = ()) -> Tensor:
     half = len(ids) // 2
     steps = min(8, half - 1)
-    cache = DynamicCache(config=model.config)
+    cache = RoundedCache(model.config, torch.int8, int8_layers)
     parts = ids.split([half, len(ids) - half - steps, *[1] * steps])
     with torch.no_grad():
         return torch.cat([model(part[None], past_key_values=cache).logits[0].double() for part in parts])

@@ -1,0 +1,70 @@
+"""Cached numbers in 8 bits, with a scale per token and head, in tensors that any cache of transformers holds.
+
+Caches concatenate, reorder and crop one tensor of keys and one of values, without knowing what is in them. So each
+token's scales follow its numbers as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is as many
+neighbouring numbers as a head has, and the last one may have fewer. A static cache's zeros read as zeros.
+
+A scale is the group's largest magnitude over that of the dtype, in bf16. Numbers are divided by the scale as it is
+stored, so its rounding makes steps wider by at most a 256th; and bf16, unlike fp16, has the range of fp32, so that no
+token is too small or too large.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+EIGHT_BITS: Final = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes that are stored with scales."""
+
+_LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+_SCALE: Final = torch.bfloat16
+
+
+def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    """Round for a cache.
+
+    Args:
+        x: ``[..., width]``, any floating dtype.
+        dtype: Of the cache.
+        group: Numbers that share a scale, for a dtype of `EIGHT_BITS`.
+
+    Returns:
+        ``[..., width]`` in `dtype`; for 8 bits ``[..., width + 2 * groups]``, uint8.
+    """
+    if dtype not in EIGHT_BITS:
+        return x.to(dtype)
+    width = x.shape[-1]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # quotients in bf16 would be rounded as coarsely as int8 is
+    grouped = F.pad(x, (0, -width % group)).reshape(*x.shape[:-1], -(-width // group), group)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    scales = (largest / _LARGEST[dtype]).clamp(min=torch.finfo(_SCALE).tiny).to(_SCALE)  # of zeros too
+    steps = (grouped / scales.to(x.dtype)).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
+    numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
+    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scales.view(torch.uint8).flatten(-2)], -1)
+
+
+def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    """Inverse of `store`, with its arguments.
+
+    Returns:
+        ``[..., width]`` in `dtype`; for 8 bits in fp32.
+    """
+    if dtype not in EIGHT_BITS:
+        return stored
+    size = stored.shape[-1]
+    if not size:  # no coordinates beside the keys
+        return stored.float()
+    width = size - _SCALE.itemsize * -(-size // (group + _SCALE.itemsize))
+    aligned = stored[..., width:].clone(memory_format=torch.contiguous_format)  # scales begin at odd bytes too
+    scales = aligned.view(_SCALE).float()
+    return stored[..., :width].view(dtype).float() * scales.repeat_interleave(group, -1)[..., :width]
+
+
+def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
+    """Bytes per token of `width` numbers, scales included."""
+    scales = -(-width // group) if dtype in EIGHT_BITS else 0
+    return width * dtype.itemsize + scales * _SCALE.itemsize

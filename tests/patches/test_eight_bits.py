@@ -1,0 +1,62 @@
+"""Numbers in 8 bits: there and back, and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_fastdecode.patches.eight_bits import EIGHT_BITS, load, store, stored_bytes
+
+
+@pytest.mark.parametrize("width", [1, 16, 63, 100])
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_int8_is_off_by_half_a_step(width: int, magnitude: float) -> None:
+    """Of 254 steps in a group's range, up to what the rounding of the scale adds."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, 1000, width, generator=generator, dtype=torch.float64) * magnitude
+    x[0, 0, 3] = 0
+    stored = store(x, torch.int8, 16)
+    back = load(stored, torch.int8, 16)
+    assert stored.dtype == torch.uint8
+    assert stored.shape[-1] == stored_bytes(width, torch.int8, 16)
+    assert back.dtype == torch.float32
+    assert not back[0, 0, 3].any()
+    for one, found in zip(x.split(16, -1), back.split(16, -1)):
+        bound = one.abs().amax(-1, keepdim=True) / 254 * (1 + 2**-8)
+        assert ((found - one).abs() <= bound).all()
+
+
+def test_fp8_is_off_by_half_a_unit_of_three_bits() -> None:
+    x = torch.randn(1000, 48, generator=torch.Generator().manual_seed(1))
+    back = load(store(x, torch.float8_e4m3fn, 16), torch.float8_e4m3fn, 16)
+    smallest = x.unflatten(-1, (3, 16)).abs().amax(-1).repeat_interleave(16, -1) / 448 * 2**-6  # normal number
+    assert ((back - x).abs() <= torch.maximum(x.abs(), smallest) * 2**-4 * (1 + 2**-8)).all()
+
+
+@pytest.mark.parametrize("width", [1, 63])
+def test_tokens_stand_for_themselves(width: int) -> None:
+    """One token, an odd number of bytes, has in a slice of a cache what it had when it was stored."""
+    x = torch.randn(2, 1, 5, width, generator=torch.Generator().manual_seed(2))
+    for dtype in EIGHT_BITS:
+        stored = store(x, dtype, 16)
+        for part in (stored[1:, :, 3:4], store(x[1:, :, 3:4], dtype, 16)):
+            assert torch.equal(load(part, dtype, 16), load(stored, dtype, 16)[1:, :, 3:4])
+
+
+def test_numbers_in_half_precision_are_rounded_as_in_fp32() -> None:
+    x = torch.randn(1000, 48, generator=torch.Generator().manual_seed(3))
+    for half in (x.bfloat16(), x.half()):
+        assert torch.equal(store(half, torch.int8, 16), store(half.float(), torch.int8, 16))
+
+
+def test_zeros_of_a_static_cache_are_zeros() -> None:
+    for dtype in EIGHT_BITS:
+        assert not load(torch.zeros(3, 36, dtype=torch.uint8), dtype, 16).any()
+
+
+def test_no_numbers_have_no_scales() -> None:
+    """V-coordinates of a cache of keys alone."""
+    for dtype in EIGHT_BITS:
+        stored = store(torch.empty(2, 1, 5, 0), dtype, 16)
+        assert stored.shape == load(stored, dtype, 16).shape == (2, 1, 5, 0)
+        assert stored_bytes(0, dtype, 16) == 0
