@@ -30,6 +30,9 @@ _CONFIGS: Final = {
     "slim_gemma": ("slim_configs", "SlimGemmaConfig"),
     "slim_cohere": ("slim_configs", "SlimCohereConfig"),
     "slim_codegen": ("slim_configs", "SlimCodeGenConfig"),
+    "slim_t5": ("encoder_decoder_configs", "SlimT5Config"),
+    "slim_bart": ("encoder_decoder_configs", "SlimBartConfig"),
+    "slim_whisper": ("encoder_decoder_configs", "SlimWhisperConfig"),
 }
 """Model type to module of this folder and class."""
 
