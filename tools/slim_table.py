@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.conversion import AttentionWeights, CacheError, CacheErrors, Rotation, fit_layer, key_statistics
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
@@ -70,7 +70,7 @@ def rows() -> list[Row]:
 def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
     """Attention of the embedded model in bf16, what it sees on the built-in text, and that text's RoPE."""
     model, tokenizer = load_embedded(torch.bfloat16)
-    family, ids = family_of(model.config), calibration_ids(tokenizer)
+    family, ids = FAMILY, calibration_ids(tokenizer)
     inputs = layer_inputs(model, family, ids)
     found = []
     for index, seen in enumerate(inputs):

@@ -75,6 +75,7 @@ def fit_layer(
     *,
     rotation: Rotation | None = None,
     causal: bool = True,
+    score_bias: Tensor | None = None,
     model_dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
@@ -93,6 +94,7 @@ def fit_layer(
         key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
         rotation: RoPE of these tokens, or None where none stands before the scores.
         causal: False for cross-attention and encoders.
+        score_bias: Added to scores, ``[heads, tokens, tokens]`` (T5's bias of positions); for self-attention.
         model_dtype: Of the model; the ordinary cache has it, and a cache of inputs.
         cache_dtype: Of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same bytes),
             else the model's.
@@ -125,7 +127,8 @@ def fit_layer(
         fitted = inputs[:half]
         judged = slice(half, None)
         part = None if rotation is None else rotation.tokens(judged)
-        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal)
+        bias = None if score_bias is None else score_bias[:, judged, judged]
+        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias)
     else:
         fitted = key_inputs[:half]
         errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
@@ -138,7 +141,7 @@ def fit_layer(
     try:
         candidates.append(errors.of_inputs(model_dtype))
     except ValueError as reason:
-        refused["x"] = str(reason)
+        refused["x" if key_inputs is None else "e"] = str(reason)
     try:
         require_multi_head(weights)
         statistics = key_statistics(weights, fitted, cache_dtype)

@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 
 def test_cross_attention_and_bad_arguments() -> None:
     plan = plan_layer(layer(), text(7), text(126), causal=False)
-    assert ("x", 0) in caches(plan)
+    assert ("e", 0) in caches(plan)
     with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
         plan_layer(layer(), text(1))
     with pytest.raises(ValueError, match=r"tolerance must be at least 1 .* got 0\.5"):

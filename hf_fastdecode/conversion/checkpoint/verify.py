@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from .encoder_decoder.architecture import EncoderDecoder
 from .family import Family
 
 
@@ -41,9 +43,9 @@ class Verification:
 def verify(
     ordinary: tuple[Path, Any],
     slim: tuple[Path, Any],
-    family: Family,
+    family: Family | EncoderDecoder,
     dtype: torch.dtype,
-    ids: Tensor,
+    logits: Callable[[PreTrainedModel], Tensor],
     tolerance: float,
     condition: float,
 ) -> Verification:
@@ -57,16 +59,16 @@ def verify(
         slim: Folder and config of the slim one.
         family: Of both.
         dtype: That they run in.
-        ids: ``[tokens]``; the second half reads the first from the cache, token by token at its end.
+        logits: Of a model, read from its cache, such as `text_logits`.
         tolerance: At least 1.
         condition: Largest condition number of a slim layer's key projection.
 
     Raises:
         VerificationError: The slim model is farther off.
     """
-    oracle = _logits(_load(ordinary, torch.float64), ids)
-    stock = _logits(_load(ordinary, dtype), ids)
-    found = _logits(_load(slim, dtype, family), ids)
+    oracle = logits(_load(ordinary, torch.float64, family.auto))
+    stock = logits(_load(ordinary, dtype, family.auto))
+    found = logits(_load(slim, dtype, family.slim_model))
     norm = torch.linalg.norm(oracle)
     errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
     bound = tolerance * errors[1] + condition * torch.finfo(torch.float32).eps
@@ -81,14 +83,14 @@ def verify(
     return checked
 
 
-def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, family: Family | None = None) -> PreTrainedModel:
+def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreTrainedModel:
     folder, config = checkpoint
-    loader: Any = AutoModelForCausalLM if family is None else family.slim_model
     model: PreTrainedModel = loader.from_pretrained(folder, config=config, dtype=dtype)
     return model.eval()
 
 
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def text_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits of ids ``[tokens]``, fp64: the second half reads the first from the cache, token by token at its end."""
     half = len(ids) // 2
     steps = min(8, half - 1)
     cache = DynamicCache(config=model.config)
