@@ -24,7 +24,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5-wide": ("t5", {**_T5, "d_model": 48, "num_heads": 8, "feed_forward_proj": "gated-gelu"}),
     # 32 for 64, as in Flan-T5-small: keys do not determine values
     "t5-narrow": ("t5", {**_T5, "num_heads": 2, "tie_word_embeddings": False}),
-    "bart": ("bart", {**_LAYERS, "encoder_attention_heads": 2, "decoder_attention_heads": 4}),
+    "bart": (
+        "bart",
+        {**_LAYERS, "encoder_attention_heads": 2, "decoder_attention_heads": 4, "max_position_embeddings": 256},
+    ),
     "whisper": (
         "whisper",
         {

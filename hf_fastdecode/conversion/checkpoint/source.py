@@ -100,7 +100,9 @@ class Checkpoint:
         with torch.device("meta"):
             model = auto.from_config(self.config, trust_remote_code=False)
         tied = set(model.all_tied_weights_keys) if self.config.tie_word_embeddings else set()
-        missing = sorted(set(model.state_dict()) - self.names() - tied)
+        missing = sorted(
+            set(model.state_dict()) - self.names() - tied - set(model._keys_to_ignore_on_load_missing or ())
+        )
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(
