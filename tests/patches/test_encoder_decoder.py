@@ -19,9 +19,9 @@ from transformers import (
     T5Model,
 )
 
-from hf_fastdecode.conversion import inputs_cache_output
+from hf_fastdecode.conversion import attention_output, inputs_cache_output
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
 from hf_fastdecode.conversion.checkpoint.families import ENCODER_DECODERS, family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
@@ -74,6 +74,31 @@ def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> No
         keys = slim.config.d_kv * slim.config.num_heads if name.startswith("t5") else slim.config.d_model
         assert self_slim * 2 * keys == self_kv * slim.config.d_model
     assert cross_slim == {"k": cross_kv // 2, "x": 0, "e": 0}.get(plan, cross_slim) < cross_kv
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_read_as_the_layers_use_them(name: str) -> None:
+    """The reference makes of them, with their scale and biases, what the attentions of both layers do."""
+    model = encoder_decoder(name)
+    family = family_of(model.config)
+    assert isinstance(family, EncoderDecoder)
+    made: list[Tensor] = []
+    prefixes = family.attentions(model.config)
+    for prefix in prefixes:
+        module = model.get_submodule(prefix.rstrip("."))
+        module.register_forward_hook(lambda module, args, output: made.append(output[0][0]))
+    recorded = record(model, family, model_inputs(family, model.config, TEXT[:40], None))
+    for index, prefix in enumerate(prefixes):
+        own = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
+        cross = index % 2 == 1
+        expected = attention_output(
+            family.weights(model.config, own),
+            recorded.inputs[index],
+            recorded.encoded if cross else None,
+            causal=not cross,
+            score_bias=None if cross else recorded.score_bias,
+        )
+        assert relative(made[index], expected) < 20 * EPS
 
 
 @pytest.mark.parametrize(
