@@ -119,7 +119,7 @@ class SlimDecoderAttention(nn.Module):
             coordinates = keys[..., :0]
             if self.layer.plan == "x":
                 keys, coordinates = self._update(cache, keys, coordinates)
-            elif self._filled(cache) is None:  # Whisper's `generate` looks into every layer, also for no tokens
+            elif self._filled(cache) is None:  # empty tensors: Whisper's `generate` reads those of every layer
                 self._update(cache, keys[:, :, :0, :0], coordinates[:, :, :0])
             absorb = query.shape[2] < min(query.shape[-1], keys.shape[-1]) and not dropout
             values = InputValues(getattr(self, value_name), self.num_heads, self.num_heads)
@@ -158,7 +158,7 @@ class SlimDecoderAttention(nn.Module):
         return layer.keys, layer.values
 
     def _update(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache what is new, and give all there is; cross-attention does in caches that tell the two apart."""
+        """Add to the cache, and give all of it; cross-attention caches in an `EncoderDecoderCache` only."""
         part = None if self.cross else cache
         if isinstance(cache, EncoderDecoderCache):
             part = cache.cross_attention_cache if self.cross else cache.self_attention_cache

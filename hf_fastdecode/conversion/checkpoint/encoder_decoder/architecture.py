@@ -9,13 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
-from hf_fastdecode.patches.slim_layers import CROSS_PLANS, SELF_PLANS
-
 from ...weights import AttentionWeights
 from ..family import longest_text, model_name
-
-PLANS = (SELF_PLANS, CROSS_PLANS)
-"""Plans of self-attention and of cross-attention, in the order in which a decoder layer has them."""
 
 
 @dataclass(frozen=True)

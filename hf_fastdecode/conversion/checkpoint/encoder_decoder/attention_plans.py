@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.slim_layers import CROSS_PLANS
-from hf_fastdecode.patches.slim_layers import PLANS as PLANS_WITH_CACHE
+from hf_fastdecode.patches.slim_layers import CROSS_PLANS, PLANS, SELF_PLANS
 
 from ...cache_errors import CacheErrors
 from ..plan_choice import AUTO, PlanChoice, PlanError
 from ..slim_layer import ConvertedLayer, convert_layer
-from .architecture import PLANS, EncoderDecoder
+from .architecture import EncoderDecoder
 from .calibration_pass import Recorded
 
 
@@ -43,7 +42,7 @@ class AttentionPlans:
     ) -> None:
         self.family, self.config, self.choice, self.recorded, self.own = family, config, choice, recorded, own
         self.count = len(family.attentions(config))
-        self.cross_plans = CROSS_PLANS if self._reads_encoder() else PLANS_WITH_CACHE
+        self.cross_plans = CROSS_PLANS if self._reads_encoder() else PLANS
 
     def convert(self, index: int) -> ConvertedLayer:
         """Measure an attention, choose and round.
@@ -61,7 +60,7 @@ class AttentionPlans:
             self.count,
             encoded=self.recorded.encoded if cross else None,
             score_bias=None if cross else self.recorded.score_bias,
-            plans=self.cross_plans if cross else PLANS[0],
+            plans=self.cross_plans if cross else SELF_PLANS,
         )
 
     def _reads_encoder(self) -> bool:

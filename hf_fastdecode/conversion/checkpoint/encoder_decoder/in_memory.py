@@ -43,17 +43,17 @@ def decoder_to_slim(
 
     plans = AttentionPlans(family, model.config, choice, recorded, own)
     entries = []
+    made = {name: one for name, one in state.items() if not name.startswith(tuple(prefixes))}
     for index, prefix in enumerate(prefixes):
         converted = plans.convert(index)
         entries.append(converted.entry.to_dict())
-        made = slim_tensors(family, below(prefix, state), converted)
-        state = {name: one for name, one in state.items() if not name.startswith(prefix)}
-        state |= {prefix + name: one.to(model.device) for name, one in made.items()}
+        tensors = slim_tensors(family, below(prefix, state), converted)
+        made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
     config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
         slim: PreTrainedModel = family.slim_model(config)
-    slim.load_state_dict(state, strict=True, assign=True)
+    slim.load_state_dict(made, strict=True, assign=True)
     slim.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # fewer where a checkpoint has a head of its own
     slim.tie_weights(recompute_mapping=False)
     slim.generation_config = deepcopy(model.generation_config)
