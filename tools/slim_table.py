@@ -25,7 +25,7 @@ from hf_fastdecode.conversion import (
     key_statistics,
 )
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
@@ -153,7 +153,7 @@ def _name(part: int | None, dtype: torch.dtype) -> str:
 def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
     """Attention of the embedded model in bf16, what it sees on the built-in text, and that text's RoPE."""
     model, tokenizer = load_embedded(torch.bfloat16)
-    family, ids = family_of(model.config), calibration_ids(tokenizer)
+    family, ids = FAMILY, calibration_ids(tokenizer)
     inputs = layer_inputs(model, family, ids)
     found = []
     for index, seen in enumerate(inputs):

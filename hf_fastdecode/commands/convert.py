@@ -32,7 +32,9 @@ def convert_checkpoint(
         typer.Option(
             help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone, the paper's method. `kv`: "
             'keys and values. Or a JSON file: a list of {"plan": "k", "k+r" or "kv", "rank": ...} per layer, a slim '
-            "config.json or a report."
+            "config.json or a report. Encoder-decoder models: `e`, keys for self-attention and nothing for "
+            "cross-attention, which reads the encoder's output; `x`, the same with inputs in the place of keys; lists "
+            "have self-attention and cross-attention of each layer in turns."
         ),
     ] = "auto",
     rank: Annotated[
@@ -58,8 +60,8 @@ def convert_checkpoint(
         Path | None,
         typer.Option(
             help="UTF-8 text that layers are measured on, typical of what the model will read; the first 1,024 tokens "
-            "are used.",
-            show_default="built-in English and Python",
+            "are used. For Whisper a .safetensors file with input_features, [1, bands, frames].",
+            show_default="built-in English and Python; synthetic features",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
@@ -118,7 +120,7 @@ def convert_checkpoint(
             from tqdm import tqdm
 
             from hf_fastdecode.conversion.checkpoint import convert
-            from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, read_plan_file
+            from hf_fastdecode.conversion.checkpoint.plan_choice import NAMED, PlanChoice, read_plan_file
             from hf_fastdecode.conversion.checkpoint.verify import VerificationError
 
             from .convert_table import conversion_text
@@ -129,7 +131,7 @@ def convert_checkpoint(
             bar.update(done - bar.n)
 
         try:
-            chosen = plan if plan in ("auto", "k", "kv") else read_plan_file(Path(plan))
+            chosen = plan if plan in NAMED else read_plan_file(Path(plan))
             settings = convert.Settings(
                 source=source,
                 target=None if dry_run else target,

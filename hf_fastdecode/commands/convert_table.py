@@ -30,7 +30,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
         judge = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
-            str(index),
+            _place(report, index),
             _name(layer),
             _DTYPES[layer["dtype"]],
             _number(measured["condition"]),
@@ -40,17 +40,29 @@ def _slim(report: dict[str, Any]) -> RenderableType:
             f"{layer['output_error']:.2%}" if layer["output_error"] >= 1e-4 else _number(layer["output_error"]),
             _ratio(layer["output_error"], judge["output_error"]),
         )
+    if "encoder_tokens" in report:
+        sizes = (
+            f"{bytes_text(report['cache_bytes'])} for {report['decoder_tokens']:,} tokens of the decoder and "
+            f"{report['encoder_tokens']:,} of the encoder in the place of "
+            f"{bytes_text(report['ordinary_cache_bytes'])}"
+        )
+    else:
+        sizes = (
+            f"{bytes_text(report['bytes_per_token'])} per token in the place of "
+            f"{bytes_text(report['ordinary_bytes_per_token'])}"
+        )
     closing = Text(
-        f"{bytes_text(report['bytes_per_token'])} per token in the place of "
-        f"{bytes_text(report['ordinary_bytes_per_token'])}: {report['saved']:.1%} saved. Errors of values and of the "
+        f"{sizes}: {report['saved']:.1%} saved. Errors of values and of the "
         f"layer's output are relative, on the second half of {report['calibration_tokens']:,} tokens "
         f"({report['calibration']}), and beside the output error of keys and values."
     )
     _tell_of_eight_bits(report, closing)
+    if features := report.get("calibration_features"):
+        closing.append(f" The encoder read features ({features}).")
     for index, layer in enumerate(report["layers"]):
         reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
         for reason in sorted(reasons):
-            closing.append(f"\nLayer {index}: {reason}.", style="yellow")
+            closing.append(f"\nLayer {_place(report, index)}: {reason}.", style="yellow")
     if checked := report.get("verification"):
         closing.append(
             f"\nVerified: logits are off by {checked['slim_error']:.3g} from fp64 (bound {checked['bound']:.3g}, "
@@ -90,7 +102,9 @@ def _full(report: dict[str, Any]) -> RenderableType:
     for index, layer in enumerate(report["layers"]):
         error = layer["recovered_error"]
         table.add_row(
-            str(index), _name(layer), "unknown" if error is None else "exact" if not error else f"{error:.2e}"
+            _place(report, index),
+            _name(layer),
+            "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
     closing = (
         "W_V = W_K M + W_E B, in fp64, against the weights that were converted: as measured then, relative, in the "
@@ -100,8 +114,15 @@ def _full(report: dict[str, Any]) -> RenderableType:
 
 
 def _name(layer: dict[str, Any]) -> str:
-    names = {"k": "keys", "kv": "keys, values", "k+r": f"keys+{layer['rank']}"}
+    names = {"k": "keys", "kv": "keys, values", "k+r": f"keys+{layer['rank']}", "x": "inputs", "e": "nothing"}
     return names[layer["plan"]]
+
+
+def _place(report: dict[str, Any], index: int) -> str:
+    """Number of a layer; of encoder-decoder models, which of its attentions too."""
+    if "encoder_tokens" not in report:
+        return str(index)
+    return f"{index // 2} {'cross' if index % 2 else 'self'}"
 
 
 def _number(value: float | None) -> str:

@@ -23,8 +23,8 @@ from .stored_coordinates import KeyStatistics, check_range, rounded, store_value
 from .value_coordinates import ValueCoordinates
 from .weights import AttentionWeights, bias_or_zero, require_linear_scores
 
-PlanName = Literal["k", "k+r", "x", "kv"]
-"""Keys; keys and r V-coordinates; the layer's inputs; keys and values."""
+PlanName = Literal["k", "k+r", "x", "e", "kv"]
+"""Keys; keys and r V-coordinates; the layer's inputs; the encoder's output, for cross-attention; keys and values."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class CacheError:
     Attributes:
         plan: What is cached.
         rank: V-coordinates beside the keys; 0 but for ``k+r``.
-        bytes_per_token: Of this layer, per token; in 8 bits with the scales.
+        bytes_per_token: Of this layer, per token, in 8 bits with the scales; 0 for ``e``, of which one copy serves all
+            layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.
         output_error: The same of the attention output behind ``W_O``, without its bias.
         compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
@@ -59,6 +60,7 @@ class CacheErrors:
         key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
         rotation: RoPE of these tokens, or None.
         causal: As `attention_weights` has it.
+        score_bias: As `attention_weights` has it.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class CacheErrors:
         *,
         rotation: Rotation | None = None,
         causal: bool = True,
+        score_bias: Tensor | None = None,
     ) -> None:
-        self.weights, self.rotation, self.causal = weights, rotation, causal
+        self.weights, self.rotation, self.causal, self.score_bias = weights, rotation, causal, score_bias
+        self.cross = key_inputs is not None
         self.inputs = (inputs if key_inputs is None else key_inputs).double()
         self.query = query_heads(weights, inputs, rotation)
         self.keys = self.inputs @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
@@ -116,7 +120,7 @@ class CacheErrors:
         return replace(found, compensated=compensated)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
-        """The layer's inputs in `dtype`.
+        """The layer's inputs in `dtype`; for cross-attention the encoder's output.
 
         Raises:
             ValueError: RoPE or QK-norm stands before the scores, or inputs come too near the end of the dtype's range.
@@ -126,7 +130,9 @@ class CacheErrors:
         weights = self.weights
         keys = cached @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
         values = cached @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
-        return self._measured("x", 0, cached.shape[1] * dtype.itemsize, key_heads(weights, keys), values, dtype)
+        plan: PlanName = "e" if self.cross else "x"
+        size = 0 if self.cross else self._bytes(cached.shape[1], dtype)
+        return self._measured(plan, 0, size, key_heads(weights, keys), values, dtype)
 
     def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
         offset = score_offset(self.weights, stored.key_offset, self.rotation)
@@ -140,7 +146,9 @@ class CacheErrors:
         return stored_bytes(width, dtype, self.weights.head_dim)
 
     def _output(self, keys: Tensor, values: Tensor) -> Tensor:
-        probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=self.causal)
+        probabilities = attention_weights(
+            self.query, keys, self.weights.score_scale, causal=self.causal, score_bias=self.score_bias
+        )
         return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
 
     def _measured(

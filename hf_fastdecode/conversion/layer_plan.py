@@ -96,6 +96,7 @@ def fit_layer(
     *,
     rotation: Rotation | None = None,
     causal: bool = True,
+    score_bias: Tensor | None = None,
     model_dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
@@ -115,6 +116,7 @@ def fit_layer(
         key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
         rotation: RoPE of these tokens, or None where none stands before the scores.
         causal: False for cross-attention and encoders.
+        score_bias: Added to scores, ``[heads, tokens, tokens]`` (T5's bias of positions); for self-attention.
         model_dtype: Of the model; the ordinary cache has it, and a cache of inputs.
         cache_dtype: Of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same bytes),
             else the model's.
@@ -122,7 +124,7 @@ def fit_layer(
         rank_divisors: Ranks to try, as parts of the width of the values.
         ranks: Further ranks to try.
         compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
-        eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates too.
+        eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates, and inputs, too.
 
     Returns:
         The plan, where ``kv`` is always among the candidates, and what `store_value_coordinates` makes a cache's
@@ -148,7 +150,8 @@ def fit_layer(
         fitted = inputs[:half]
         judged = slice(half, None)
         part = None if rotation is None else rotation.tokens(judged)
-        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal)
+        bias = None if score_bias is None else score_bias[:, judged, judged]
+        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias)
     else:
         fitted = key_inputs[:half]
         errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
@@ -161,8 +164,10 @@ def fit_layer(
     matrix_dtype = torch.float32 if model_dtype.itemsize > 2 else None
     try:
         candidates.append(errors.of_inputs(model_dtype))
+        if eight_bits is not None and key_inputs is None:  # the encoder's output is in no cache
+            candidates.append(errors.of_inputs(eight_bits))
     except ValueError as reason:
-        refused["x"] = str(reason)
+        refused["x" if key_inputs is None else "e"] = str(reason)
     for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
         try:
             require_multi_head(weights)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ..attention.autocast import no_autocast
 from ..cache.shared import SharedContextCache
-from .eight_bits import EIGHT_BITS
 from .forest_attention import forest_attention
 from .rotation import ROTATION, Rotation
-from .slim_attention import cache_dtype, slim_attention
+from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_layers import SlimLayer
 from .slim_tokens import SlimTokens
 from .slim_values import SlimValues
@@ -72,11 +71,8 @@ class SlimAttention(SlimTokens):
         query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         stored_dtype = cache_dtype(dtype, self.layer)
-        if self.training and stored_dtype in EIGHT_BITS:
-            raise ValueError(
-                f"layer {self.layer_idx} caches in {self.layer.cache_dtype}, through which no gradients flow; call "
-                "eval(), or train a model converted with cache dtype auto"
-            )
+        if self.training:
+            check_trainable(stored_dtype, self.layer_idx)
         exact = self.slim.to_cache(hidden_states, self.k_proj(hidden_states))
         if isinstance(past_key_values, SharedContextCache):
             out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)

@@ -29,8 +29,10 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    # It registers its configs itself, at its end: its import may be under way, and be what imports the registry.
-    import_module(".slim_configs", __package__)
+    # They register their configs themselves, at their ends: their import may be under way, and be what imports the
+    # registry.
+    for module in (".slim_configs", ".encoder_decoder_configs"):
+        import_module(module, __package__)
 
 
 class _Watch(MetaPathFinder):

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.autocast import no_autocast
+from .eight_bits import EIGHT_BITS
 from .slim_layers import SlimLayer
-from .slim_values import SlimValues
+
+
+class CachedValues(Protocol):
+    """Values that follow from what a layer caches: `slim_values.SlimValues`, `input_projections.InputValues`."""
+
+    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
+
+    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1."""
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
@@ -22,18 +34,32 @@ def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
     return torch.float16 if model_dtype == torch.bfloat16 and layer.float16 else model_dtype
 
 
+def check_trainable(dtype: torch.dtype, layer_idx: int) -> None:
+    """Refuse to train a layer whose cache has this dtype.
+
+    Raises:
+        ValueError: It has 8 bits.
+    """
+    if dtype in EIGHT_BITS:
+        raise ValueError(
+            f"layer {layer_idx} caches in {str(dtype).removeprefix('torch.')}, through which no gradients flow; call "
+            "eval(), or train a model converted with cache dtype auto"
+        )
+
+
 def slim_attention(
     query: Tensor,
     rotated_keys: Tensor,
     keys: Tensor,
     coordinates: Tensor,
-    values: SlimValues,
+    values: CachedValues,
     mask: Tensor | None,
     *,
     scaling: float,
     dropout: float = 0.0,
     dtype: torch.dtype,
     weights_wanted: bool = False,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend.
 
@@ -42,15 +68,18 @@ def slim_attention(
 
     Args:
         query: ``[rows, heads, queries, head_dim]`` after RoPE, in fp32.
-        rotated_keys: ``[rows, heads, tokens, head_dim]`` after RoPE, in fp32.
-        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached; of 8 bits, as read from them.
+        rotated_keys: ``[rows, heads or 1, tokens, head_dim]`` after RoPE, in fp32.
+        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached; of 8 bits, as read from them; inputs,
+            ``[rows, 1, tokens, d]``, where those are.
         coordinates: ``[rows, 1, tokens, r]``, alike.
         values: Of the layer.
-        mask: ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
+        mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for all tokens up to the
+            query's own, or simply all.
         scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
         dtype: Of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not have.
+        causal: Without a mask: whether queries, the last ones of the tokens, see none after themselves.
 
     Returns:
         ``[rows, queries, heads * value_dim]``, and the weights ``[rows, heads, queries, tokens]`` in fp32 or None.
@@ -68,11 +97,11 @@ def slim_attention(
                     per_head.to(dtype),
                     attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(dtype),
                     dropout_p=dropout,
-                    is_causal=mask is None and queries > 1,
+                    is_causal=causal and mask is None and queries > 1,
                     scale=scaling,
                 )
                 return out.transpose(1, 2).flatten(2), None
-        probabilities = F.dropout(_probabilities(query, rotated_keys, mask, scaling), dropout)
+        probabilities = F.dropout(_probabilities(query, rotated_keys, mask, scaling, causal), dropout)
         if per_head is None:
             out = values.averaged(probabilities, keys, coordinates)
         else:
@@ -80,11 +109,21 @@ def slim_attention(
     return out.transpose(1, 2).flatten(2).to(dtype), probabilities if weights_wanted else None
 
 
-def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    scores = query @ keys.mT * scaling
+def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
+    """Which tokens each query sees, ``[queries, tokens]`` of bool: the last query is the last token."""
+    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+
+
+def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
+    heads, queries = query.shape[1:3]
+    if keys.shape[1] == 1:  # one product for all heads, rather than a copy of the keys for each
+        scores = (query.flatten(1, 2) @ keys[:, 0].mT).unflatten(1, (heads, queries)) * scaling
+    else:
+        scores = query @ keys.mT * scaling
     if mask is None:
-        queries, tokens = scores.shape[-2:]
-        mask = torch.ones(queries, tokens, dtype=torch.bool, device=scores.device).tril(tokens - queries)
+        if not causal:
+            return scores.softmax(-1)
+        mask = causal_mask(queries, scores.shape[-1], scores.device)
     if mask.dtype == torch.bool:  # a row of padding sees nothing, and must not become NaN
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
     return (scores + mask).softmax(-1)

@@ -11,6 +11,13 @@ PLANS: Final = ("k", "k+r", "kv")
 
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
 """Dtypes that a layer's cache may have whatever the model's is."""
+SELF_PLANS: Final = (*PLANS, "x")
+"""Of self-attention in decoders beside an encoder: also the layer's inputs."""
+
+CROSS_PLANS: Final = (*PLANS, "e")
+"""Of cross-attention: also nothing, as it reads the encoder's output, which generation keeps once for all layers."""
+
+ALL_PLANS: Final = (*PLANS, "x", "e")
 
 
 @dataclass(frozen=True)
@@ -18,11 +25,12 @@ class SlimLayer:
     """Cache layout of one layer.
 
     Attributes:
-        plan: One of `PLANS`.
+        plan: One of `ALL_PLANS`; `read_layers` holds each layer to what it can have.
         rank: V-coordinates beside the keys; 0 but for ``k+r``.
         float16: Whether keys and V-coordinates fit into fp16 with headroom, as measured in conversion: a model in bf16
             then caches them in fp16, which has three more bits in the same bytes.
-        cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates; None to go by the model's dtype and `float16`.
+        cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates, or for inputs; None to go by the model's dtype,
+            and for keys by `float16`.
     """
 
     plan: str
@@ -36,13 +44,14 @@ class SlimLayer:
         Raises:
             ValueError: No such plan, or a rank or a cache dtype that it cannot have.
         """
-        if self.plan not in PLANS:
-            raise ValueError(f"a slim layer's plan must be one of {', '.join(PLANS)}, got {self.plan!r}")
+        check_plan(self.plan, ALL_PLANS)
         if not isinstance(self.rank, int) or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
             bound = "at least 1" if self.plan == "k+r" else "0"
             raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
-        if self.cache_dtype is not None and (self.plan == "kv" or self.cache_dtype not in CACHE_DTYPES):
-            bound = "None, the model's own" if self.plan == "kv" else f"None or one of {', '.join(CACHE_DTYPES)}"
+        if self.cache_dtype is not None and (self.plan in ("kv", "e") or self.cache_dtype not in CACHE_DTYPES):
+            bound = (
+                "None, the model's own" if self.plan in ("kv", "e") else f"None or one of {', '.join(CACHE_DTYPES)}"
+            )
             raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,12 +60,25 @@ class SlimLayer:
         return plain if self.cache_dtype is None else plain | {"cache_dtype": self.cache_dtype}
 
 
-def read_layers(plain: Sequence[Mapping[str, Any]] | None, layers: int) -> list[SlimLayer]:
+def check_plan(plan: object, allowed: Sequence[str]) -> None:
+    """Refuse what is no plan, or none that a layer can have.
+
+    Raises:
+        ValueError: It is not among those allowed.
+    """
+    if plan not in allowed:
+        raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
+
+
+def read_layers(
+    plain: Sequence[Mapping[str, Any]] | None, layers: int, plans: Sequence[Sequence[str]] = (PLANS,)
+) -> list[SlimLayer]:
     """The plan of each layer.
 
     Args:
         plain: From a config; None for keys and values everywhere.
         layers: That the model has.
+        plans: That layers can have, in turns: the first layer one of the first, and so on.
 
     Raises:
         ValueError: Fewer or more plans than layers, an unknown field or an invalid value.
@@ -66,8 +88,9 @@ def read_layers(plain: Sequence[Mapping[str, Any]] | None, layers: int) -> list[
     if len(plain) != layers:
         raise ValueError(f"slim_layers must have a plan for each of {layers} layers, got {len(plain)}")
     known = set(SlimLayer.__dataclass_fields__)
-    for entry in plain:
+    for index, entry in enumerate(plain):
         if "plan" not in entry or (other := sorted(set(entry) - known)):
             wrong = f"the unknown field {other[0]!r}" if "plan" in entry else "no field 'plan'"
             raise ValueError(f"an entry of slim_layers has {wrong}; it takes {', '.join(sorted(known))}")
+        check_plan(entry["plan"], plans[index % len(plans)])
     return [SlimLayer(**entry) for entry in plain]

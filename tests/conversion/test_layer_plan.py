@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion import AttentionWeights, CacheErrors, LayerPlan, Rotation, fit_layer
+from hf_fastdecode.conversion import AttentionWeights, CacheErrors, LayerPlan, Rotation, attention_output, fit_layer
 
-from .layers import layer, rope, spectrum, text
+from .layers import IDENTICAL, layer, relative, rope, spectrum, text
 
 
 def plan_layer(*arguments, **options) -> LayerPlan:
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 
 def test_cross_attention_and_bad_arguments() -> None:
     plan = plan_layer(layer(), text(7), text(126), causal=False)
-    assert ("x", 0) in caches(plan)
+    assert ("e", 0) in caches(plan)
     with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
         plan_layer(layer(), text(1))
     with pytest.raises(ValueError, match=r"tolerance must be at least 1 .* got 0\.5"):
@@ -116,6 +116,17 @@ def test_ordinary_errors_are_those_of_attention_in_that_dtype() -> None:
     assert errors.ordinary(torch.float64).output_error == 0
     half, single = (errors.ordinary(dtype) for dtype in (torch.bfloat16, torch.float32))
     assert 0 < single.value_error < torch.finfo(torch.float32).eps < half.value_error < torch.finfo(torch.bfloat16).eps
+
+
+def test_biases_of_scores_are_measured_with() -> None:
+    """T5's of positions; the second half of the text is judged by its own part of them."""
+    weights, seen = layer(biases=True), text(30)
+    bias = 3 * torch.randn(4, 30, 30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    judged, own = seen[15:], bias[:, 15:, 15:]
+    errors = CacheErrors(weights, judged, score_bias=own)
+    expected = attention_output(weights, judged, score_bias=own)
+    assert relative(errors.output + weights.output_bias, expected) < IDENTICAL
+    assert plan_layer(weights, seen, score_bias=bias).ordinary == errors.ordinary(torch.bfloat16)
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])

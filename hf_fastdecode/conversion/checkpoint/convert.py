@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from .calibration import calibration_ids
+from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
+from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
+from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
 from .families import family_of, family_of_slim
 from .family import Family, longest_text
 from .plan_choice import PlanChoice
@@ -22,12 +26,15 @@ from .shards import ShardWriter, write_json
 from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
 from .to_full_stream import FullStream
 from .to_slim_stream import SlimStream
-from .verify import Verification, verify
+from .verify import Verification, text_logits, verify
 
 PICTURE: Final = "slim_report.png"
 _HEADROOM: Final = 1.1  # of the disk: reports, tokenizers, and what a slim layer has beside its matrices
 
 Format = Literal["slim", "full"]
+Stream = SlimStream | FullStream | SlimDecoderStream | FullDecoderStream
+
+_FEATURES: Final = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,8 @@ class Settings:
         format: ``slim``, or ``full`` for the way back.
         choice: Of the layers' caches.
         dtype: Of the result; None for the source's own.
-        calibration: UTF-8 text, or None for the built-in one.
+        calibration: UTF-8 text, or None for the built-in one. For Whisper a ``.safetensors`` file with
+            ``input_features`` beside the built-in text; without, features are synthetic.
         verify: Whether to compare logits before the result is put in its place.
         resume: Whether to go on with an interrupted conversion.
         shard_bytes: Most bytes in a shard.
@@ -77,7 +85,7 @@ def convert_checkpoint(
     source = Checkpoint(find_checkpoint(settings.source))
     try:
         family, stream, ids = _stream(source, settings)
-        report = _describe(source, settings, stream.dtype, ids)
+        report = _describe(source, settings, family, stream.dtype, ids)
         if settings.target is None:
             measured = []
             for index in range(len(stream)):
@@ -89,24 +97,29 @@ def convert_checkpoint(
         source.close()
 
 
-def _stream(source: Checkpoint, settings: Settings) -> tuple[Family, SlimStream | FullStream, Tensor | None]:
+def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDecoder, Stream, Tensor | None]:
     if settings.format == "full":
         model_type, family = family_of_slim(source.config)
     else:
         family = family_of(source.config)
     source.rename(family.model_name)
-    source.check()
+    source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
-    ids = _ids(source, settings) if settings.format == "slim" or settings.verify else None
+    ids = _ids(source, settings, family) if settings.format == "slim" or settings.verify else None
     if settings.format == "full":
+        if isinstance(family, EncoderDecoder):
+            return family, FullDecoderStream(source, model_type, family, dtype), ids
         return family, FullStream(source, model_type, family, dtype), ids
     assert ids is not None
+    if isinstance(family, EncoderDecoder):
+        inputs = _inputs(source, settings, family, ids)
+        return family, SlimDecoderStream(source, family, settings.choice, dtype, inputs), ids
     return family, SlimStream(source, family, settings.choice, dtype, ids), ids
 
 
-def _ids(source: Checkpoint, settings: Settings) -> Tensor:
+def _ids(source: Checkpoint, settings: Settings, family: Family | EncoderDecoder) -> Tensor:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # files that are not what they say may raise anything
@@ -114,7 +127,8 @@ def _ids(source: Checkpoint, settings: Settings) -> Tensor:
             f"{settings.source} has no tokenizer that can be loaded ({type(error).__name__}), and layers are measured "
             "on a text; save the tokenizer beside the weights"
         ) from error
-    ids = calibration_ids(tokenizer, settings.calibration, longest_text(source.config))
+    text = None if _has_features(settings, family) else settings.calibration
+    ids = calibration_ids(tokenizer, text, longest_text(source.config))
     if int(ids.max()) >= source.config.vocab_size:
         raise CheckpointError(
             f"the tokenizer gives id {int(ids.max())}, and the model has {source.config.vocab_size} tokens; save the "
@@ -123,11 +137,22 @@ def _ids(source: Checkpoint, settings: Settings) -> Tensor:
     return ids
 
 
+def _has_features(settings: Settings, family: Family | EncoderDecoder) -> bool:
+    """Whether the calibration file is of features rather than a text."""
+    audio = isinstance(family, EncoderDecoder) and family.audio
+    return audio and settings.calibration is not None and settings.calibration.suffix == _FEATURES
+
+
+def _inputs(source: Checkpoint, settings: Settings, family: EncoderDecoder, ids: Tensor) -> dict[str, Tensor]:
+    file = settings.calibration if _has_features(settings, family) else None
+    return model_inputs(family, source.config, ids, None if file is None else read_features(file))
+
+
 def _write(
     source: Checkpoint,
     settings: Settings,
-    family: Family,
-    stream: SlimStream | FullStream,
+    family: Family | EncoderDecoder,
+    stream: Stream,
     ids: Tensor | None,
     report: dict[str, Any],
     on_group: Callable[[int, int], None],
@@ -165,7 +190,7 @@ def _write(
 def _verify(
     source: Checkpoint,
     settings: Settings,
-    family: Family,
+    family: Family | EncoderDecoder,
     folder: Path,
     config: Any,
     dtype: torch.dtype,
@@ -175,9 +200,13 @@ def _verify(
     here, there = (folder, config), (source.folder, source.config)
     slim, full = (here, there) if settings.format == "slim" else (there, here)
     known = report if settings.format == "slim" else source.report() or {"layers": []}
-    conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] != "kv"]
+    conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] in ("k", "k+r")]
+    if isinstance(family, EncoderDecoder):
+        logits = partial(decoder_logits, inputs=_inputs(source, settings, family, ids))
+    else:
+        logits = partial(text_logits, ids=ids)
     checked: Verification = verify(
-        full, slim, family, dtype, ids, settings.choice.tolerance, max(conditions, default=1.0)
+        full, slim, family, dtype, logits, settings.choice.tolerance, max(conditions, default=1.0)
     )
     return checked.to_dict()
 
@@ -195,9 +224,15 @@ def _check_disk(source: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
         )
 
 
-def _describe(source: Checkpoint, settings: Settings, dtype: torch.dtype, ids: Tensor | None) -> dict[str, Any]:
+def _describe(
+    source: Checkpoint,
+    settings: Settings,
+    family: Family | EncoderDecoder,
+    dtype: torch.dtype,
+    ids: Tensor | None,
+) -> dict[str, Any]:
     choice = settings.choice
-    return {
+    report: dict[str, Any] = {
         "format": settings.format,
         "source": settings.source,
         "model_type": source.config.model_type,
@@ -210,18 +245,26 @@ def _describe(source: Checkpoint, settings: Settings, dtype: torch.dtype, ids: T
         "calibration_tokens": 0 if ids is None else len(ids),
         "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
+    if isinstance(family, EncoderDecoder):
+        report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
+        if family.audio:
+            report["calibration_features"] = (
+                str(settings.calibration) if _has_features(settings, family) else "synthetic"
+            )
+    return report
 
 
 def _with_layers(report: dict[str, Any], found: list[Any]) -> dict[str, Any]:
     layers = found[1:]
     if report["format"] == "full":
         return {**report, "layers": layers}
-    slim = sum(layer["bytes_per_token"] for layer in layers)
-    ordinary = sum(layer["measured"]["ordinary"]["bytes_per_token"] for layer in layers)
-    return {
-        **report,
-        "bytes_per_token": slim,
-        "ordinary_bytes_per_token": ordinary,
-        "saved": 1 - slim / ordinary,
-        "layers": layers,
-    }
+    slim = [layer["bytes_per_token"] for layer in layers]
+    ordinary = [layer["measured"]["ordinary"]["bytes_per_token"] for layer in layers]
+    if "encoder_tokens" in report:  # self-attention and cross-attention, in turns, cache tokens of different texts
+        tokens = (report["decoder_tokens"], report["encoder_tokens"])
+        slim, ordinary = ([sum(one[::2]) * tokens[0] + sum(one[1::2]) * tokens[1]] for one in (slim, ordinary))
+        names = ("cache_bytes", "ordinary_cache_bytes")
+    else:
+        names = ("bytes_per_token", "ordinary_bytes_per_token")
+    sizes = dict(zip(names, (sum(slim), sum(ordinary))))
+    return {**report, **sizes, "saved": 1 - sum(slim) / sum(ordinary), "layers": layers}

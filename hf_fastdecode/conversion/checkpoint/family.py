@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from ..rope import RopeLayout, Rotation
 from ..weights import AttentionWeights
@@ -100,6 +101,7 @@ class Family:
         buffers: Makes buffers that no checkpoint holds, of a config, by their names in modules.
         left_out: Ends of names in old checkpoints that models no longer read.
         renamed: Beginnings of names in checkpoints, and what models have in their place.
+        auto: Auto class of the ordinary and of the slim models.
     """
 
     architecture: str
@@ -122,6 +124,7 @@ class Family:
     buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    auto: Any = AutoModelForCausalLM
 
     def layer_prefix(self, index: int) -> str:
         """Of all weights of a layer."""
@@ -129,10 +132,7 @@ class Family:
 
     def model_name(self, stored: str) -> str:
         """Name that a model has for a checkpoint's tensor."""
-        for old, new in self.renamed.items():
-            if stored.startswith(old):
-                return new + stored.removeprefix(old)
-        return stored
+        return model_name(self.renamed, stored)
 
     def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of an ordinary layer's attention, by names below it, with separate projections."""
@@ -190,6 +190,14 @@ class Family:
                     setattr(part, name, self.buffers[name](config).to(device))
 
 
+def model_name(renamed: Mapping[str, str], stored: str) -> str:
+    """Name that a model has for a checkpoint's tensor."""
+    for old, new in renamed.items():
+        if stored.startswith(old):
+            return new + stored.removeprefix(old)
+    return stored
+
+
 def kv_heads(config: Any) -> int:
     """Key and value heads; as many as query heads where a config does not tell."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -197,9 +205,12 @@ def kv_heads(config: Any) -> int:
 
 
 def longest_text(config: Any) -> int:
-    """Most tokens of a calibration text: layers are measured without a sliding window, so within one."""
-    longest: int = config.max_position_embeddings
-    return min(longest, getattr(config, "sliding_window", None) or longest)
+    """Most tokens of a calibration text: layers are measured without a sliding window, so within one.
+
+    T5's biases of positions have no end; it was trained on 512 tokens.
+    """
+    names = ("max_target_positions", "max_position_embeddings", "sliding_window")
+    return min([bound for name in names if (bound := getattr(config, name, None))], default=512)
 
 
 def attention_inputs(args: Any, kwargs: Mapping[str, Any]) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .calibration import calibration_ids, check_ids
+from .encoder_decoder.architecture import EncoderDecoder
+from .encoder_decoder.in_memory import decoder_to_slim
 from .families import family_of, slim_config
 from .family import Family, attention_inputs, longest_text
 from .plan_choice import PlanChoice
@@ -20,6 +22,7 @@ def to_slim(
     model: PreTrainedModel,
     calibration: Tensor | None = None,
     *,
+    features: Tensor | None = None,
     tokenizer: Any = None,
     plan: str | tuple[tuple[str, int], ...] = "auto",
     rank: int | None = None,
@@ -35,9 +38,12 @@ def to_slim(
     Args:
         model: A model with multi-head attention, of an architecture of docs/slim.md, in float32, bfloat16 or float16.
         calibration: Ids of a text typical of what the model will read, ``[tokens]``; without, `tokenizer` makes them
-            of a built-in text of English and Python.
+            of a built-in text of English and Python. Encoder and decoder both read it.
+        features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, as its feature extractor makes
+            them; without, synthetic ones.
         tokenizer: Of the model.
         plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values; or plan and rank of each layer.
+            Encoder-decoder models have further ones, see `PlanChoice`.
         rank: V-coordinates beside the keys of every layer, in the place of `plan`.
         tolerance: Of ``auto``: how many times the error that an ordinary cache in the model's dtype makes in a layer's
             output is acceptable.
@@ -58,6 +64,8 @@ def to_slim(
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(model.config))
+    if isinstance(family, EncoderDecoder):
+        return decoder_to_slim(model, family, choice, check_ids(calibration), features)
     inputs = layer_inputs(model, family, check_ids(calibration))
     state, count = model.state_dict(), model.config.num_hidden_layers
     rotation = family.rotation(model.config, len(calibration))

@@ -11,12 +11,15 @@ from typing import Any, Final
 import torch
 
 from hf_fastdecode.patches.eight_bits import EIGHT_BITS
-from hf_fastdecode.patches.slim_layers import PLANS, read_layers
+from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, read_layers
 
 from ..cache_errors import CacheError
 from ..layer_plan import LayerPlan, in_eight_bits
 
 AUTO: Final = "auto"
+
+NAMED: Final = (AUTO, "k", "x", "e", "kv")
+"""Plans for all layers."""
 
 CACHE_DTYPES: Final = {
     AUTO: None,
@@ -37,7 +40,9 @@ class PlanChoice:
     """Rule by which layers' caches are chosen.
 
     Attributes:
-        plan: ``auto``, ``k``, ``kv``; or a tuple of plan and rank per layer.
+        plan: ``auto``, ``k``, ``kv``; for encoder-decoder models also ``x``, inputs for self-attention and the
+            encoder's output for cross-attention, and ``e``, keys for self-attention and the encoder's output for
+            cross-attention (option 2 of the paper); or a tuple of plan and rank per layer.
         rank: V-coordinates beside the keys of every layer, in the place of a plan; None to leave it to `plan`.
         tolerance: Of ``auto`` and of 8 bits: how many times the output error of an ordinary cache is acceptable; in
             8 bits that of keys and values in int8.
@@ -56,8 +61,8 @@ class PlanChoice:
         Raises:
             PlanError: No such plan or cache dtype, a rank or tolerance out of bounds, or both a plan and a rank.
         """
-        if isinstance(self.plan, str) and self.plan not in (AUTO, "k", "kv"):
-            raise PlanError(f"plan must be auto, k, kv or a plan per layer, got {self.plan!r}")
+        if isinstance(self.plan, str) and self.plan not in NAMED:
+            raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
         if self.rank is not None and self.rank < 0:
             raise PlanError(f"rank must be at least 0 (keys alone), got {self.rank}")
         if self.rank is not None and self.plan != AUTO:
@@ -79,25 +84,50 @@ class PlanChoice:
         """The cache dtype where it is one of more bits."""
         return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
 
-    def of_layer(self, index: int, layers: int) -> tuple[str, int]:
-        """Plan and rank that are asked for; ``auto`` has rank 0."""
+    def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
+        """Plan and rank that are asked for; ``auto`` has rank 0.
+
+        Args:
+            index: Of the layer.
+            layers: That the model has.
+            plans: That the layer can have.
+
+        Raises:
+            PlanError: The layer cannot have what is asked for.
+        """
+        asked = self._asked(index, layers, plans)
+        if asked[0] not in (AUTO, *plans):
+            raise PlanError(f"layer {index} cannot have plan {asked[0]!r}, only one of {', '.join(plans)}")
+        return asked
+
+    def _asked(self, index: int, layers: int, plans: Sequence[str]) -> tuple[str, int]:
         if self.rank is not None:
             return ("k+r", self.rank) if self.rank else ("k", 0)
         if isinstance(self.plan, str):
+            if self.plan == "x" and "e" in plans:
+                return "e", 0
+            if self.plan == "e" and "x" in plans:
+                return "k", 0
             return self.plan, 0
         if len(self.plan) != layers:
             raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}")
         return self.plan[index]
 
 
-def pick(plan: LayerPlan, asked: tuple[str, int], index: int) -> CacheError:
+def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:
     """The cache of a layer among those that were measured.
+
+    Args:
+        plan: What was measured.
+        asked: Plan and rank, or ``auto``.
+        index: Of the layer.
+        plans: That ``auto`` chooses from.
 
     Raises:
         PlanError: The layer cannot have what was asked for.
     """
-    if asked[0] == AUTO:  # of those that slim models have: no cache of inputs
-        return next(one for one in plan.candidates if one.plan in PLANS and plan.accepts(one))
+    if asked[0] == AUTO:
+        return next(one for one in plan.candidates if one.plan in plans and plan.accepts(one))
     for candidate in plan.candidates:
         if (candidate.plan, candidate.rank) == asked and (not in_eight_bits(candidate) or plan.accepts(candidate)):
             return candidate
@@ -128,7 +158,7 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
 def _pairs(path: Path, entries: Sequence[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
     plain = [{"plan": entry.get("plan"), "rank": entry.get("rank", 0)} for entry in entries]
     try:
-        layers = read_layers(plain, len(plain))
+        layers = read_layers(plain, len(plain), (ALL_PLANS,))
     except ValueError as error:
-        raise PlanError(f"{path}: {error} (plans are {', '.join(PLANS)})") from error
+        raise PlanError(f"{path}: {error} (plans are {', '.join(ALL_PLANS)})") from error
     return tuple((layer.plan, layer.rank) for layer in layers)

@@ -19,7 +19,7 @@ class RoundedCache(DynamicCache):
     tokens so: it would not tell what a dtype costs alone.
 
     Args:
-        config: Of the model.
+        config: Of the model; None for a cache without sliding windows.
         dtype: Of the cache that is measured; in 8 bits with a scale per token and head, as slim caches have it.
         layers: Which are rounded; None for all.
     """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.slim_layers import SlimLayer
+from hf_fastdecode.patches.slim_layers import PLANS, SlimLayer
 
 from ..biases import value_constant
 from ..cache_errors import CacheError
@@ -29,9 +29,9 @@ class ConvertedLayer:
         plan: All that was measured.
         chosen: What it caches, with its error.
         entry: The same, for the config.
-        tensors: By their names below the layer's attention, ``slim.key_offset`` etc.; empty for keys and values.
-        recovered_error: Relative error of ``W_V`` as `recover_values` gives it back, in the model's dtype; 0 for keys
-            and values.
+        tensors: By their names below the layer's attention, ``slim.key_offset`` etc.; empty where all weights stay.
+        recovered_error: Relative error of ``W_V`` as `recover_values` gives it back, in the model's dtype; 0 where it
+            stays.
     """
 
     plan: LayerPlan
@@ -65,6 +65,10 @@ def convert_layer(
     choice: PlanChoice,
     index: int,
     layers: int,
+    *,
+    encoded: Tensor | None = None,
+    score_bias: Tensor | None = None,
+    plans: Sequence[str] = PLANS,
 ) -> ConvertedLayer:
     """Measure, choose and round.
 
@@ -75,16 +79,22 @@ def convert_layer(
         choice: What is asked for.
         index: Of the layer.
         layers: That the model has.
+        encoded: ``[tokens, key_d]``, the encoder's output, for cross-attention.
+        score_bias: As `fit_layer` has it.
+        plans: That the layer can have.
 
     Raises:
         ValueError: The layer cannot have what is asked for, or the text is too short or not finite.
     """
-    asked = choice.of_layer(index, layers)
+    asked = choice.of_layer(index, layers, plans)
     model_dtype = weights.key.dtype
     plan, statistics = fit_layer(
         weights,
         inputs,
+        encoded,
         rotation=rotation,
+        causal=encoded is None,
+        score_bias=score_bias,
         model_dtype=model_dtype,
         cache_dtype=choice.wider,
         eight_bits=choice.eight_bits,
@@ -92,16 +102,18 @@ def convert_layer(
         rank_divisors=RANK_DIVISORS if asked[0] == AUTO else (),
         ranks=(asked[1],),
     )
-    chosen = pick(plan, asked, index)
-    if chosen.plan == "kv":
-        return ConvertedLayer(plan, chosen, SlimLayer("kv"), {}, 0.0)
+    chosen = pick(plan, asked, index, plans)
+    if chosen.plan not in ("k", "k+r"):
+        asked_for = chosen.dtype if chosen.plan == "x" and in_eight_bits(chosen) else None
+        return ConvertedLayer(plan, chosen, SlimLayer(chosen.plan, cache_dtype=asked_for), {}, 0.0)
     fit = statistics[chosen.dtype]
     stored = store_value_coordinates(weights, fit, chosen.rank, matrix_dtype=matrix_dtype(model_dtype))
     exact = stored.double()
     recovered = _value_weight(weights.W_K, exact).to(model_dtype).double()
     error = (torch.linalg.norm(recovered - weights.W_V) / torch.linalg.norm(weights.W_V)).item()
     asked_for = chosen.dtype if choice.wider or in_eight_bits(chosen) else None
-    entry = SlimLayer(chosen.plan, chosen.rank, _fits_float16(weights, exact, inputs), asked_for)
+    fits = _fits_float16(weights, exact, inputs if encoded is None else encoded)
+    entry = SlimLayer(chosen.plan, chosen.rank, fits, asked_for)
     return ConvertedLayer(plan, chosen, entry, _tensors(stored), error)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from hf_fastdecode.assets import MODEL_PATH
 
@@ -88,16 +88,21 @@ class Checkpoint:
         self.stored = {model_name(name): stored for name, stored in self.stored.items()}
         self.files = {model_name(name): file for name, file in self.files.items()}
 
-    def check(self) -> None:
+    def check(self, auto: Any) -> None:
         """Compare names and shapes with what a model of the config has.
+
+        Args:
+            auto: Auto class of the model.
 
         Raises:
             CheckpointError: As of the class.
         """
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+            model = auto.from_config(self.config, trust_remote_code=False)
         tied = set(model.all_tied_weights_keys) if self.config.tie_word_embeddings else set()
-        missing = sorted(set(model.state_dict()) - self.names() - tied)
+        missing = sorted(
+            set(model.state_dict()) - self.names() - tied - set(model._keys_to_ignore_on_load_missing or ())
+        )
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from .families import full_fields
 from .family import Family
 from .slim_layer import recover_values
 from .source import Checkpoint
@@ -65,11 +66,7 @@ class FullStream:
 
     def finished(self, found: list[Any]) -> Any:
         """The ordinary model's config."""
-        fields = self.source.config.to_dict()
-        left_out = ("model_type", "architectures", "transformers_version", "dtype", "slim_layers", "slim_matrix_dtype")
-        for name in (*left_out, "_name_or_path"):
-            fields.pop(name, None)
-        config = AutoConfig.for_model(self.model_type, **fields)
+        config = AutoConfig.for_model(self.model_type, **full_fields(self.source.config))
         config.architectures = [self.family.architecture]
         config.dtype = self.dtype
         return config

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_fastdecode.patches.eight_bits import EIGHT_BITS
 
 from ..cache_errors import dtype_name
+from .encoder_decoder.architecture import EncoderDecoder
 from .family import Family
 from .rounded_cache import RoundedCache
 
@@ -47,9 +48,9 @@ class Verification:
 def verify(
     ordinary: tuple[Path, Any],
     slim: tuple[Path, Any],
-    family: Family,
+    family: Family | EncoderDecoder,
     dtype: torch.dtype,
-    ids: Tensor,
+    logits: Callable[..., Tensor],
     tolerance: float,
     condition: float,
 ) -> Verification:
@@ -63,18 +64,18 @@ def verify(
         slim: Folder and config of the slim one.
         family: Of both.
         dtype: That they run in.
-        ids: ``[tokens]``; the second half reads the first from the cache, token by token at its end.
+        logits: Of a model, read from its cache, such as `text_logits` of a text.
         tolerance: At least 1.
         condition: Largest condition number of a slim layer's key projection.
 
     Raises:
         VerificationError: The slim model is farther off.
     """
-    oracle = _logits(_load(ordinary, torch.float64), ids)
-    plans = slim[1].layer_plans
-    in_eight_bits = [at for at, layer in enumerate(plans) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
-    stock = _logits(_load(ordinary, dtype), ids, in_eight_bits)
-    found = _logits(_load(slim, dtype, family), ids)
+    oracle = logits(_load(ordinary, torch.float64, family.auto))
+    entries = slim[1].layer_plans
+    in_eight_bits = [at for at, layer in enumerate(entries) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
+    stock = logits(_load(ordinary, dtype, family.auto), int8_layers=in_eight_bits)
+    found = logits(_load(slim, dtype, family.slim_model))
     norm = torch.linalg.norm(oracle)
     errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
     bound = tolerance * errors[1] + condition * torch.finfo(torch.float32).eps
@@ -89,14 +90,20 @@ def verify(
     return checked
 
 
-def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, family: Family | None = None) -> PreTrainedModel:
+def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreTrainedModel:
     folder, config = checkpoint
-    loader: Any = AutoModelForCausalLM if family is None else family.slim_model
     model: PreTrainedModel = loader.from_pretrained(folder, config=config, dtype=dtype)
     return model.eval()
 
 
-def _logits(model: PreTrainedModel, ids: Tensor, int8_layers: Sequence[int] = ()) -> Tensor:
+def text_logits(model: PreTrainedModel, ids: Tensor, int8_layers: Sequence[int] = ()) -> Tensor:
+    """Logits of ids ``[tokens]``, fp64: the second half reads the first from the cache, token by token at its end.
+
+    Args:
+        model: The model.
+        ids: The text.
+        int8_layers: Layers whose keys and values are cached in int8.
+    """
     half = len(ids) // 2
     steps = min(8, half - 1)
     cache = RoundedCache(model.config, torch.int8, int8_layers)

@@ -7,10 +7,14 @@ from typing import Any, Final
 
 import torch
 
+from ..encoder_decoder.architecture import EncoderDecoder
 from ..family import Family, kv_heads
 
 FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", "qwen2", "gemma", "cohere", "codegen")
 """Model types of ordinary configs, and files of this folder."""
+
+ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
+"""The same, of models with an encoder and a decoder."""
 
 _SLIM: Final = "slim_"
 
@@ -19,7 +23,7 @@ class UnconvertibleError(ValueError):
     """A model that has no slim form, with the reason."""
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> Family | EncoderDecoder:
     """The family of an ordinary model's config.
 
     Raises:
@@ -28,9 +32,10 @@ def family_of(config: Any) -> Family:
     model_type = config.model_type
     if model_type.removeprefix(_SLIM) != model_type:
         raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
-    if model_type not in FAMILIES:
+    if model_type not in (*FAMILIES, *ENCODER_DECODERS):
+        known = ", ".join((*FAMILIES, *ENCODER_DECODERS))
         raise UnconvertibleError(
-            f"there is no slim form of {model_type} models so far, only of {', '.join(FAMILIES)}; keep it as it is"
+            f"there is no slim form of {model_type} models so far, only of {known}; keep it as it is"
         )
     if getattr(config, "quantization_config", None):
         raise UnconvertibleError(
@@ -55,7 +60,7 @@ def family_of(config: Any) -> Family:
     return family
 
 
-def family_of_slim(config: Any) -> tuple[str, Family]:
+def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
     """The ordinary model type and the family of a slim model's config.
 
     Raises:
@@ -67,19 +72,28 @@ def family_of_slim(config: Any) -> tuple[str, Family]:
     return name, _load(name)
 
 
-def _load(model_type: str) -> Family:
-    family: Family = import_module(f".{model_type}", __name__).FAMILY
+def _load(model_type: str) -> Family | EncoderDecoder:
+    family: Family | EncoderDecoder = import_module(f".{model_type}", __name__).FAMILY
     return family
 
 
 def slim_config(
-    family: Family, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, matrix: torch.dtype
+    family: Family | EncoderDecoder,
+    config: Any,
+    entries: list[dict[str, Any]],
+    dtype: torch.dtype,
+    matrix: torch.dtype,
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
-    fields = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"):
-        fields.pop(name, None)
+    fields = full_fields(config)
     made = family.slim_config(**fields, slim_layers=entries, slim_matrix_dtype=str(matrix).removeprefix("torch."))
     made.architectures = [family.slim_model.__name__]
     made.dtype = dtype
     return made
+
+
+def full_fields(config: Any) -> dict[str, Any]:
+    """Fields of an ordinary model's config, of its own one or of a slim model's."""
+    own = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+    fields: dict[str, Any] = config.to_dict()
+    return {name: one for name, one in fields.items() if name not in (*own, "slim_layers", "slim_matrix_dtype")}

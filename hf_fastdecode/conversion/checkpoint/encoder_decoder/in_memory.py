@@ -1,0 +1,60 @@
+"""A loaded encoder-decoder model to a slim one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..families import slim_config
+from ..plan_choice import PlanChoice
+from ..slim_layer import matrix_dtype
+from .architecture import EncoderDecoder
+from .attention_plans import AttentionPlans
+from .calibration_pass import model_inputs, record
+from .tensors import below, slim_tensors
+
+
+def decoder_to_slim(
+    model: PreTrainedModel, family: EncoderDecoder, choice: PlanChoice, ids: Tensor, features: Tensor | None
+) -> PreTrainedModel:
+    """A slim copy, which shares the weights that stay; as `to_slim`.
+
+    Args:
+        model: An ordinary model.
+        family: Of it.
+        choice: Of caches.
+        ids: Calibration text, ``[tokens]``.
+        features: ``[1, bands, frames]`` for models that read sounds, or None for synthetic ones.
+
+    Raises:
+        ValueError: The model is not for generation, or as `to_slim`.
+    """
+    if type(model).__name__ != family.architecture:
+        raise ValueError(f"only models for generation, {family.architecture}, have a slim form, got {type(model)}")
+    state = model.state_dict()
+    prefixes = family.attentions(model.config)
+    recorded = record(model, family, model_inputs(family, model.config, ids, features))
+
+    def own(index: int) -> dict[str, Tensor]:
+        return {name: one.cpu() for name, one in below(prefixes[index], state).items()}
+
+    plans = AttentionPlans(family, model.config, choice, recorded, own)
+    entries = []
+    made = {name: one for name, one in state.items() if not name.startswith(tuple(prefixes))}
+    for index, prefix in enumerate(prefixes):
+        converted = plans.convert(index)
+        entries.append(converted.entry.to_dict())
+        tensors = slim_tensors(family, below(prefix, state), converted)
+        made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
+    config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
+    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    with torch.device("meta"):
+        slim: PreTrainedModel = family.slim_model(config)
+    slim.load_state_dict(made, strict=True, assign=True)
+    slim.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # fewer where a checkpoint has a head of its own
+    slim.tie_weights(recompute_mapping=False)
+    slim.generation_config = deepcopy(model.generation_config)
+    return slim.eval()

@@ -1,0 +1,152 @@
+"""Groups of tensors of a converted checkpoint: one of all that is outside the decoder's attentions, then one for each.
+
+The ordinary model is loaded whole, in fp32, for the calibration pass: every layer of the decoder needs the encoder's
+output. Its tensors are then read, converted and written attention by attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..families import full_fields, slim_config
+from ..plan_choice import PlanChoice
+from ..slim_layer import matrix_dtype
+from ..source import Checkpoint
+from ..to_slim_stream import cast
+from .architecture import EncoderDecoder
+from .attention_plans import AttentionPlans
+from .calibration_pass import record
+from .tensors import full_tensors, slim_tensors
+
+
+class DecoderGroups:
+    """What both ways share.
+
+    Args:
+        source: A checkpoint.
+        family: Of its config.
+        dtype: Of the result.
+    """
+
+    def __init__(self, source: Checkpoint, family: EncoderDecoder, dtype: torch.dtype) -> None:
+        self.source, self.family, self.dtype = source, family, dtype
+        self.prefixes = family.attentions(source.config)
+        with torch.device("meta"):
+            model = family.auto.from_config(source.config)
+        self.names, self.tied = set(model.state_dict()) & source.names(), model.all_tied_weights_keys
+
+    def __len__(self) -> int:
+        return len(self.prefixes) + 1
+
+    def carried(self) -> dict[str, Tensor]:
+        """Nothing: a resumed conversion makes the calibration pass again."""
+        return {}
+
+    def resume(self, carried: dict[str, Tensor]) -> None:
+        """Nothing was carried."""
+
+    def outside(self) -> dict[str, Tensor]:
+        """Tensors that are of no attention, cast; those that repeat another one are not stored twice."""
+        names = sorted(name for name in self.names if not name.startswith(tuple(self.prefixes)))
+        return {name: cast(self.source.tensor(name), self.dtype) for name in names if not self._repeats(name)}
+
+    def own(self, index: int) -> dict[str, Tensor]:
+        """Tensors of an attention, as stored."""
+        return {
+            name.removeprefix(self.prefixes[index]): self.source.tensor(name)
+            for name in sorted(self.names)
+            if name.startswith(self.prefixes[index])
+        }
+
+    def _repeats(self, name: str) -> bool:
+        other = self.tied.get(name)
+        return other in self.names and torch.equal(self.source.tensor(name), self.source.tensor(other))
+
+
+class SlimDecoderStream(DecoderGroups):
+    """The groups of a slim checkpoint.
+
+    Args:
+        source: An ordinary checkpoint.
+        family: Of its config.
+        choice: Of caches.
+        dtype: Of the slim model.
+        inputs: Of the calibration pass.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        family: EncoderDecoder,
+        choice: PlanChoice,
+        dtype: torch.dtype,
+        inputs: dict[str, Tensor],
+    ) -> None:
+        super().__init__(source, family, dtype)
+        self.choice, self.inputs = choice, inputs
+        self.plans: AttentionPlans | None = None
+
+    def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """The tensors of a group, and the report of an attention.
+
+        Raises:
+            ValueError: The attention cannot have what is asked for.
+        """
+        if index == 0:
+            return self.outside(), None
+        if self.plans is None:
+            self.plans = self._measure()
+        converted = self.plans.convert(index - 1)
+        made = slim_tensors(self.family, self._cast(index - 1), converted)
+        return {self.prefixes[index - 1] + name: one for name, one in made.items()}, converted.report()
+
+    def finished(self, found: list[Any]) -> Any:
+        """The slim model's config, of the reports of all groups."""
+        entries = [{name: one[name] for name in ("plan", "rank", "float16")} for one in found[1:]]
+        return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
+
+    def _measure(self) -> AttentionPlans:
+        model = self.family.auto.from_pretrained(self.source.folder, config=self.source.config, dtype=self.dtype)
+        recorded = record(model.float(), self.family, self.inputs)  # of the weights in the result's dtype
+        return AttentionPlans(self.family, self.source.config, self.choice, recorded, self._cast)
+
+    def _cast(self, index: int) -> dict[str, Tensor]:
+        return {name: cast(one, self.dtype) for name, one in self.own(index).items()}
+
+
+class FullDecoderStream(DecoderGroups):
+    """The groups of an ordinary checkpoint.
+
+    Args:
+        source: A slim checkpoint.
+        model_type: Of ordinary models.
+        family: Of them.
+        dtype: Of the ordinary model.
+    """
+
+    def __init__(self, source: Checkpoint, model_type: str, family: EncoderDecoder, dtype: torch.dtype) -> None:
+        super().__init__(source, family, dtype)
+        self.model_type = model_type
+        made_of = source.report() or {}
+        self.known: list[dict[str, Any]] = made_of.get("layers") or [{}] * len(self.prefixes)
+
+    def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """The tensors of a group, and the report of an attention."""
+        if index == 0:
+            return self.outside(), None
+        layer = self.source.config.layer_plans[index - 1]
+        made = full_tensors(self.family, self.own(index - 1), self.dtype)
+        error = self.known[index - 1].get("recovered_error") if layer.plan in ("k", "k+r") else 0.0
+        tensors = {self.prefixes[index - 1] + name: one for name, one in made.items()}
+        return tensors, {**layer.to_dict(), "recovered_error": error}
+
+    def finished(self, found: list[Any]) -> Any:
+        """The ordinary model's config."""
+        config = AutoConfig.for_model(self.model_type, **full_fields(self.source.config))
+        config.architectures = [self.family.architecture]
+        config.dtype = self.dtype
+        return config

@@ -1,0 +1,112 @@
+"""T5 with slim attention in the decoder: biases of relative positions, which are added to scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSeq2SeqLM
+from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
+
+from ..decoder import SlimPreTrainedModel
+from ..encoder_decoder import SlimDecoderAttention, SlimEncoderDecoder
+from ..encoder_decoder_configs import SlimT5Config
+from ..slim_attention import causal_mask
+from ..slim_layers import SlimLayer
+
+
+class SlimT5Attention(SlimDecoderAttention, T5Attention):
+    """Attention of a decoder layer that caches no values."""
+
+    projections = ("q", "k", "v", "o")
+    n_heads: int
+    compute_bias: Callable[..., Tensor]
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        """Heads of queries, keys and values."""
+        return self.n_heads
+
+    @classmethod
+    def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
+        """A slim layer with the sizes of an ordinary one, and weights of its own."""
+        return cls(
+            layer,
+            cross,
+            config=ordinary.config,
+            has_relative_attention_bias=ordinary.has_relative_attention_bias,
+            layer_idx=ordinary.layer_idx,
+            is_causal=ordinary.is_causal,
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As the ordinary layer's. Cross-attention has no bias of positions, and passes on what it is given."""
+        if not self.cross:
+            queries, seen, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
+            if past_key_values is not None:
+                seen = past_key_values.get_seq_length(self.layer_idx)
+                tokens, _ = past_key_values.get_mask_sizes(queries, self.layer_idx)
+            if position_bias is None:
+                position_bias = self.compute_bias(queries, tokens, hidden_states.device, seen)
+            mask = biased_mask(mask, position_bias)
+        out, weights = self.attend(hidden_states, key_value_states, past_key_values, mask)
+        return out, position_bias, weights
+
+
+def biased_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """A mask to be added to scores, with the bias of positions in it.
+
+    Args:
+        mask: ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
+        bias: ``[1, heads, queries, tokens]``.
+
+    Returns:
+        ``[rows or 1, heads, queries, tokens]``, in the bias's dtype.
+    """
+    if mask is None:
+        mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+class SlimT5PreTrainedModel(SlimPreTrainedModel, T5PreTrainedModel):
+    """Base class of the models."""
+
+    config_class = SlimT5Config
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, SlimT5Attention):  # its projections are drawn as linear layers are
+            super()._init_weights(module)
+
+
+class SlimT5Model(SlimEncoderDecoder, SlimT5PreTrainedModel, T5Model):
+    """T5's encoder and decoder, with slim attention."""
+
+    slim_attention = SlimT5Attention
+    blocks = "block"
+    self_attention = "layer.0.SelfAttention"
+    cross_attention = "layer.1.EncDecAttention"
+
+
+class SlimT5ForConditionalGeneration(SlimEncoderDecoder, SlimT5PreTrainedModel, T5ForConditionalGeneration):
+    """T5 for generation, with slim attention."""
+
+    slim_attention = SlimT5Attention
+    blocks = "block"
+    self_attention = "layer.0.SelfAttention"
+    cross_attention = "layer.1.EncDecAttention"
+
+
+AutoModel.register(SlimT5Config, SlimT5Model, exist_ok=True)
+AutoModelForSeq2SeqLM.register(SlimT5Config, SlimT5ForConditionalGeneration, exist_ok=True)

@@ -1,0 +1,65 @@
+"""Configs of slim encoder-decoder models: those of ordinary models, with what each attention of the decoder caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.bart.configuration_bart import BartConfig
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.whisper.configuration_whisper import WhisperConfig
+
+from .slim_configs import SlimConfig
+from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
+
+
+class SlimEncoderDecoderConfig(SlimConfig):
+    """Base class of the configs; `slim_layers` has two entries per decoder layer: self-attention, cross-attention."""
+
+    is_encoder_decoder: bool = True  # which the ordinary configs say too, but this class precedes them
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check, and register the model class.
+
+        Raises:
+            ValueError: As of `SlimConfig`, or cross-attention with plan ``e`` in some layers only.
+        """
+        super().__post_init__(**kwargs)
+        cross = [layer.plan for layer in self.layer_plans[1::2]]
+        if "e" in cross and set(cross) != {"e"}:
+            raise ValueError(
+                "cross-attention reads the encoder's output in all layers or in none (plan 'e'), got "
+                f"{', '.join(cross)}; plan 'e' for all of them"
+            )
+
+    @property
+    def layer_plans(self) -> list[SlimLayer]:
+        """Cache layout of each decoder layer's self-attention and cross-attention, in turns."""
+        layers = self.num_decoder_layers if hasattr(self, "num_decoder_layers") else self.decoder_layers
+        return read_layers(self.slim_layers, 2 * layers, (SELF_PLANS, CROSS_PLANS))
+
+
+@strict
+class SlimT5Config(SlimEncoderDecoderConfig, T5Config):
+    """A T5 config with the cache layout of each decoder layer."""
+
+    model_type = "slim_t5"
+
+
+@strict
+class SlimBartConfig(SlimEncoderDecoderConfig, BartConfig):
+    """A BART config with the cache layout of each decoder layer."""
+
+    model_type = "slim_bart"
+
+
+@strict
+class SlimWhisperConfig(SlimEncoderDecoderConfig, WhisperConfig):
+    """A Whisper config with the cache layout of each decoder layer."""
+
+    model_type = "slim_whisper"
+
+
+for config in (SlimT5Config, SlimBartConfig, SlimWhisperConfig):
+    AutoConfig.register(config.model_type, config, exist_ok=True)

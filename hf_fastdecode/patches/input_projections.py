@@ -1,0 +1,103 @@
+"""Projections of cached inputs, on whichever side of the softmax is cheaper (Slim attention, section 6, option 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .wide_products import wide
+
+
+class InputProjection(nn.Linear):
+    """A projection of keys or values that is applied to cached inputs, to queries, or to averages of inputs.
+
+    For heads that share keys and values, as in grouped-query attention, queries of a group multiply the same rows of
+    the weight.
+    """
+
+    def forward(self, x: Tensor, kv_heads: int | None = None, *, to_inputs: bool = False) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: Inputs, ``[..., d]``; with `kv_heads` averages of inputs, ``[rows, heads, queries, d]``, or queries,
+                ``[rows, heads, queries, head_dim]``.
+            kv_heads: Each head multiplies the weight of its own key and value head, of so many.
+            to_inputs: Take queries, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds one
+                number to all scores of a query.
+
+        Returns:
+            ``[..., e]`` in the weight's dtype; with `kv_heads` ``[rows, heads, queries, head_dim or d]``, with nothing
+            rounded to less than fp32.
+        """
+        if kv_heads is None:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        dtype = wide(x.dtype)
+        weight = self.weight.to(dtype).unflatten(0, (kv_heads, -1))  # [kv_heads, head_dim, d]
+        grouped = x.to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, group * queries, ...]
+        out = grouped @ (weight if to_inputs else weight.mT)
+        if self.bias is not None and not to_inputs:
+            out = out + self.bias.to(dtype).unflatten(0, (kv_heads, 1, -1))
+        return out.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class InputValues:
+    """Values of cached inputs, in the place of `slim_values.SlimValues`.
+
+    Attributes:
+        projection: Of values.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+    """
+
+    projection: InputProjection
+    heads: int
+    kv_heads: int
+
+    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values of each query head, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
+        return _of_query_heads(self.projection(keys[:, 0]), self.heads, self.kv_heads).flatten(-2)
+
+    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values averaged per head: inputs are, and their averages are projected.
+
+        Args:
+            probabilities: ``[rows, heads, queries, tokens]``, in fp32; each row of them sums to 1.
+            keys: Cached inputs, ``[rows, 1, tokens, d]``.
+            coordinates: Of width 0.
+
+        Returns:
+            ``[rows, heads, queries, value_dim]``, fp32.
+        """
+        flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the same inputs
+        average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, probabilities.shape[1:3])
+        values: Tensor = self.projection(average, self.kv_heads)
+        return values
+
+
+def score_operands(
+    query: Tensor, cached: Tensor, projection: InputProjection, kv_heads: int, *, absorb: bool
+) -> tuple[Tensor, Tensor]:
+    """Operands of the scores against cached inputs.
+
+    Args:
+        query: ``[rows, heads, queries, head_dim]``, in fp32.
+        cached: Inputs, ``[rows, 1, tokens, d]``.
+        projection: Of keys.
+        kv_heads: Of the layer.
+        absorb: Multiply queries by the projection, which is less work for few, rather than all inputs.
+
+    Returns:
+        ``q W_K,i^T`` and inputs, ``[rows, 1, tokens, d]``; or queries and keys, ``[rows, heads, tokens, head_dim]``.
+    """
+    if absorb:
+        return projection(query, kv_heads, to_inputs=True), cached.to(query.dtype)
+    keys = _of_query_heads(projection(cached[:, 0]), query.shape[1], kv_heads)
+    return query, keys.transpose(1, 2).to(query.dtype)
+
+
+def _of_query_heads(projected: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """``[rows, tokens, kv_heads * dim]`` to ``[rows, tokens, heads, dim]``."""
+    return projected.unflatten(-1, (kv_heads, -1)).repeat_interleave(heads // kv_heads, -2)

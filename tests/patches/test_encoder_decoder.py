@@ -1,0 +1,283 @@
+"""Slim T5, BART and Whisper against the models they were made of, in transformers' own loops and caches."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AutoConfig,
+    AutoModelForSpeechSeq2Seq,
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedModel,
+    T5Model,
+)
+
+from hf_fastdecode.conversion import attention_output, inputs_cache_output
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
+from hf_fastdecode.conversion.checkpoint.families import ENCODER_DECODERS, family_of
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
+from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
+from hf_fastdecode.patches.input_projections import InputProjection, InputValues, score_operands
+from hf_fastdecode.patches.slim_attention import slim_attention
+
+from ..conversion.layers import layer, text
+from ..test_layout import ROOT
+from ..tiny_models import tiny_model
+from .encoder_decoder_models import MODELS, PAIRS, cached_bytes, encoder_decoder, encoder_decoder_pair, read_by
+from .slim_models import TEXT, relative
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
+    # Random models repeat themselves, and texts that do not depend on the context would prove nothing.
+    return model.generate(**{**settings, "no_repeat_ngram_size": 2, **options})
+
+
+def condition(slim: PreTrainedModel) -> float:
+    """The largest condition number of a key projection of the decoder, or what other rounding may add."""
+    keys = [
+        one for name, one in slim.get_decoder().state_dict().items() if name.endswith((".k_proj.weight", ".k.weight"))
+    ]
+    return max(20.0, *(torch.linalg.cond(one.double()).item() for one in keys))
+
+
+def test_every_family_is_tested_and_listed() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(ENCODER_DECODERS)
+    table = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8").partition("| encoder and decoder |")[2]
+    assert re.findall(r"^\| `(\w+)`", table.partition("\n\n")[0], re.MULTILINE) == list(ENCODER_DECODERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "plan"), PAIRS)
+def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> None:
+    model, slim = (deepcopy(one).to(dtype) for one in encoder_decoder_pair(name, plan))
+    expected, found = generate(model), generate(slim)
+    assert type(found.past_key_values) is EncoderDecoderCache
+    assert torch.equal(found.sequences, expected.sequences)
+    assert expected.sequences.unique().numel() > 10
+    (self_kv, cross_kv), (self_slim, cross_slim) = (cached_bytes(one.past_key_values) for one in (expected, found))
+    if plan in ("k", "e"):
+        assert self_slim * 2 == self_kv
+    if plan == "x":
+        keys = slim.config.d_kv * slim.config.num_heads if name.startswith("t5") else slim.config.d_model
+        assert self_slim * 2 * keys == self_kv * slim.config.d_model
+    assert cross_slim == {"k": cross_kv // 2, "x": 0, "e": 0}.get(plan, cross_slim) < cross_kv
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_read_as_the_layers_use_them(name: str) -> None:
+    """The reference makes of them, with their scale and biases, what the attentions of both layers do."""
+    model = encoder_decoder(name)
+    family = family_of(model.config)
+    assert isinstance(family, EncoderDecoder)
+    made: list[Tensor] = []
+    prefixes = family.attentions(model.config)
+    for prefix in prefixes:
+        module = model.get_submodule(prefix.rstrip("."))
+        module.register_forward_hook(lambda module, args, output: made.append(output[0][0]))
+    recorded = record(model, family, model_inputs(family, model.config, TEXT[:40], None))
+    for index, prefix in enumerate(prefixes):
+        own = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
+        cross = index % 2 == 1
+        expected = attention_output(
+            family.weights(model.config, own),
+            recorded.inputs[index],
+            recorded.encoded if cross else None,
+            causal=not cross,
+            score_bias=None if cross else recorded.score_bias,
+        )
+        assert relative(made[index], expected) < 20 * EPS
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "temperature": 1.0, "num_return_sequences": 3}], ids=str
+)
+@pytest.mark.parametrize(("name", "plan"), [pair for pair in PAIRS if pair[1] in ("k+r", "x")])
+def test_beams_and_several_sequences(name: str, plan: str, options: dict[str, Any]) -> None:
+    expected, found = (generate(model, max_new_tokens=32, **options) for model in encoder_decoder_pair(name, plan))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.sequences.unique(dim=0)) == len(found.sequences)
+
+
+@pytest.mark.parametrize("plan", ["k+r", "x"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_static_cache(name: str, plan: str) -> None:
+    options = {"cache_implementation": "static", "max_new_tokens": 24}
+    expected, found = (generate(model, **options) for model in encoder_decoder_pair(name, plan))
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("plan", ["k+r", "x"])
+@pytest.mark.parametrize("name", ["t5-wide", "bart", "whisper"])
+def test_left_padded_decoder_prompts(name: str, plan: str) -> None:
+    """Prompts of several tokens, on an empty cache and after it: keys of padding are not seen."""
+    if (name, plan) == ("t5-wide", "k+r"):
+        plan = "mixed"
+    ids = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    ids[0, :9], mask[0, :9] = 0, 0
+    found = []
+    for model in encoder_decoder_pair(name, plan):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        inputs, outputs = read_by(model), []
+        for first, last in ((0, 22), (22, 29), (29, 30)):
+            with torch.no_grad():
+                outputs.append(
+                    model(
+                        **inputs,
+                        decoder_input_ids=ids[:, first:last],
+                        decoder_attention_mask=mask[:, :last],
+                        past_key_values=cache,
+                    ).logits
+                )
+        found.append(torch.cat(outputs, 1)[mask.bool()])
+    assert relative(found[1], found[0]) < condition(encoder_decoder_pair(name, plan)[1]) * EPS
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    family = family_of(AutoConfig.for_model(model.config.model_type.removeprefix("slim_")))
+    assert isinstance(family, EncoderDecoder)
+    return decoder_logits(model, model_inputs(family, model.config, TEXT[:64], None))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 8}], ids=str)
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_bf16_is_as_accurate_as_the_ordinary_model(name: str, options: dict[str, Any]) -> None:
+    """Against the same weights in fp64, with twice the ordinary model's error as the budget, as plans have it."""
+    model = encoder_decoder(name).bfloat16()
+    slim = to_slim(model, TEXT, **options)
+    plans = [one["plan"] for one in slim.config.slim_layers]
+    assert plans == (["k+r"] * 4 if options else ["x", "e"] * 2)
+    oracle = logits(deepcopy(model).double())
+    assert relative(logits(slim), oracle) < 2 * relative(logits(model), oracle)
+
+
+@pytest.mark.parametrize("plan", ["mixed", "x"])
+@pytest.mark.parametrize("name", ["t5-wide", "bart", "whisper"])
+def test_gradients_and_attention_weights(name: str, plan: str) -> None:
+    """Gradients reach the embeddings through all layers; training, with its dropouts, changes them."""
+    gradients, weights = [], []
+    for of, training in ((0, False), (1, False), (1, True)):
+        model = deepcopy(encoder_decoder_pair(name, plan)[of]).train(training)
+        inputs = {**read_by(model), "labels": TEXT[:40].view(2, 20)}
+        model(**inputs).loss.backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+        if not training:
+            model.set_attn_implementation("eager")
+            with torch.no_grad():
+                out = model(**inputs, output_attentions=True)
+            weights.append((*out.decoder_attentions, *out.cross_attentions))
+    bound = 20 * condition(encoder_decoder_pair(name, plan)[1]) * EPS
+    assert relative(gradients[1], gradients[0]) < bound
+    assert (relative(gradients[2], gradients[1]) > 0.01) == (name != "whisper")  # whose dropouts are 0
+    assert len(weights[1]) == 4
+    for expected, found in zip(*weights):
+        assert relative(found, expected) < bound
+
+
+@pytest.mark.parametrize("queries", [3, 40], ids=["few", "many"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_grouped_queries_read_the_encoders_output(kv_heads: int, queries: int) -> None:
+    """Heads that share keys and values: projections of inputs need no inverse."""
+    weights, seen, encoded = layer(kv_heads=kv_heads, biases=True), text(queries), text(30, seed=2)
+    key, value = (InputProjection(*one.shape[::-1]).double() for one in (weights.key, weights.value))
+    with torch.no_grad():
+        for projection, own, bias in (
+            (key, weights.key, weights.key_bias),
+            (value, weights.value, weights.value_bias),
+        ):
+            projection.weight.copy_(own)
+            projection.bias.copy_(bias)
+        query = (seen @ weights.W_Q + weights.query_bias).view(1, queries, 4, 12).transpose(1, 2)
+        cached = encoded[None, None]
+        query, scored = score_operands(query, cached, key, kv_heads, absorb=queries < 12)
+        values = InputValues(value, 4, kv_heads)
+        out, _ = slim_attention(
+            query, scored, cached, cached[..., :0], values, None, scaling=12**-0.5, dtype=torch.float64, causal=False
+        )
+    expected = inputs_cache_output(weights, seen, encoded, causal=False)
+    assert relative(out[0] @ weights.W_O + weights.output_bias, expected) < EPS
+
+
+SIZES = {"tiny": (384, 4, 6), "small": (768, 12, 12), "large": (1280, 32, 20)}
+"""Of Whisper: width, layers, heads."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whispers_cache_in_the_papers_table(size: str) -> None:
+    """Section 7: 2x smaller with option 1, 8.7x with option 2, for 1,500 tokens of the encoder and 448 of the decoder.
+
+    Counted in the tensors that models of these sizes cache, which are of no memory here.
+    """
+    width, layers, heads = SIZES[size]
+    sizes = {"d_model": width, "encoder_layers": layers, "decoder_layers": layers}
+    sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "vocab_size": 60000}
+    found = {}
+    for plan in ("kv", "k", "e"):
+        entries = [{"plan": "kv" if plan == "kv" else "k"}, {"plan": plan}] * layers
+        config = AutoConfig.for_model("slim_whisper", **sizes, slim_layers=entries)
+        with FakeTensorMode(), torch.no_grad():
+            model = AutoModelForSpeechSeq2Seq.from_config(config).eval()
+            encoded = (torch.empty(1, 1500, width),)
+            ids = torch.zeros(1, 448, dtype=torch.long)
+            out = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True)
+        found[plan] = sum(cached_bytes(out.past_key_values)) // 4
+    assert found["kv"] == 2 * (1500 + 448) * width * layers
+    assert found["kv"] / found["k"] == 2
+    assert round(found["kv"] / found["e"], 1) == 8.7
+
+
+def test_refused() -> None:
+    for name, plan, reason in (
+        ("t5-narrow", "k", r"layer 0 cannot have plan 'k'.*keys of 32 coordinates do not determine inputs of 64"),
+        ("t5", (("k", 0), ("e", 0), ("k", 0), ("k", 0)), "in all layers or in none .*got e, k"),
+        ("t5", (("e", 0), ("e", 0), ("k", 0), ("e", 0)), "layer 0 cannot have plan 'e', only one of k, k"),
+        ("t5", (("k", 0), ("x", 0), ("k", 0), ("k", 0)), "layer 1 cannot have plan 'x'"),
+        ("t5", (("k", 0), ("k", 0)), "the plan is for 2 layers, and the model has 4"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            to_slim(encoder_decoder(name), TEXT, plan=plan)
+    with pytest.raises(PlanError, match="layer 0 cannot have plan 'x', only one of k"):
+        to_slim(tiny_model("llama-mha"), TEXT, plan="x")
+    with pytest.raises(ValueError, match="only models for generation, T5ForConditionalGeneration"):
+        to_slim(T5Model(encoder_decoder("t5").config), TEXT)
+    with pytest.raises(ValueError, match="without its encoder"):
+        family_of(AutoConfig.for_model("whisper", is_encoder_decoder=False))
+    with pytest.raises(ValueError, match=r"must be of shape \[1, 8, 48\], got \[1, 8, 40\]"):
+        to_slim(encoder_decoder("whisper"), TEXT, features=torch.zeros(1, 8, 40))
+    with pytest.raises(ValueError, match=r"in all layers or in none .*got e, k"):
+        SlimT5Config(num_layers=2, slim_layers=[{"plan": "k"}, {"plan": "e"}, {"plan": "k"}, {"plan": "k"}])
+    with pytest.raises(ValueError, match=r"must be one of k, k\+r, kv, x, got 'e'"):
+        SlimT5Config(num_layers=1, slim_layers=[{"plan": "e"}, {"plan": "e"}])
+
+
+@pytest.mark.parametrize("plan", ["k", "x"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_8_bits(name: str, plan: str) -> None:
+    """Inputs in int8 are as accurate as keys and values in int8, keys alone are not; either generates on."""
+    model = encoder_decoder(name)
+    slim = to_slim(model, TEXT, plan=plan, cache_dtype="int8", tolerance=1e9)
+    entries = slim.config.layer_plans
+    assert [entry.cache_dtype for entry in entries] == ["int8", "int8" if plan == "k" else None] * (len(entries) // 2)
+    found = generate(slim)
+    (self_kv, _), (self_slim, _) = (cached_bytes(one.past_key_values) for one in (generate(model), found))
+    heads = getattr(slim.config, "decoder_attention_heads", None) or slim.config.num_heads
+    width = slim.config.d_model
+    assert self_slim * 2 * width * 4 == self_kv * (width + 2 * heads)
+    inputs = model_inputs(family_of(model.config), model.config, TEXT, None)
+    expected = decoder_logits(deepcopy(model).double(), inputs)
+    in_int8 = decoder_logits(model, inputs, range(0, len(entries), 1 if plan == "k" else 2))
+    error = relative(decoder_logits(slim, inputs), expected) / relative(in_int8, expected)
+    assert error < 3 if plan == "x" else error > 3

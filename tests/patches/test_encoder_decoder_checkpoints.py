@@ -1,0 +1,143 @@
+"""Slim T5, BART and Whisper on disk: converted there and back, from old and odd checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
+from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.family import longest_text
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+
+from ..commands.command_line import run
+from .encoder_decoder_models import encoder_decoder, read_by
+from .slim_models import TEXT, relative
+
+EPS = torch.finfo(torch.float32).eps
+MIXED = (("x", 0), ("k+r", 5), ("k", 0), ("kv", 0))
+
+
+def family(model: PreTrainedModel) -> EncoderDecoder:
+    found = family_of(model.config)
+    assert isinstance(found, EncoderDecoder)
+    return found
+
+
+def with_tokenizer(name: str, folder: Path) -> PreTrainedModel:
+    """A model that the embedded tokenizer fits, which is saved in a folder without the model."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer.save_pretrained(folder)
+    return encoder_decoder(name, vocab_size=len(tokenizer))
+
+
+def loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    slim, info = family(model).auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return slim
+
+
+def tokens(model: PreTrainedModel) -> Any:
+    return model.generate(**read_by(model), max_new_tokens=32, do_sample=False, no_repeat_ngram_size=2)
+
+
+@pytest.mark.parametrize(("name", "plan"), [("t5", MIXED), ("t5-wide", "e"), ("bart", MIXED), ("whisper", "e")])
+def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
+    source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
+    model = with_tokenizer(name, source)
+    model.save_pretrained(source, max_shard_size="200KB")
+    settings = Settings(str(source), slim_folder, choice=PlanChoice(plan), shard_bytes=50_000, verify=True)
+    report = convert_checkpoint(settings)
+    slim = loaded(model, slim_folder)
+    assert type(slim) is family(model).slim_model
+    assert (
+        type(AutoModel.from_pretrained(slim_folder)).__name__
+        == f"Slim{type(AutoModel.from_pretrained(source)).__name__}"
+    )
+    assert torch.equal(tokens(slim), tokens(model))
+    assert report["saved"] == pytest.approx(1 - report["cache_bytes"] / report["ordinary_cache_bytes"])
+
+    ids = calibration_ids(AutoTokenizer.from_pretrained(source), limit=longest_text(model.config))
+    in_memory = to_slim(model, ids, plan=plan)
+    assert [one["plan"] for one in in_memory.config.slim_layers] == [one["plan"] for one in slim.config.slim_layers]
+    for key, one in in_memory.state_dict().items():  # offsets are means of what layers saw on the text
+        assert relative(slim.state_dict()[key], one) < (1e-4 if key.endswith(("key_offset", "constant")) else 1e-6)
+
+    convert_checkpoint(Settings(str(slim_folder), full_folder, format="full", verify=True))
+    full = loaded(model, full_folder)
+    assert type(full) is type(model)
+    assert {**full.config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
+    expected, found = model.state_dict(), full.state_dict()
+    assert found.keys() == expected.keys()
+    changed = {key for key in expected if not torch.equal(found[key], expected[key])}
+    made = tuple(
+        prefix + family(model).projection("v")
+        for prefix, one in zip(family(model).attentions(model.config), slim.config.slim_layers)
+        if one["plan"] in ("k", "k+r")
+    )
+    assert len(made) == 2
+    assert all(key.startswith(made) for key in changed)
+    errors = [layer["recovered_error"] for layer in report["layers"]]
+    for key in changed:
+        bound = max(errors) + EPS if key.endswith("weight") else 1e-4
+        assert relative(found[key], expected[key]) < bound
+
+
+def test_heads_of_their_own(tmp_path: Path) -> None:
+    """Flan-T5 has a head that is not the embedding, though its config ties them."""
+    model = with_tokenizer("t5-wide", tmp_path / "source")
+    model.config.save_pretrained(tmp_path / "source")
+    state = {**model.state_dict(), "lm_head.weight": torch.randn_like(model.lm_head.weight)}
+    state["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(2)  # no longer read
+    torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+    stock = family(model).auto.from_pretrained(tmp_path / "source")
+    assert not torch.equal(stock.lm_head.weight, stock.shared.weight)
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice("e")))
+    convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
+    slim, full = (loaded(model, tmp_path / one) for one in ("slim", "full"))
+    for one in (slim, full, to_slim(stock, TEXT, plan="e")):
+        assert torch.equal(one.lm_head.weight, stock.lm_head.weight)
+        assert one.shared.weight is one.encoder.embed_tokens.weight is one.decoder.embed_tokens.weight
+        assert torch.equal(tokens(one), tokens(stock))
+
+
+def test_older_checkpoints(tmp_path: Path) -> None:
+    """BART's encoder and decoder alone, as pretrained: no bias of the logits, and names without the model's prefix."""
+    model = with_tokenizer("bart", tmp_path / "source")
+    model.final_logits_bias.zero_()
+    model.config.save_pretrained(tmp_path / "source")
+    state = model.model.state_dict()
+    torch.save({**state, "encoder.version": torch.ones(1)}, tmp_path / "source" / "pytorch_model.bin")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
+    assert torch.equal(tokens(loaded(model, tmp_path / "slim")), tokens(model))
+
+
+def test_features_from_a_file(tmp_path: Path) -> None:
+    model = with_tokenizer("whisper", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    features = torch.randn(1, 8, 48, generator=torch.Generator().manual_seed(3))
+    save_file({"input_features": features}, tmp_path / "sound.safetensors")
+    save_file({"features": features}, tmp_path / "other.safetensors")
+    command = ["convert-checkpoint", tmp_path / "source", "--dry-run", "--plan", "k"]
+    table = " ".join(run(*command).stdout.split())
+    for words in ("0 self", "1 cross", "tokens of the decoder and 24 of the encoder", "read features (synthetic)."):
+        assert words in table
+    reports = [
+        json.loads(run(*command, "--json", *more).stdout)
+        for more in ((), ("--calibration", tmp_path / "sound.safetensors"))
+    ]
+    assert [one["calibration_features"] for one in reports] == ["synthetic", str(tmp_path / "sound.safetensors")]
+    assert reports[0]["layers"][1]["output_error"] != reports[1]["layers"][1]["output_error"]
+    refused = run(*command, "--calibration", tmp_path / "other.safetensors")
+    assert refused.exit_code == 2
+    assert "holds no tensor input_features" in refused.stderr
