@@ -244,3 +244,18 @@ def test_bad_plans_and_texts() -> None:
     with pytest.raises(ValueError, match="layer 1 cannot have plan 'k': the smallest singular value"):
         to_slim(singular, TEXT, plan="k")
     assert [layer["plan"] for layer in to_slim(singular, TEXT, tolerance=1e6).config.slim_layers] == ["k", "kv"]
+
+
+def test_models_that_are_no_ordinary_ones() -> None:
+    model = pair()[0]
+    adapted, offloaded = deepcopy(model), deepcopy(model).to("meta")
+    adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
+    for other, message in (
+        (adapted, r"has model.layers.0.mlp.up_proj.0.weight; .* \(merge_and_unload\)"),
+        (model.model, "this LlamaModel has embed_tokens.weight"),
+        (offloaded, "embed_tokens.weight is not in memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_slim(other, TEXT)
+    wrapped = to_slim(torch.nn.DataParallel(model), TEXT, plan="k")
+    assert torch.equal(logits(wrapped), logits(pair("k")[1]))
