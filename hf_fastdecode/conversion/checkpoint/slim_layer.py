@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ..biases import value_constant
-from ..cache_errors import CacheError
+from ..cache_errors import CacheError, relative_error
 from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer
 from ..rope import Rotation
 from ..stored_coordinates import StoredValueCoordinates, check_range, store_value_coordinates
@@ -94,8 +94,7 @@ def convert_layer(
         return ConvertedLayer(plan, chosen, SlimLayer("kv"), {}, 0.0)
     stored = store_value_coordinates(weights, statistics, chosen.rank, matrix_dtype=matrix_dtype(model_dtype))
     exact = stored.double()
-    recovered = _value_weight(weights.W_K, exact).to(model_dtype).double()
-    error = (torch.linalg.norm(recovered - weights.W_V) / torch.linalg.norm(weights.W_V)).item()
+    error = relative_error(_value_weight(weights.W_K, exact).to(model_dtype).double(), weights.W_V)
     entry = SlimLayer(chosen.plan, chosen.rank, _fits_float16(weights, exact, inputs))
     return ConvertedLayer(plan, chosen, entry, _tensors(stored), error)
 
