@@ -197,3 +197,16 @@ def test_forced_kernels_are_refused() -> None:
         pytest.raises(BackendError, match="suffixes of slim layers have no kernel"),
     ):
         slim.generate(**PROMPTS, **CALLS["samples"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [[20, 21, 30], [20, 21, 21], [25, 26, 27]], ids=str)
+def test_positions_that_do_not_follow_are_refused(positions: list[int]) -> None:
+    slim = pair("k")[1]
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        with pytest.raises(ValueError, match="must follow each row's tokens and rise by 1"):
+            slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([positions]))
+        given = slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([[20, 21, 22]])).logits
+        cache.crop(-3)
+        assert torch.equal(slim(TEXT[None, 20:23], past_key_values=cache).logits, given)
