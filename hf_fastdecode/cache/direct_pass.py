@@ -48,3 +48,24 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
             "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
             "mask only left padding"
         )
+
+
+def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
+    """Refuse positions other than `next_positions`, for layers that rotate suffixes by their places in them.
+
+    Args:
+        cache: The cache.
+        position_ids: ``[rows or 1, queries]``, of the pass.
+
+    Raises:
+        ValueError: They are others.
+    """
+    rows, queries = position_ids.shape
+    if cache.rows not in (0, 1, rows) and rows != 1:
+        return  # whose number of rows the cache refuses
+    expected = next_positions(cache, queries) if cache.rows else torch.arange(queries, device="cpu")
+    if bool((position_ids != expected.to(position_ids.device)).any()):
+        raise ValueError(
+            "a slim model counts the positions of cached tokens, so position_ids must follow each row's tokens and "
+            "rise by 1, and these do not; omit them, or run the ordinary model"
+        )

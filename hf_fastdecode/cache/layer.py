@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -15,6 +16,19 @@ from .state import SharedState
 from .storage import TokenStorage
 
 _REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
+
+
+def require_dtype(computed: torch.dtype, stored: Segment | None) -> None:
+    """Check that a pass computes keys in the dtype of those that a layer holds, if it holds any.
+
+    Raises:
+        ValueError: It computes another.
+    """
+    if stored is not None and stored[0].dtype != computed:
+        raise ValueError(
+            f"the cache holds keys in {stored[0].dtype}, and this pass computes {computed}: the model was converted, "
+            "or runs under another torch.autocast than when the cache was made; prefill again"
+        )
 
 
 class _NoTensor:
@@ -100,25 +114,17 @@ class SharedContextLayer(CacheLayerMixin):
             self.lazy_initialization(*self.storage.keys_and_values(parts))
         handle: SharedKV
         if self.state.packed:
-            self._check_dtype(parts, self.storage.node_example)
+            require_dtype(parts[0].dtype, self.storage.node_example)
             packed = Segment._make(part[0] for part in parts)
             handle = PrefillKV(self.stored, packed)
             for span in (spans := list(joined(item.span for item in self.state.packed))):
                 self.storage.segment(span.segment, self.state.segment_lengths[span.segment], packed)
             self.storage.write_nodes(spans, packed)
         else:
-            self._check_dtype(parts, self.storage.suffix_example)
+            require_dtype(parts[0].dtype, self.storage.suffix_example)
             self._make_room(parts)
             handle = DecodeKV(self.stored, parts)
         return handle, handle
-
-    @staticmethod
-    def _check_dtype(parts: Segment, stored: Segment | None) -> None:
-        if stored is not None and stored[0].dtype != parts[0].dtype:
-            raise ValueError(
-                f"the cache holds keys in {stored[0].dtype}, and this pass computes {parts[0].dtype}: the model was "
-                "converted, or runs under another torch.autocast than when the cache was made; prefill again"
-            )
 
     def _make_room(self, parts: Segment) -> None:
         """Allocate suffix capacity for the new tokens; the attention handle writes them."""

@@ -37,11 +37,14 @@ class SlimStorage(TokenStorage):
     Args:
         layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
         example: Parts of suffixes, each ``[1, 0, width]``.
+
+    Attributes:
+        layer: The layer of the latest pass.
     """
 
     def __init__(self, layer: ref[MakesNodes] | None, example: Segment):
         super().__init__()
-        self._layer, self._example = layer, example
+        self.layer, self._example = layer, example
 
     @classmethod
     def of(cls, layer: MakesNodes, parts: Segment) -> SlimStorage:
@@ -49,7 +52,7 @@ class SlimStorage(TokenStorage):
         return cls(ref(layer), Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts)))
 
     def empty(self) -> TokenStorage:
-        return SlimStorage(self._layer, self._example)
+        return SlimStorage(self.layer, self._example)
 
     def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
         """As the base class's.
@@ -57,7 +60,7 @@ class SlimStorage(TokenStorage):
         Raises:
             ValueError: The model no longer exists in this process.
         """
-        layer = self._layer() if self._layer is not None else None
+        layer = self.layer() if self.layer is not None else None
         if layer is None:
             raise ValueError(
                 "the tokens that rows of this cache have added are stored without values, and the slim model that "
@@ -77,9 +80,9 @@ class SlimStorage(TokenStorage):
         return self.suffix or self._example
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_layer": None}  # weak references cannot be pickled
+        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlimStorage:
-        twin = memo[id(self)] = SlimStorage(self._layer, self._example)
-        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"_layer": self._layer})
+        twin = memo[id(self)] = SlimStorage(self.layer, self._example)
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
         return twin

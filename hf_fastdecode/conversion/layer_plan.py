@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -131,8 +132,8 @@ def fit_layer(
         matrices of, by its dtype; empty where keys do not determine values.
 
     Raises:
-        ValueError: The text has fewer than two tokens to cache, or inputs that are not finite; `tolerance` is below 1;
-            cross-attention has RoPE.
+        ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
+            finite; `tolerance` is below 1; cross-attention has RoPE.
     """
     if key_inputs is not None and rotation is not None:
         raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
@@ -157,6 +158,12 @@ def fit_layer(
         errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
 
     ordinary = errors.ordinary(model_dtype)
+    if not math.isfinite(ordinary.output_error):
+        raise ValueError(
+            "on the calibration text the layer gives inf or nan with an ordinary cache in "
+            f"{str(model_dtype).removeprefix('torch.')}: its weights hold some, or its keys and values do not fit; "
+            "repair the weights, or convert in a wider dtype"
+        )
     candidates = [ordinary]
     refused: dict[PlanName, str] = {}
     statistics: dict[str, KeyStatistics] = {}

@@ -10,7 +10,7 @@ from transformers.models.bart.configuration_bart import BartConfig
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.whisper.configuration_whisper import WhisperConfig
 
-from .slim_configs import SlimConfig
+from .config_base import SlimConfig
 from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from ..attention.kv import ForestKV, Segment
 from ..attention.partial import Partial, merge
 from ..attention.scoring import Scoring
 from ..attention.torch_operators.decode_ops import nodes_attention
+from ..attention.torch_operators.operators import cannot_run
 from ..cache.handles import DecodeKV, PrefillKV
+from ..cache.layer import require_dtype
 from ..cache.shared import SharedContextCache
 from ..cache.slim_storage import SlimStorage
 from ..unsupported import Unsupported
@@ -52,6 +55,7 @@ def forest_attention(
 
     Raises:
         Unsupported: A sliding window hides tokens.
+        ValueError: The cache holds another dtype or number of rows, or the backend ``triton`` is forced.
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
@@ -64,7 +68,12 @@ def forest_attention(
             nodes = layer.keys_and_values(keys, coordinates, rotation and rotation.keys, dtype)
             handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, token_storage=storage)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
+        if cache.state.backend == "triton":
+            raise cannot_run("triton", "suffixes of slim layers have no kernel yet")
         handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx, token_storage=storage)
+        kept = cast(SlimStorage, handle.layer.storage)
+        kept.layer = ref(layer)  # a cache that was loaded or copied has none, or that of another model
+        require_dtype(dtype, kept.node_example)  # that suffixes have the right one says nothing of nodes
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
         merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
@@ -79,6 +88,8 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
     queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
     keys, coordinates = (layer.numbers(part[:, :, :longest]) for part in kv.suffix)
+    if tables is not None:  # which may be of more tokens, where only the device knew the lengths
+        tables = tables[0][:, :longest], tables[1][:, :longest]
     lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
     last_seen = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     slot = torch.arange(longest, device=query.device)

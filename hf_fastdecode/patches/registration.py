@@ -2,7 +2,7 @@
 
 `import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
 registry of configs is imported, which may be before or after this package, and model classes with the first config
-(`slim_configs.SlimConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
+(`config_base.SlimConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
 classes cannot be imported together with the registry, since modules that they need may be only half imported then.
 """
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.direct_pass import require_next
 from ..cache.shared import SharedContextCache
 
 ROTATION: Final = "slim_rotation"
@@ -41,10 +42,15 @@ def forest_rotation(tables: Callable[[Tensor], Tables], cache: SharedContextCach
         tables: Makes those of positions ``[rows or 1, tokens]``.
         cache: The cache.
         position_ids: ``[rows or 1, tokens]``, of this pass.
+
+    Raises:
+        ValueError: In a user's own pass, positions that do not follow those of each row's tokens.
     """
     tokens = tables(position_ids)
     if cache.state.packed:
         return Rotation(tokens, tokens)
+    if cache.checks_masks:
+        require_next(cache, position_ids)
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.codegen.configuration_codegen import CodeGenConfig
 from transformers.models.cohere.configuration_cohere import CohereConfig
@@ -20,50 +16,7 @@ from transformers.models.opt.configuration_opt import OPTConfig
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
-from .slim_layers import SlimLayer, read_layers
-
-
-class SlimConfig(PreTrainedConfig):
-    """Base class of slim models' configs; it precedes the ordinary config among base classes.
-
-    Tensor parallelism splits the MLPs only: the matrices from keys to values mix all heads, so every rank needs all.
-
-    Attributes:
-        slim_layers: A dictionary of `SlimLayer`'s fields per layer; None for keys and values everywhere.
-        slim_matrix_dtype: Of the matrices that give the values, e.g. ``float16``; casting the model leaves it.
-    """
-
-    slim_layers: list[dict[str, Any]] | None = None
-    slim_matrix_dtype: str = "float16"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.base_model_tp_plan is not None:
-            plan = cls.base_model_tp_plan
-            cls.base_model_tp_plan = {name: split for name, split in plan.items() if ".mlp." in name}
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Check, and register the model class, which the Auto classes ask for next.
-
-        Raises:
-            ValueError: Plans that are none, or plans without values for a model that is not multi-head.
-        """
-        super().__post_init__(**kwargs)
-        if self.slim_matrix_dtype not in ("float16", "float32"):
-            raise ValueError(f"slim_matrix_dtype must be float16 or float32, got {self.slim_matrix_dtype!r}")
-        slim = any(layer.plan != "kv" for layer in self.layer_plans)
-        kv_heads = getattr(self, "num_key_value_heads", self.num_attention_heads)
-        if slim and kv_heads != self.num_attention_heads:
-            raise ValueError(
-                "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
-                f"{kv_heads} != {self.num_attention_heads}; plan 'kv' for every layer"
-            )
-        import_module(f".architectures.{self.model_type}", __package__)
-
-    @property
-    def layer_plans(self) -> list[SlimLayer]:
-        """Cache layout of each layer."""
-        return read_layers(self.slim_layers, self.num_hidden_layers)
+from .config_base import SlimConfig
 
 
 @strict

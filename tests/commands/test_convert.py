@@ -169,6 +169,14 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     shards[1].unlink()
     assert f"there is no {shards[1]}, which model.safetensors.index.json names" in refused(folder, target)
     shards[1].write_bytes(whole)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    name = next(name for name, file in places.items() if file == shards[1].name)
+    index.write_text(json.dumps({"weight_map": {**places, name: shards[0].name}}))
+    assert f"there is no {name} in {shards[0]}, where the index names it" in refused(folder, target)
+    index.write_text(json.dumps({"weight_map": list(places)}))
+    assert "is no index of weights" in refused(folder, target)
+    index.write_text(json.dumps({"weight_map": places}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     assert "lacks model.layers.3." in refused(folder, target)
@@ -189,13 +197,19 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "make room, or name a folder on another disk" in refused(source, target)
     assert not list(tmp_path.iterdir())
 
-    def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    for reason, option in (
+        ("No space left on device (os error 28)", ()),
+        ("File too large (os error 27)", ("--resume",)),
+    ):
 
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{place}.shards.save_file", full)
-        assert "No space left on device" in refused(source, target)
-    assert not target.exists()
+        def fail(*_: object, reason: str = reason) -> None:
+            raise SafetensorError(f"Error while serializing: I/O error: {reason}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{place}.shards.save_file", fail)
+            assert reason.partition(" (")[0] in refused(source, target, *option)
+        assert not target.exists()
+    assert ". exists; name another folder" in refused(source, ".")
     assert run("convert-checkpoint", source, target, "--resume").exit_code == 0
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.float32
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode.attention.kv import SuffixLengths
+from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
 from ..generation.calls import tokens_embedded
@@ -102,20 +104,43 @@ def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
     assert torch.equal(found, seeded(lambda: model.generate(ids, attention_mask=mask, **call)))
 
 
+@pytest.mark.parametrize("copied", ["cache", "model"])
+def test_a_copied_cache_belongs_to_the_model_that_reads_it(copied: str) -> None:
+    """Suffixes become nodes by the model of the latest call, not by the one that filled the cache."""
+    model, slim = pair("k+r")[0], copy.deepcopy(pair("k+r")[1])
+    ids, call = TEXT[None, :40], {"do_sample": False, "max_new_tokens": 9}
+    cache = fd.prefill(fd.enable(slim, min_saved_tokens=0), ids)
+    if copied == "cache":
+        cache = pickle.loads(pickle.dumps(cache))
+    else:
+        slim = copy.deepcopy(slim)  # and the original is gone
+    for _ in range(2):
+        expected = model.generate(ids, **call)
+        out = slim.generate(ids, **call, past_key_values=cache, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, expected)
+        assert fd.explain(slim).last_call.path == "shared"
+        ids, cache = torch.cat([expected, TEXT[None, 100:105]], 1), out.past_key_values
+
+
 @torch.no_grad()
-def test_rows_of_different_lengths() -> None:
-    """As after drafts of which rows accept different numbers."""
+@pytest.mark.parametrize("bound", [None, 4])
+def test_rows_of_different_lengths(bound: int | None) -> None:
+    """As after drafts of which rows accept different numbers; on a GPU the host only knows a bound on the lengths."""
     model, slim = pair("k+r")
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
         cache.batch_repeat_interleave(3)
         drafts = TEXT[20:32].view(3, 4)
         slim(drafts, past_key_values=cache)
-        cache.drop_last([0, 3, 1])
+        cache.drop_last([1, 3, 2])
+        if bound is not None:
+            lengths = cache.state.suffixes.lengths
+            assert lengths.longest < bound
+            cache.state.suffixes.lengths = SuffixLengths(bound, lengths.per_row)
         found = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
         cache.crop(-2)
         again = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
-    for row, kept in enumerate((4, 1, 3)):
+    for row, kept in enumerate((3, 1, 2)):
         text = torch.cat([TEXT[:20], drafts[row, :kept], TEXT[40 + 2 * row : 42 + 2 * row]])
         torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(again, found, atol=1e-5, rtol=1e-5)
@@ -170,3 +195,36 @@ def test_suffixes_in_8_bits() -> None:
     assert relative(again, expected[:, 35:]) < 2 * relative(by_stock, expected[:, 20:35])
     heads, width, ranks = 4, 64, (4, 9)
     assert cache.nbytes.stored == 20 * 2 * 2 * width * 4 + 15 * sum(width + 2 * heads + rank + 2 for rank in ranks)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    """Suffixes of both models are fp16, nodes are not."""
+    slim = to_slim(copy.deepcopy(pair("k+r")[0]).bfloat16(), TEXT, plan=PLANS["k+r"])
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        slim.half()
+        with pytest.raises(ValueError, match=r"holds keys in torch.bfloat16, and this pass computes torch.float16"):
+            slim(TEXT[None, 20:23], past_key_values=cache)
+
+
+def test_forced_kernels_are_refused() -> None:
+    slim = pair("k")[1]
+    with (
+        fd.enabled(slim, backend="triton"),
+        pytest.raises(BackendError, match="suffixes of slim layers have no kernel"),
+    ):
+        slim.generate(**PROMPTS, **CALLS["samples"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [[20, 21, 30], [20, 21, 21], [25, 26, 27]], ids=str)
+def test_positions_that_do_not_follow_are_refused(positions: list[int]) -> None:
+    slim = pair("k")[1]
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        with pytest.raises(ValueError, match="must follow each row's tokens and rise by 1"):
+            slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([positions]))
+        given = slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([[20, 21, 22]])).logits
+        cache.crop(-3)
+        assert torch.equal(slim(TEXT[None, 20:23], past_key_values=cache).logits, given)

@@ -227,7 +227,8 @@ def test_models_without_a_slim_form(name: str, overrides: dict[str, Any], messag
 def test_bad_plans_and_texts() -> None:
     model = tiny_model("llama-mha")
     for options, message in (
-        ({"plan": "x"}, "must be auto, k, kv"),
+        ({"plan": "v"}, "must be auto, k, x, e, kv"),
+        ({"plan": "x"}, r"layer 0 cannot have plan .x., only one of k, k\+r, kv"),
         ({"plan": "k", "rank": 3}, "leave one out"),
         ({"plan": (("k", 0),)}, "for 1 layers, and the model has 2"),
         ({"rank": 65}, "between 0 and 64"),
@@ -244,3 +245,18 @@ def test_bad_plans_and_texts() -> None:
     with pytest.raises(ValueError, match="layer 1 cannot have plan 'k': the smallest singular value"):
         to_slim(singular, TEXT, plan="k")
     assert [layer["plan"] for layer in to_slim(singular, TEXT, tolerance=1e6).config.slim_layers] == ["k", "kv"]
+
+
+def test_models_that_are_no_ordinary_ones() -> None:
+    model = pair()[0]
+    adapted, offloaded = deepcopy(model), deepcopy(model).to("meta")
+    adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
+    for other, message in (
+        (adapted, r"has model.layers.0.mlp.up_proj.0.weight; .* \(merge_and_unload\)"),
+        (model.model, "this LlamaModel has embed_tokens.weight"),
+        (offloaded, "embed_tokens.weight is not in memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_slim(other, TEXT)
+    wrapped = to_slim(torch.nn.DataParallel(model), TEXT, plan="k")
+    assert torch.equal(logits(wrapped), logits(pair("k")[1]))

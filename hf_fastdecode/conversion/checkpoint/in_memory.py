@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_fastdecode.wrappers import unwrapped
 
 from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
@@ -37,6 +39,7 @@ def to_slim(
 
     Args:
         model: A model with multi-head attention, of an architecture of docs/slim.md, in float32, bfloat16 or float16.
+            One wrapped by `torch.compile` or DistributedDataParallel is unwrapped first.
         calibration: Ids of a text typical of what the model will read, ``[tokens]``; without, `tokenizer` makes them
             of a built-in text of English and Python. Encoder and decoder both read it.
         features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, as its feature extractor makes
@@ -55,11 +58,15 @@ def to_slim(
         The slim model, in eval mode, on the same device.
 
     Raises:
-        ValueError: The model has no slim form (grouped-query attention, a quantised model), a layer cannot have the
-            plan, or there is no usable calibration text.
+        ValueError: The model has no slim form (grouped-query attention, a quantised model), has adapters, no head or
+            weights that are not in memory, a layer cannot have the plan, or there is no usable calibration text.
+        TypeError: `model` neither is nor wraps a transformers model.
     """
     choice = PlanChoice(plan, rank, tolerance, cache_dtype)
+    model = unwrapped(model)
     family = family_of(model.config)
+    if isinstance(family, Family):
+        _require_ordinary(model, family)
     if calibration is None:
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
@@ -91,6 +98,21 @@ def to_slim(
     slim.tie_weights()
     slim.generation_config = deepcopy(model.generation_config)
     return slim.eval()
+
+
+def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
+    """Refuse a model whose tensors are not those of an ordinary causal language model of its config."""
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(model.config).state_dict()
+    state = model.state_dict()
+    if other := sorted(state.keys() ^ expected.keys()):
+        raise ValueError(
+            f"to_slim takes an ordinary {family.architecture}, and this {type(model).__name__} "
+            f"{'has' if other[0] in state else 'lacks'} {other[0]}; pass a causal language model, with adapters "
+            "merged into its weights (merge_and_unload)"
+        )
+    if away := next((name for name, tensor in state.items() if tensor.is_meta), None):
+        raise ValueError(f"{away} is not in memory; load the model without offloading, or convert its checkpoint")
 
 
 def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Tensor]:

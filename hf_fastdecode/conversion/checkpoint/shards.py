@@ -6,9 +6,9 @@ nothing. What was written before an interruption stays, and a resumed conversion
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +38,10 @@ class ShardWriter:
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
-        self.target, self.limit = target, limit
-        self.folder = target.with_name(f".{target.name}.converting")
         if target.exists() or target.is_symlink():
             raise CheckpointError(f"{target} exists; name another folder, or remove it first")
+        self.target, self.limit = target, limit
+        self.folder = target.with_name(f".{target.name}.converting")
         self.state: dict[str, Any] = {
             "settings": json.loads(json.dumps(settings)),
             "groups": 0,
@@ -171,9 +171,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, _METADATA)
     except SafetensorError as error:
-        if "os error 28" not in str(error) and "No space" not in str(error):
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
             raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     os.replace(partial, path)
 
 

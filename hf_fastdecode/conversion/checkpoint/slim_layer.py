@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_fastdecode.patches.slim_layers import PLANS, SlimLayer
 
 from ..biases import value_constant
-from ..cache_errors import CacheError
+from ..cache_errors import CacheError, relative_error
 from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer, in_eight_bits
 from ..rope import Rotation
 from ..stored_coordinates import StoredValueCoordinates, check_range, store_value_coordinates
@@ -109,8 +109,7 @@ def convert_layer(
     fit = statistics[chosen.dtype]
     stored = store_value_coordinates(weights, fit, chosen.rank, matrix_dtype=matrix_dtype(model_dtype))
     exact = stored.double()
-    recovered = _value_weight(weights.W_K, exact).to(model_dtype).double()
-    error = (torch.linalg.norm(recovered - weights.W_V) / torch.linalg.norm(weights.W_V)).item()
+    error = relative_error(_value_weight(weights.W_K, exact).to(model_dtype).double(), weights.W_V)
     asked_for = chosen.dtype if choice.wider or in_eight_bits(chosen) else None
     fits = _fits_float16(weights, exact, inputs if encoded is None else encoded)
     entry = SlimLayer(chosen.plan, chosen.rank, fits, asked_for)

@@ -117,9 +117,18 @@ class Checkpoint:
                 )
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor."""
+        """Of a tensor.
+
+        Raises:
+            CheckpointError: The index names a file without it.
+        """
         handle, stored = self._handle(self.files[name]), self.stored[name]
-        return list(handle[stored].shape if isinstance(handle, Mapping) else handle.get_slice(stored).get_shape())
+        try:
+            return list(handle[stored].shape if isinstance(handle, Mapping) else handle.get_slice(stored).get_shape())
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(
+                f"there is no {stored} in {self.files[name]}, where the index names it; copy or download both again"
+            ) from error
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.
@@ -175,9 +184,9 @@ class Checkpoint:
             if index.is_file():
                 try:
                     places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                except (OSError, ValueError, KeyError) as error:
+                    files = {tensor: self.folder / place for tensor, place in places.items()}
+                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                     raise CheckpointError(f"{index} is no index of weights; copy or download it again") from error
-                files = {tensor: self.folder / place for tensor, place in places.items()}
                 if missing := sorted(str(file) for file in set(files.values()) if not file.is_file()):
                     raise CheckpointError(f"there is no {missing[0]}, which {index.name} names; copy or download it")
                 return files

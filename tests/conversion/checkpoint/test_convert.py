@@ -237,3 +237,24 @@ def test_verification_fails_for_keys_alone_in_bf16(source: Path, tmp_path: Path)
     assert not target.exists()
     convert_checkpoint(settings(source, target, **{**options, "verify": False}, resume=True))
     assert load(target, dtype="auto").dtype == torch.float16
+
+
+@pytest.mark.parametrize("plan", ["auto", "kv"])
+def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
+    source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
+    model = load(source)
+    model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(ValueError, match="gives inf or nan with an ordinary cache in float32"):
+        convert_checkpoint(settings(source, target, choice=PlanChoice(plan)))
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_layer_whose_values_are_all_zero(tmp_path: Path) -> None:
+    source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
+    model = load(source)
+    model.model.layers[1].self_attn.v_proj.weight.data.zero_()
+    model.save_pretrained(source, max_shard_size="100KB")
+    report = convert_checkpoint(settings(source, target, choice=PlanChoice(rank=3)))
+    assert report["layers"][1]["recovered_error"] == 0
+    assert completions(load(target), source) == completions(model, source)
