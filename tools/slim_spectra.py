@@ -118,7 +118,7 @@ def random_layer(spectrum: str, width: int, dtype: torch.dtype, generator: torch
         key = left * torch.logspace(0, -math.log10(float(spectrum)), width, dtype=torch.float64) @ right
         key *= math.sqrt(width) / torch.linalg.norm(key)
     heads = width // _HEAD_DIM
-    return AttentionWeights(*(one.to(dtype) for one in (query, key, value, output)), heads, heads)
+    return AttentionWeights(query.to(dtype), key.to(dtype), value.to(dtype), output.to(dtype), heads, heads)
 
 
 def activations(tokens: int, width: int, generator: torch.Generator) -> Tensor:
@@ -205,14 +205,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     exact = [row for row in rows if row["weights"] == EXACT]
     for index, spectrum in enumerate(SPECTRA):
         own = [row for row in exact if row["spectrum"] == spectrum]
-        colour = pyplot.get_cmap("viridis")(index / len(SPECTRA))
-        in_half = [row for row in own if row["cache"].endswith("fp16")]
-        axes.plot(*_points(in_half), "o-", color=colour, markersize=4, label=f"keys + V-coordinates, fp16; {spectrum}")
-        axes.plot(*_points(_of(own, KEYS[0])), "x", color=colour)
+        colour = "k" if spectrum == "Gaussian" else pyplot.get_cmap("viridis")(index / len(SPECTRA))
+        in_fp16 = [row for row in own if row["cache"].endswith("fp16")]
+        axes.plot(*_points(in_fp16), "o-", color=colour, markersize=4, label=f"keys + V-coordinates, fp16; {spectrum}")
+        axes.plot(*_points(_of(own, KEYS[0])), "x", color=colour, markersize=9, markeredgewidth=2, zorder=3)
         axes.plot(*_points(_of(own, AUTO)), "o", color=colour, markersize=12, markerfacecolor="none")
     (ordinary, *_) = _of(exact, ORDINARY)
     axes.plot(*_points([ordinary]), "k*", markersize=10, label=ORDINARY)
-    axes.plot([], [], "kx", label=KEYS[0])
+    axes.plot([], [], "kx", markersize=9, markeredgewidth=2, label=KEYS[0])
     axes.plot([], [], "ko", markersize=12, markerfacecolor="none", label="chosen by auto")
     axes.axhline(TOLERANCE, color="k", linestyle="--", linewidth=1, label=f"tolerance, {TOLERANCE:g}")
     axes.set_yscale("log")
