@@ -9,7 +9,6 @@ or log-uniform singular values with random singular vectors, of the same Frobeni
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +33,8 @@ from hf_fastdecode.conversion import (
 from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
-DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
+from .pages import DOCS, replace_table
+
 PAGE: Final = DOCS / "slim.md"
 ROWS: Final = DOCS / "slim-spectra.csv"
 PICTURE: Final = DOCS / "slim-spectra.png"
@@ -54,7 +54,6 @@ INPUTS: Final = "inputs, bf16 (no RoPE)"
 _WIDTH, _HEAD_DIM, _CALIBRATION, _MEASURED = 1024, 64, 1024, 512
 # The query scale spreads a query's scores by about 3; in the embedded model standard deviations are 1.5 to 17.
 _DECAY, _MEAN_SHARE, _QUERY_SCALE = 1.5, 1 / 3, 4.0
-_BETWEEN: Final = re.compile(r"(<!-- table of tools.slim_spectra -->\n).*?(<!-- end of the table -->)", re.DOTALL)
 
 
 def measure(
@@ -86,7 +85,9 @@ def measure(
     errors = CacheErrors(weights, unseen, rotation=rotation.tokens(slice(measured)))
     ordinary, bare = errors.ordinary(torch.bfloat16), CacheErrors(weights, unseen)
     ranks = {KEYS[1]: 0} | {f"keys + d/{part} V-coordinates, fp16": width // part for part in RANK_DIVISORS}
-    in_fp16 = {name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()}
+    in_fp16 = {
+        name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()
+    }
     of_bf16 = key_statistics(weights, known[: calibration // 2], torch.bfloat16)
     in_bf16 = errors.value_coordinates(of_bf16, 0, torch.bfloat16)
     chosen = pick(plan, (AUTO, 0), 0)
@@ -239,7 +240,7 @@ def main() -> None:
     write_rows(ROWS, found)
     rows = read_rows(ROWS)
     draw(rows, PICTURE)
-    PAGE.write_text(_BETWEEN.sub(lambda part: part[1] + table(rows) + part[2], PAGE.read_text(encoding="utf-8")))
+    replace_table(PAGE, "tools.slim_spectra", table(rows))
     print(table(rows), end="")
 
 

@@ -5,10 +5,8 @@ Run ``python -m tools.slim_table`` from a clone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -29,7 +27,9 @@ from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
-PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
+from .pages import DOCS, replace_table
+
+PAGE: Final = DOCS / "slim.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
 TOKENS_HEADER: Final = "| cache | tokens that agree with fp32 | divergence |\n|---|---|---|\n"
 TOKENS: Final = 1000
@@ -180,9 +180,7 @@ def main() -> None:
     """Measure, and write the tables into the page."""
     for name, header, measured in (("table", HEADER, rows()), ("tokens", TOKENS_HEADER, tokens_rows())):
         table = header + "".join(f"{row.line()}\n" for row in measured)
-        between = re.compile(rf"(<!-- {name} of tools.slim_table -->\n).*?(<!-- end of the {name} -->)", re.DOTALL)
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between.sub(lambda found: found[1] + table + found[2], page), encoding="utf-8")  # noqa: B023
+        replace_table(PAGE, "tools.slim_table", table, name=name)
         print(table)
 
 

