@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.conversion import LayerPlan
+from hf_fastdecode.conversion import CacheError, LayerPlan
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
@@ -24,7 +24,8 @@ from .pages import DOCS, replace_table
 
 PAGE: Final = DOCS / "slim-whisper.md"
 HEADER: Final = (
-    "| attention | condition of W_K | keys alone, fp16 | keys + d/8 V-coordinates, fp16 | plan | of KV's bytes | its error |\n"
+    "| attention | condition of W_K | keys alone, fp16 | keys + d/8 V-coordinates, fp16 | plan | of KV's bytes "
+    "| its error |\n"
     "|---|---|---|---|---|---|---|\n"
 )
 TEXT: Final = (
@@ -49,12 +50,12 @@ def table() -> str:
         chosen, plan = converted.chosen, converted.plan
         cells = [
             f"{prefix.split('.')[3]}, {'cross-attention' if index % 2 else 'self-attention'}",
-            f"{plan.condition:.1e}",
+            f"{plan.condition:.0e}",
             _over(plan, "k", 0),
             _over(plan, "k+r", model.config.d_model // 8),
             chosen.plan,
             f"{chosen.bytes_per_token / plan.ordinary.bytes_per_token:.0%}",
-            f"{chosen.output_error / plan.ordinary.output_error:.2f}x",
+            _times(chosen, plan),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return HEADER + "\n".join(lines) + "\n"
@@ -62,7 +63,12 @@ def table() -> str:
 
 def _over(plan: LayerPlan, name: str, rank: int) -> str:
     found = next((one for one in plan.candidates if (one.plan, one.rank) == (name, rank)), None)
-    return "out of range" if found is None else f"{found.output_error / plan.ordinary.output_error:.2g}x"
+    return "out of range" if found is None else _times(found, plan)
+
+
+def _times(found: CacheError, plan: LayerPlan) -> str:
+    times = found.output_error / plan.ordinary.output_error
+    return f"{times:,.{0 if times >= 10 else 1 if times >= 1 else 2}f}x"
 
 
 def main() -> None:
