@@ -88,11 +88,11 @@ class SlimStream:
             self.choice,
             index,
             self.layers,
+            plans=self.family.plans,
         )
-        if converted.tensors:
+        if converted.entry.plan != "kv":
             tensors = {name: one for name, one in tensors.items() if not name.startswith(attention)}
-            kept = {name: one for name, one in plain.items() if not name.startswith("v_proj.")}
-            tensors |= {attention + name: one for name, one in (kept | converted.tensors).items()}
+            tensors |= {attention + name: one for name, one in converted.attention(plain).items()}
         return tensors, converted.report()
 
     def _run(self, index: int, tensors: dict[str, Tensor]) -> Tensor:

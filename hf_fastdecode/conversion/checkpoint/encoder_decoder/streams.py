@@ -20,7 +20,7 @@ from ..to_slim_stream import cast
 from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import record
-from .tensors import full_tensors, slim_tensors
+from .tensors import full_tensors
 
 
 class DecoderGroups:
@@ -101,7 +101,7 @@ class SlimDecoderStream(DecoderGroups):
         if self.plans is None:
             self.plans = self._measure()
         converted = self.plans.convert(index - 1)
-        made = slim_tensors(self.family, self._cast(index - 1), converted)
+        made = converted.attention(self._cast(index - 1), self.family.projection("v"))
         return {self.prefixes[index - 1] + name: one for name, one in made.items()}, converted.report()
 
     def finished(self, found: list[Any]) -> Any:
