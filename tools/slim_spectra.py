@@ -86,7 +86,9 @@ def measure(
     errors = CacheErrors(weights, unseen, rotation=rotation.tokens(slice(measured)))
     ordinary, bare = errors.ordinary(torch.bfloat16), CacheErrors(weights, unseen)
     ranks = {KEYS[1]: 0} | {f"keys + d/{part} V-coordinates, fp16": width // part for part in RANK_DIVISORS}
-    in_fp16 = {name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()}
+    in_fp16 = {
+        name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()
+    }
     of_bf16 = key_statistics(weights, known[: calibration // 2], torch.bfloat16)
     in_bf16 = errors.value_coordinates(of_bf16, 0, torch.bfloat16)
     chosen = pick(plan, (AUTO, 0), 0)
