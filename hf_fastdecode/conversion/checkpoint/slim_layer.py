@@ -64,6 +64,12 @@ class ConvertedLayer:
         }
 
 
+def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a slim config has of layers, of which `ConvertedLayer.report` told."""
+    fields = SlimLayer.__dataclass_fields__
+    return [{name: one[name] for name in fields if name in one} for one in reports]
+
+
 def matrix_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """Of a slim layer's matrices: fp16 for models in half precision (in bf16 they would spoil the values)."""
     return torch.float16 if model_dtype.itemsize == 2 else torch.float32
