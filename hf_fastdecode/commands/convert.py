@@ -31,10 +31,10 @@ def convert_checkpoint(
         str,
         typer.Option(
             help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone, the paper's method. `kv`: "
-            'keys and values. Or a JSON file: a list of {"plan": "k", "k+r" or "kv", "rank": ...} per layer, a slim '
-            "config.json or a report. Encoder-decoder models: `e`, keys for self-attention and nothing for "
-            "cross-attention, which reads the encoder's output; `x`, the same with inputs in the place of keys; lists "
-            "have self-attention and cross-attention of each layer in turns."
+            'keys and values. GPT-2, OPT: `x`, inputs. Or a JSON file: a list of {"plan": "k", "k+r", "kv" or "x", '
+            '"rank": ...} per layer, a slim config.json or a report. Encoder-decoder models: `e`, keys for '
+            "self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
+            "inputs in the place of keys; lists have self-attention and cross-attention of each layer in turns."
         ),
     ] = "auto",
     rank: Annotated[

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention.autocast import no_autocast
 from ..cache.shared import SharedContextCache
 from .forest_attention import forest_attention
+from .input_projections import InputProjection
 from .rotation import ROTATION, Rotation
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_layers import SlimLayer
@@ -21,6 +22,8 @@ from .wide_products import KeyProjection
 class SlimAttention(SlimTokens):
     """Attention that caches keys from before norm and RoPE, and V-coordinates, in the place of keys and values.
 
+    Or, without norm and RoPE, the layer's inputs (plan ``x``), with all weights as in the ordinary layer.
+
     A base class that precedes an architecture's own, of which it keeps the output projection, dropouts and scale.
 
     Args:
@@ -29,15 +32,14 @@ class SlimAttention(SlimTokens):
         layer: What it caches, not ``kv``.
 
     Attributes:
-        values_from: Name of the ordinary layer's value projection, which the slim layer drops. If it is fused with
-            those of queries and keys, the slim layer has a ``q_proj`` and a ``k_proj`` instead: keys alone leave
-            their accumulator in fp32.
+        values_from: Name of the ordinary layer's value projection, which the slim layer drops but for plan ``x``. If
+            it is fused with those of queries and keys, the slim layer has ``q_proj``, ``k_proj`` and, for plan ``x``,
+            ``v_proj`` instead: keys alone leave their accumulator in fp32.
         output_projection: Name of the output projection.
     """
 
     values_from: ClassVar[str] = "v_proj"
     output_projection: ClassVar[str] = "o_proj"
-    config: Any
     attention_dropout: float
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
@@ -48,8 +50,11 @@ class SlimAttention(SlimTokens):
         inputs, width = config.hidden_size, config.num_attention_heads * self.head_dim
         if not hasattr(self, "q_proj"):
             self.q_proj = nn.Linear(inputs, width, bias=bias)
-        self.k_proj = KeyProjection(inputs, width, bias=bias)
-        self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, config.slim_matrix_dtype))
+        if layer.plan == "x":
+            self.k_proj, self.v_proj = (InputProjection(inputs, width, bias=bias) for _ in "kv")
+        else:
+            self.k_proj = KeyProjection(inputs, width, bias=bias)
+            self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, config.slim_matrix_dtype))
 
     def forward(
         self,
@@ -73,7 +78,7 @@ class SlimAttention(SlimTokens):
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
             check_trainable(stored_dtype, self.layer_idx)
-        exact = self.slim.to_cache(hidden_states, self.k_proj(hidden_states))
+        exact = self.to_cache(hidden_states)
         if isinstance(past_key_values, SharedContextCache):
             out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)
             return self.output(out), None
@@ -82,17 +87,19 @@ class SlimAttention(SlimTokens):
             with no_autocast(keys.device):  # which does not concatenate fp16
                 keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
         keys, coordinates = self.numbers(keys), self.numbers(coordinates)
+        dropout = self.dropout_share() if self.training else 0.0
         query = self.scored_query(query, rotation and rotation.tokens)
-        scored = self.scored_keys(keys, rotation and rotation.keys)
+        with no_autocast(query.device):
+            query, scored = self.score_operands(query, keys, rotation and rotation.keys, dropout=dropout)
         out, weights = slim_attention(
             query,
             scored,
             keys,
             coordinates,
-            self.slim,
+            self.values,
             attention_mask,
             scaling=self.scaling,
-            dropout=self.dropout_share() if self.training else 0.0,
+            dropout=dropout,
             dtype=dtype,
             weights_wanted=self.weights_wanted(kwargs),
         )

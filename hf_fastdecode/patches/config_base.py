@@ -6,11 +6,11 @@ It imports no registry of transformers, whose import ends in that of the configs
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .slim_layers import SlimLayer, read_layers
+from .slim_layers import PLANS, SlimLayer, read_layers
 
 
 class SlimConfig(PreTrainedConfig):
@@ -21,8 +21,10 @@ class SlimConfig(PreTrainedConfig):
     Attributes:
         slim_layers: A dictionary of `SlimLayer`'s fields per layer; None for keys and values everywhere.
         slim_matrix_dtype: Of the matrices that give the values, e.g. ``float16``; casting the model leaves it.
+        plans: That layers of the architecture can have.
     """
 
+    plans: ClassVar[tuple[str, ...]] = PLANS
     slim_layers: list[dict[str, Any]] | None = None
     slim_matrix_dtype: str = "float16"
 
@@ -53,4 +55,4 @@ class SlimConfig(PreTrainedConfig):
     @property
     def layer_plans(self) -> list[SlimLayer]:
         """Cache layout of each layer."""
-        return read_layers(self.slim_layers, self.num_hidden_layers)
+        return read_layers(self.slim_layers, self.num_hidden_layers, (self.plans,))

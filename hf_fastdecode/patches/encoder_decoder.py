@@ -121,7 +121,7 @@ class SlimDecoderAttention(nn.Module):
             keys = inputs.to(dtype)[:, None]
             coordinates = keys[..., :0]
             if self.layer.plan == "x":
-                stored_dtype = dtype if self.layer.cache_dtype is None else cache_dtype(dtype, self.layer)
+                stored_dtype = cache_dtype(dtype, self.layer)
                 keys, _ = self._update(cache, store(keys, stored_dtype, group), coordinates)
                 keys = load(keys, stored_dtype, group)
             elif self._filled(cache) is None:  # empty tensors: Whisper's `generate` reads those of every layer

@@ -26,7 +26,7 @@ from ..cache.shared import SharedContextCache
 from ..cache.slim_storage import SlimStorage
 from ..unsupported import Unsupported
 from .rotation import Rotation, Tables
-from .slim_attention import cache_dtype
+from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import SlimTokens
 
 
@@ -44,7 +44,7 @@ def forest_attention(
     Args:
         layer: The attention layer.
         query: ``[rows, tokens, heads * head_dim]`` as projected.
-        keys: ``[rows, 1, tokens, heads * head_dim]``, not yet rounded to the cache's dtype.
+        keys: ``[rows, 1, tokens, heads * head_dim]``, or inputs, not yet rounded to the cache's dtype.
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         cache: The cache.
         rotation: Of the pass; None without RoPE.
@@ -96,7 +96,7 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     if shortest < longest:  # what lies behind a suffix is undefined, and 0 * NaN is NaN
         used = (slot < lengths[:, None])[:, None, :, None]
         keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
-    scores = query @ layer.scored_keys(keys, tables).mT * layer.scaling
+    scores = attention_scores(*layer.score_operands(query, keys, tables), layer.scaling)
     scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    return Partial(layer.slim.averaged((scores - lse[..., None]).exp(), keys, coordinates), lse)
+    return Partial(layer.values.averaged((scores - lse[..., None]).exp(), keys, coordinates), lse)

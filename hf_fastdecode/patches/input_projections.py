@@ -17,7 +17,9 @@ class InputProjection(nn.Linear):
     the weight.
     """
 
-    def forward(self, x: Tensor, kv_heads: int | None = None, *, to_inputs: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, kv_heads: int | None = None, *, to_inputs: bool = False, with_bias: bool = True
+    ) -> Tensor:
         """Multiply.
 
         Args:
@@ -26,13 +28,14 @@ class InputProjection(nn.Linear):
             kv_heads: Each head multiplies the weight of its own key and value head, of so many.
             to_inputs: Take queries, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds one
                 number to all scores of a query.
+            with_bias: Without `kv_heads`: add the bias.
 
         Returns:
             ``[..., e]`` in the weight's dtype; with `kv_heads` ``[rows, heads, queries, head_dim or d]``, with nothing
             rounded to less than fp32.
         """
         if kv_heads is None:
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias if with_bias else None)
         dtype = wide(x.dtype)
         weight = self.weight.to(dtype).unflatten(0, (kv_heads, -1))  # [kv_heads, head_dim, d]
         grouped = x.to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, group * queries, ...]
@@ -91,11 +94,27 @@ def score_operands(
 
     Returns:
         ``q W_K,i^T`` and inputs, ``[rows, 1, tokens, d]``; or queries and keys, ``[rows, heads, tokens, head_dim]``.
+        Both leave the bias of keys out, so that partials of one kind merge with those of the other.
     """
     if absorb:
         return projection(query, kv_heads, to_inputs=True), cached.to(query.dtype)
-    keys = _of_query_heads(projection(cached[:, 0]), query.shape[1], kv_heads)
-    return query, keys.transpose(1, 2).to(query.dtype)
+    return query, input_keys(cached, projection, query.shape[1], kv_heads)
+
+
+def input_keys(cached: Tensor, projection: InputProjection, heads: int, kv_heads: int) -> Tensor:
+    """Keys of cached inputs, without their bias, as `score_operands` leaves it out of queries.
+
+    Args:
+        cached: ``[rows, 1, tokens, d]``.
+        projection: Of keys.
+        heads: Of queries.
+        kv_heads: Of the layer.
+
+    Returns:
+        ``[rows, heads, tokens, head_dim]``, in fp32.
+    """
+    keys = projection(cached[:, 0], with_bias=False)
+    return _of_query_heads(keys, heads, kv_heads).transpose(1, 2).to(wide(keys.dtype))
 
 
 def _of_query_heads(projected: Tensor, heads: int, kv_heads: int) -> Tensor:

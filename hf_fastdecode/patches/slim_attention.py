@@ -24,13 +24,16 @@ class CachedValues(Protocol):
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
-    """Of keys and V-coordinates: the layer's own, if it has one.
+    """Of keys and V-coordinates, or of inputs: the layer's own, if it has one.
 
-    Else fp16 for bf16 where their range allows, which has less error in the same bytes, and the model's otherwise.
+    Else fp16 for keys of bf16 models where their range allows, which has less error in the same bytes, and the model's
+    otherwise, in which inputs are exact.
     """
     if layer.cache_dtype is not None:
         dtype: torch.dtype = getattr(torch, layer.cache_dtype)
         return dtype
+    if layer.plan in ("x", "e"):
+        return model_dtype
     return torch.float16 if model_dtype == torch.bfloat16 and layer.float16 else model_dtype
 
 
@@ -114,16 +117,19 @@ def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
     return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
 
 
-def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    heads, queries = query.shape[1:3]
+def attention_scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Scores, ``[rows, heads, queries, tokens]``, of queries against keys or inputs, as `slim_attention` has them."""
     if keys.shape[1] == 1:  # one product for all heads, rather than a copy of the keys for each
-        scores = (query.flatten(1, 2) @ keys[:, 0].mT).unflatten(1, (heads, queries)) * scaling
-    else:
-        scores = query @ keys.mT * scaling
+        return (query.flatten(1, 2) @ keys[:, 0].mT).unflatten(1, query.shape[1:3]) * scaling
+    return query @ keys.mT * scaling
+
+
+def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
+    scores = attention_scores(query, keys, scaling)
     if mask is None:
         if not causal:
             return scores.softmax(-1)
-        mask = causal_mask(queries, scores.shape[-1], scores.device)
+        mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
     if mask.dtype == torch.bool:  # a row of padding sees nothing, and must not become NaN
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
     return (scores + mask).softmax(-1)

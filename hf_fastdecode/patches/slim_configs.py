@@ -17,6 +17,7 @@ from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
 from .config_base import SlimConfig
+from .slim_layers import SELF_PLANS
 
 
 @strict
@@ -59,6 +60,7 @@ class SlimGPT2Config(SlimConfig, GPT2Config):
     """A GPT-2 config with the cache layout of each layer."""
 
     model_type = "slim_gpt2"
+    plans = SELF_PLANS
 
 
 @strict
@@ -66,6 +68,7 @@ class SlimOPTConfig(SlimConfig, OPTConfig):
     """An OPT config with the cache layout of each layer."""
 
     model_type = "slim_opt"
+    plans = SELF_PLANS
 
 
 @strict

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.kv import Segment
 from .eight_bits import load, store
+from .input_projections import InputProjection, InputValues, input_keys, score_operands
 from .rotation import Tables, rotate
-from .slim_attention import cache_dtype
+from .slim_attention import CachedValues, cache_dtype
 from .slim_layers import SlimLayer
 from .slim_values import SlimValues
 from .wide_products import wide
@@ -20,23 +21,49 @@ from .wide_products import wide
 class SlimTokens(nn.Module):
     """Norm and RoPE of a slim layer, which stand between what is cached and the scores.
 
+    With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0. Neither
+    norm nor RoPE is in such layers.
+
     Attributes:
         rotary: Whether RoPE stands between projections and scores.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
         tables: Makes the tables of positions ``[rows or 1, tokens]``; the decoder sets it if there is RoPE.
         layer: What the layer caches.
-        slim: Values of cached tokens.
+        slim: Values of cached keys and V-coordinates.
+        v_proj: That of the ordinary layer, for cached inputs.
     """
 
     rotary: ClassVar[bool] = True
     interleaved: ClassVar[bool] = False
     tables: Callable[[Tensor], Tables]
+    config: Any
     layer_idx: int
     head_dim: int
     scaling: float
     q_proj: nn.Linear
+    k_proj: Any  # a KeyProjection, with plan x an InputProjection
+    v_proj: InputProjection
     layer: SlimLayer
     slim: SlimValues
+
+    @property
+    def heads(self) -> int:
+        """Of queries, and of keys and values."""
+        count: int = self.config.num_attention_heads
+        return count
+
+    @property
+    def values(self) -> CachedValues:
+        """Values of cached tokens."""
+        if self.layer.plan == "x":
+            return InputValues(self.v_proj, self.heads, self.heads)
+        return self.slim
+
+    def to_cache(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding."""
+        if self.layer.plan == "x":
+            return inputs[:, None], inputs[:, None, :, :0]
+        return self.slim.to_cache(inputs, self.k_proj(inputs))
 
     def stored(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or V-coordinates as they are cached in a dtype; in 8 bits, with their scales."""
@@ -65,17 +92,38 @@ class SlimTokens(nn.Module):
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
 
     def scored_keys(self, keys: Tensor, tables: Tables | None) -> Tensor:
-        """Cached keys ``[rows, 1, tokens, heads * head_dim]``, as numbers, likewise."""
+        """Cached keys ``[rows, 1, tokens, heads * head_dim]`` or inputs, as numbers, likewise."""
+        if self.layer.plan == "x":
+            return input_keys(keys, self.k_proj, self.heads, self.heads)
         if (
             tables is None
         ):  # without the key offset: it adds one number to all scores of a query, which softmax ignores
             return self._heads(keys[:, 0].to(wide(keys.dtype)))
         return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
 
+    def score_operands(
+        self, query: Tensor, keys: Tensor, tables: Tables | None, *, dropout: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Operands of the scores: few queries meet cached inputs as they are, rather than keys made of all of them.
+
+        Args:
+            query: From `scored_query`.
+            keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, or inputs, as numbers.
+            tables: Of the keys' positions; None without RoPE.
+            dropout: Share of the attention weights that is dropped, which takes the values of each token.
+
+        Returns:
+            Queries and keys, or queries and inputs, as `slim_attention` takes them.
+        """
+        if self.layer.plan != "x":
+            return query, self.scored_keys(keys, tables)
+        absorb = query.shape[2] < self.head_dim and not dropout
+        return score_operands(query, keys, self.k_proj, self.heads, absorb=absorb)
+
     def keys_and_values(self, keys: Tensor, coordinates: Tensor, tables: Tables | None, dtype: torch.dtype) -> Segment:
         """What an ordinary layer caches of tokens, ``[rows, heads, tokens, head_dim]``, from numbers of this one."""
         scored = self.scored_keys(keys, tables)
-        values = self.slim.per_token(keys, coordinates).unflatten(-1, (scored.shape[1], -1)).transpose(1, 2)
+        values = self.values.per_token(keys, coordinates).unflatten(-1, (scored.shape[1], -1)).transpose(1, 2)
         return Segment(scored.to(dtype), values.to(dtype))
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:

@@ -62,7 +62,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 """Name -> name in `FAMILIES`, config arguments, reason."""
 
-PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("kv", 0), ("k+r", 8))}
+PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("kv", 0), ("k+r", 8)), "x": "x"}
+
+WITH_INPUTS = [name for name, (model_type, _) in FAMILIES.items() if model_type in ("gpt2", "opt")]
+"""Those that may cache inputs, in the place of keys and values."""
+
+
+def pairs(*plans: str) -> list[tuple[str, str]]:
+    """Names in `FAMILIES`, each with the plans that the architecture can have."""
+    return [(name, plan) for name in FAMILIES for plan in plans if plan != "x" or name in WITH_INPUTS]
 
 
 def family_model(name: str, **overrides: Any) -> PreTrainedModel:

@@ -93,6 +93,16 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
         assert relative(found[key], expected[key]) < bound
 
 
+def test_8_bits(tmp_path: Path) -> None:
+    model = with_tokenizer("bart", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    choice = PlanChoice("x", cache_dtype="int8")
+    report = convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=choice))
+    dtypes = [layer.cache_dtype for layer in loaded(model, tmp_path / "slim").config.layer_plans]
+    assert dtypes == ["int8", None] * 2
+    assert [layer["dtype"] for layer in report["layers"]] == ["int8", "float32"] * 2
+
+
 def test_heads_of_their_own(tmp_path: Path) -> None:
     """Flan-T5 has a head that is not the embedding, though its config ties them."""
     model = with_tokenizer("t5-wide", tmp_path / "source")

@@ -20,11 +20,13 @@ from hf_fastdecode.conversion.checkpoint.families import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.checkpoint.families import family_of
 from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, PlanError
+from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.patches.eight_bits import stored_bytes
 
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts
-from .family_models import FAMILIES, REFUSED, family_condition, family_model, family_pair
+from .family_models import FAMILIES, REFUSED, WITH_INPUTS, family_condition, family_model, family_pair, pairs
 from .slim_models import TEXT, relative
 
 PROMPTS = ragged_prompts(9, 31)
@@ -54,8 +56,7 @@ def test_configs_split_no_attention_over_devices(model_type: str) -> None:
             )
 
 
-@pytest.mark.parametrize("plan", ["k", "k+r"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "plan"), pairs("k", "k+r", "x"))
 def test_greedy_over_padded_rows(name: str, plan: str) -> None:
     """Rounding of fp32 grows by no more than the condition number of the keys, and tokens stay."""
     model, slim = family_pair(name, plan)
@@ -68,7 +69,7 @@ def test_greedy_over_padded_rows(name: str, plan: str) -> None:
     widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in found.past_key_values.layers]
     head_dim = getattr(slim.config, "head_dim", None)
     keys = slim.config.num_attention_heads * head_dim if head_dim else slim.config.hidden_size
-    assert widths == ([keys, keys] if plan == "k" else [keys + 4, keys + 9])
+    assert widths == ([keys + 4, keys + 9] if plan == "k+r" else [keys, keys])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -93,9 +94,9 @@ def test_weights_are_read_as_the_layer_uses_them(name: str) -> None:
     assert relative(seen[0][1], expected) < 20 * EPS
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_static_cache(name: str) -> None:
-    expected, found = (generate(model, cache_implementation="static") for model in family_pair(name, "k+r"))
+@pytest.mark.parametrize(("name", "plan"), pairs("k+r", "x"))
+def test_static_cache(name: str, plan: str) -> None:
+    expected, found = (generate(model, cache_implementation="static") for model in family_pair(name, plan))
     assert torch.equal(found.sequences, expected.sequences)
 
 
@@ -115,9 +116,9 @@ def logits(model: PreTrainedModel) -> Tensor:
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_parts_without_position_ids(name: str) -> None:
-    model, slim = family_pair(name, "mixed")
+@pytest.mark.parametrize(("name", "plan"), pairs("mixed", "x"))
+def test_parts_without_position_ids(name: str, plan: str) -> None:
+    model, slim = family_pair(name, plan)
     assert relative(logits(slim), logits(model)) < family_condition(slim) * EPS
 
 
@@ -126,37 +127,38 @@ def test_bf16_is_as_accurate_as_the_ordinary_model(name: str) -> None:
     """Against the same weights in fp64, with twice the ordinary model's error as the budget, as plans have it."""
     model = family_model(name).bfloat16()
     slim = to_slim(model, TEXT)
-    assert "kv" not in {layer["plan"] for layer in slim.config.slim_layers}
+    plans = {layer["plan"] for layer in slim.config.slim_layers}
+    assert plans == {"x"} if name in WITH_INPUTS else "kv" not in plans
     oracle = logits(deepcopy(model).double())
     assert relative(logits(slim), oracle) < 2 * relative(logits(model), oracle)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients(name: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), pairs("k+r", "x"))
+def test_gradients(name: str, plan: str) -> None:
     """Of embeddings, which the gradients of all layers reach; training, with its dropouts, changes them."""
     found = []
     for training, of in ((False, 0), (False, 1), (True, 1)):
-        model = deepcopy(family_pair(name, "k+r")[of]).train(training)
+        model = deepcopy(family_pair(name, plan)[of]).train(training)
         model(TEXT[None, :40], labels=TEXT[None, :40]).loss.backward()
         found.append(model.get_input_embeddings().weight.grad)
-    assert relative(found[1], found[0]) < family_condition(family_pair(name, "k+r")[1]) * EPS * 10
+    assert relative(found[1], found[0]) < family_condition(family_pair(name, plan)[1]) * EPS * 10
     drops = any(
         "drop" in key and share for key, share in model.config.to_dict().items() if key != "classifier_dropout"
     )
     assert (relative(found[2], found[1]) > 0.01) == drops
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_attention_weights(name: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), pairs("k+r", "x"))
+def test_attention_weights(name: str, plan: str) -> None:
     weights = []
-    for model in family_pair(name, "k+r"):
+    for model in family_pair(name, plan):
         eager = deepcopy(model)
         eager.set_attn_implementation("eager")
         with torch.no_grad():
             weights.append(eager(TEXT[None, :20], output_attentions=True).attentions)
     assert len(weights[1]) == 2
     for expected, found in zip(*weights):
-        assert relative(found, expected) < family_condition(family_pair(name, "k+r")[1]) * EPS
+        assert relative(found, expected) < family_condition(family_pair(name, plan)[1]) * EPS
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -194,6 +196,47 @@ def test_checkpoint_there_and_back(name: str, tmp_path: Path) -> None:
     assert report["layers"][1]["recovered_error"] < 20 * EPS
     for one in changed:
         assert relative(found[one], expected[one]) < 20 * EPS
+
+
+@pytest.mark.parametrize("name", WITH_INPUTS)
+def test_checkpoint_of_inputs_there_and_back(name: str, tmp_path: Path) -> None:
+    """All weights stay; 8 bits too, which the config tells."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = family_model(name, vocab_size=len(tokenizer))
+    source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    choice = PlanChoice("x", cache_dtype="int8")
+    convert_checkpoint(Settings(str(source), slim_folder, choice=choice, verify=True))
+    slim, info = AutoModelForCausalLM.from_pretrained(slim_folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert [(layer.plan, layer.cache_dtype) for layer in slim.config.layer_plans] == [("x", "int8")] * 2
+    report = convert_checkpoint(Settings(str(slim_folder), full_folder, format="full"))
+    assert [layer["recovered_error"] for layer in report["layers"]] == [0, 0]
+    expected, found = (one.state_dict() for one in (model, AutoModelForCausalLM.from_pretrained(full_folder)))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", WITH_INPUTS)
+def test_inputs_in_8_bits(name: str) -> None:
+    """In half the bytes of keys and values in int8, and at most twice their error."""
+    model = family_model(name)
+    slim = to_slim(model, TEXT, plan="x", cache_dtype="int8")
+    caches = [DynamicCache(), RoundedCache(model.config, torch.int8)]
+    with torch.no_grad():
+        oracle = model(TEXT[None]).logits
+        found, int8 = (one(TEXT[None], past_key_values=cache).logits for one, cache in zip((slim, model), caches))
+    assert relative(found, oracle) < 2 * relative(int8, oracle)
+    widths = {(layer.keys.dtype, layer.keys.shape[-1], layer.values.shape[-1]) for layer in caches[0].layers}
+    assert widths == {(torch.uint8, stored_bytes(64, torch.int8, 16), 0)}
+    assert torch.equal(generate(slim).sequences, generate(slim, use_cache=False).sequences)
+
+
+def test_plans_of_other_architectures() -> None:
+    for name, plan in (("olmo", "x"), ("gpt2", "e")):
+        with pytest.raises(PlanError, match=f"layer 0 cannot have plan '{plan}', only one of k"):
+            to_slim(family_model(name), TEXT, plan=plan)
 
 
 OLD = {

@@ -15,10 +15,11 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded
-from .family_models import FAMILIES, PLANS, family_pair
+from .family_models import PLANS, family_model, family_pair, pairs
 from .slim_models import TEXT, VARIANTS, pair, relative
 
 PROMPTS = ragged_prompts(40, 31)
@@ -36,8 +37,7 @@ def both(model: PreTrainedModel, slim: PreTrainedModel, call: dict[str, Any]) ->
         return stock, seeded(lambda: slim.generate(**PROMPTS, **call)), embedded, fd.explain(slim).last_call
 
 
-@pytest.mark.parametrize("plan", ["k", "k+r", "mixed"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "plan"), pairs("k", "k+r", "mixed", "x"))
 def test_samples_of_every_family(name: str, plan: str) -> None:
     model, slim = family_pair(name, plan)
     stock, found, embedded, report = both(model, slim, CALLS["samples"])
@@ -195,6 +195,33 @@ def test_suffixes_in_8_bits() -> None:
     assert relative(again, expected[:, 35:]) < 2 * relative(by_stock, expected[:, 20:35])
     heads, width, ranks = 4, 64, (4, 9)
     assert cache.nbytes.stored == 20 * 2 * 2 * width * 4 + 15 * sum(width + 2 * heads + rank + 2 for rank in ranks)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_suffixes_of_inputs(name: str, cache_dtype: str) -> None:
+    """Many and few queries, suffixes of different lengths, and suffixes that became nodes."""
+    model = family_model(name)
+    slim = to_slim(model, TEXT, plan="x", cache_dtype=cache_dtype)
+    bound = 1e-5
+    if cache_dtype == "int8":  # the error of an ordinary cache in 8 bits, and as much again
+        rounded = model(TEXT[None, :60], past_key_values=RoundedCache(model.config, torch.int8)).logits
+        bound = 2 * relative(rounded, model(TEXT[None, :60]).logits)
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        cache.batch_repeat_interleave(2)
+        found = [slim(TEXT[20:60].view(2, 20), past_key_values=cache).logits]
+        cache.drop_last([3, 0])
+        found.append(slim(TEXT[60:64].view(2, 2), past_key_values=cache).logits)
+        assert cache.nbytes.stored == 20 * 2 * 2 * 64 * 4 + (19 + 22) * 2 * (64 * 4 if cache_dtype == "auto" else 72)
+        found.append(slim(TEXT[64:66].view(2, 1), past_key_values=cache.fork()).logits)
+    for row, dropped in enumerate((3, 0)):
+        parts = TEXT[20 + 20 * row : 40 + 20 * row], TEXT[60 + 2 * row : 62 + 2 * row], TEXT[64 + row : 65 + row]
+        expected = model(torch.cat([TEXT[:20], parts[0]])[None]).logits[:, 20:]
+        after = model(torch.cat([TEXT[:20], parts[0][: 20 - dropped], *parts[1:]])[None]).logits[:, -3:]
+        error = relative(torch.cat([one[row] for one in found]), torch.cat([expected, after], 1)[0])
+        assert error < bound
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from hf_fastdecode.patches.config_base import SlimConfig
+
 from ..rope import RopeLayout, Rotation
 from ..weights import AttentionWeights
 
@@ -106,7 +108,7 @@ class Family:
 
     architecture: str
     slim_model: type
-    slim_config: type
+    slim_config: type[SlimConfig]
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None
     layout: RopeLayout = "half"
@@ -125,6 +127,11 @@ class Family:
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = field(default_factory=dict)
     auto: Any = AutoModelForCausalLM
+
+    @property
+    def plans(self) -> tuple[str, ...]:
+        """That layers can have."""
+        return self.slim_config.plans
 
     def layer_prefix(self, index: int) -> str:
         """Of all weights of a layer."""

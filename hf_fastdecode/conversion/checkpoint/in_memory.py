@@ -45,8 +45,8 @@ def to_slim(
         features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, as its feature extractor makes
             them; without, synthetic ones.
         tokenizer: Of the model.
-        plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values; or plan and rank of each layer.
-            Encoder-decoder models have further ones, see `PlanChoice`.
+        plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values, ``x`` inputs (GPT-2, OPT); or plan
+            and rank of each layer. Encoder-decoder models have further ones, see `PlanChoice`.
         rank: V-coordinates beside the keys of every layer, in the place of `plan`.
         tolerance: Of ``auto``: how many times the error that an ordinary cache in the model's dtype makes in a layer's
             output is acceptable.
@@ -82,13 +82,11 @@ def to_slim(
         own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
         plain = family.plain(model.config, own)
         weights = family.weights(model.config, {name: one.cpu() for name, one in plain.items()}, index)
-        converted = convert_layer(weights, inputs[index], rotation, choice, index, count)
+        converted = convert_layer(weights, inputs[index], rotation, choice, index, count, plans=family.plans)
         entries.append(converted.entry.to_dict())
-        if converted.tensors:
+        if converted.entry.plan != "kv":
             state = {name: one for name, one in state.items() if not name.startswith(prefix)}
-            slim_tensors = {name: one.to(model.device) for name, one in converted.tensors.items()}
-            kept = {name: one for name, one in plain.items() if not name.startswith("v_proj.")}
-            state |= {prefix + name: one for name, one in (kept | slim_tensors).items()}
+            state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
     config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):

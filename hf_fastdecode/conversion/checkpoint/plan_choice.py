@@ -40,14 +40,14 @@ class PlanChoice:
     """Rule by which layers' caches are chosen.
 
     Attributes:
-        plan: ``auto``, ``k``, ``kv``; for encoder-decoder models also ``x``, inputs for self-attention and the
-            encoder's output for cross-attention, and ``e``, keys for self-attention and the encoder's output for
+        plan: ``auto``, ``k``, ``kv``; without RoPE also ``x``, inputs, and the encoder's output for cross-attention;
+            for encoder-decoder models also ``e``, keys for self-attention and the encoder's output for
             cross-attention (option 2 of the paper); or a tuple of plan and rank per layer.
         rank: V-coordinates beside the keys of every layer, in the place of a plan; None to leave it to `plan`.
         tolerance: Of ``auto`` and of 8 bits: how many times the output error of an ordinary cache is acceptable; in
             8 bits that of keys and values in int8.
         cache_dtype: Of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` goes by the model's dtype, ``fp8`` and
-            ``int8`` hold for layers where they are accurate enough.
+            ``int8`` hold for layers where they are accurate enough, and for inputs too.
     """
 
     plan: str | tuple[tuple[str, int], ...] = AUTO
@@ -95,19 +95,15 @@ class PlanChoice:
         Raises:
             PlanError: The layer cannot have what is asked for.
         """
-        asked = self._asked(index, layers, plans)
+        asked = self._asked(index, layers)
         if asked[0] not in (AUTO, *plans):
             raise PlanError(f"layer {index} cannot have plan {asked[0]!r}, only one of {', '.join(plans)}")
         return asked
 
-    def _asked(self, index: int, layers: int, plans: Sequence[str]) -> tuple[str, int]:
+    def _asked(self, index: int, layers: int) -> tuple[str, int]:
         if self.rank is not None:
             return ("k+r", self.rank) if self.rank else ("k", 0)
         if isinstance(self.plan, str):
-            if self.plan == "x" and "e" in plans:
-                return "e", 0
-            if self.plan == "e" and "x" in plans:
-                return "k", 0
             return self.plan, 0
         if len(self.plan) != layers:
             raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}")

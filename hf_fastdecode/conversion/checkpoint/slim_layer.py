@@ -40,6 +40,17 @@ class ConvertedLayer:
     tensors: dict[str, Tensor]
     recovered_error: float
 
+    def attention(self, plain: Mapping[str, Tensor], value: str = "v_proj") -> dict[str, Tensor]:
+        """Tensors of the slim attention.
+
+        Args:
+            plain: Of the ordinary one, by names below it, with separate projections.
+            value: Name of the projection of values, which the slim attention lacks where they follow from keys.
+        """
+        if not self.tensors:
+            return dict(plain)
+        return {name: one for name, one in plain.items() if not name.startswith(f"{value}.")} | self.tensors
+
     def report(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -51,6 +62,12 @@ class ConvertedLayer:
             "recovered_error": self.recovered_error,
             "measured": self.plan.to_dict(),
         }
+
+
+def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a slim config has of layers, of which `ConvertedLayer.report` told."""
+    fields = SlimLayer.__dataclass_fields__
+    return [{name: one[name] for name in fields if name in one} for one in reports]
 
 
 def matrix_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -52,16 +52,17 @@ class FullStream:
         tensors = {name: cast(one, self.dtype) for name, one in stored.items() if not name.startswith(attention)}
         layer = self.source.config.layer_plans[index - 1]
         plain = {name: cast(one, self.dtype) for name, one in own.items() if not name.startswith("slim.")}
-        slim = len(plain) < len(own)
-        if slim:
+        solved = layer.plan in ("k", "k+r")
+        if solved:
             key_bias = own.get("k_proj.bias")
             weight, value_bias = recover_values(own["k_proj.weight"], key_bias, own)
             plain["v_proj.weight"] = weight.to(self.dtype)
             if key_bias is not None:
                 plain["v_proj.bias"] = value_bias.to(self.dtype)
+        if layer.plan != "kv":
             plain = self.family.ordinary(self.source.config, plain)
         tensors |= {attention + name: one for name, one in plain.items()}
-        error = self.known[index - 1].get("recovered_error") if slim else 0.0
+        error = self.known[index - 1].get("recovered_error") if solved else 0.0
         return dict(sorted(tensors.items())), {**layer.to_dict(), "recovered_error": error}
 
     def finished(self, found: list[Any]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..plan_choice import AUTO, PlanChoice, PlanError
 from ..slim_layer import ConvertedLayer, convert_layer
 from .architecture import EncoderDecoder
 from .calibration_pass import Recorded
+
+_IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
+"""Plans for all layers that differ between self-attention and cross-attention."""
 
 
 class AttentionPlans:
@@ -40,8 +44,11 @@ class AttentionPlans:
         recorded: Recorded,
         own: Callable[[int], Mapping[str, Tensor]],
     ) -> None:
-        self.family, self.config, self.choice, self.recorded, self.own = family, config, choice, recorded, own
+        self.family, self.config, self.recorded, self.own = family, config, recorded, own
         self.count = len(family.attentions(config))
+        self.choice = choice
+        if choice.plan in _IN_TURNS:
+            self.choice = replace(choice, plan=_IN_TURNS[choice.plan] * (self.count // 2))
         self.cross_plans = CROSS_PLANS if self._reads_encoder() else PLANS
 
     def convert(self, index: int) -> ConvertedLayer:

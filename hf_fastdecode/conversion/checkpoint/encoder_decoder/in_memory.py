@@ -14,7 +14,7 @@ from ..slim_layer import matrix_dtype
 from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import model_inputs, record
-from .tensors import below, slim_tensors
+from .tensors import below
 
 
 def decoder_to_slim(
@@ -47,7 +47,7 @@ def decoder_to_slim(
     for index, prefix in enumerate(prefixes):
         converted = plans.convert(index)
         entries.append(converted.entry.to_dict())
-        tensors = slim_tensors(family, below(prefix, state), converted)
+        tensors = converted.attention(below(prefix, state), family.projection("v"))
         made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
     config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"

@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 from ..families import full_fields, slim_config
 from ..plan_choice import PlanChoice
-from ..slim_layer import matrix_dtype
+from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
 from ..to_slim_stream import cast
 from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import record
-from .tensors import full_tensors, slim_tensors
+from .tensors import full_tensors
 
 
 class DecoderGroups:
@@ -101,12 +101,12 @@ class SlimDecoderStream(DecoderGroups):
         if self.plans is None:
             self.plans = self._measure()
         converted = self.plans.convert(index - 1)
-        made = slim_tensors(self.family, self._cast(index - 1), converted)
+        made = converted.attention(self._cast(index - 1), self.family.projection("v"))
         return {self.prefixes[index - 1] + name: one for name, one in made.items()}, converted.report()
 
     def finished(self, found: list[Any]) -> Any:
         """The slim model's config, of the reports of all groups."""
-        entries = [{name: one[name] for name in ("plan", "rank", "float16")} for one in found[1:]]
+        entries = config_entries(found[1:])
         return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
 
     def _measure(self) -> AttentionPlans:

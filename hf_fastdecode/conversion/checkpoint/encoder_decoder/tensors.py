@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..slim_layer import ConvertedLayer, recover_values
+from ..slim_layer import recover_values
 from .architecture import EncoderDecoder
 
 
@@ -16,22 +16,8 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 
-def slim_tensors(family: EncoderDecoder, own: Mapping[str, Tensor], converted: ConvertedLayer) -> dict[str, Tensor]:
-    """Tensors of a slim attention.
-
-    Args:
-        family: Of the model.
-        own: Of the ordinary attention, by names below it.
-        converted: What it became.
-    """
-    if not converted.tensors:
-        return dict(own)
-    values = f"{family.projection('v')}."
-    return {name: one for name, one in own.items() if not name.startswith(values)} | converted.tensors
-
-
 def full_tensors(family: EncoderDecoder, own: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of an ordinary attention: the inverse of `slim_tensors`, up to rounding of the values' projection.
+    """Tensors of an ordinary attention, from those of `ConvertedLayer.attention`; values' projection up to rounding.
 
     Args:
         family: Of the model.
