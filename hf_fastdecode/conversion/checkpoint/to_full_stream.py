@@ -67,7 +67,7 @@ class FullStream:
         """The ordinary model's config."""
         fields = self.source.config.to_dict()
         left_out = ("model_type", "architectures", "transformers_version", "dtype", "slim_layers", "slim_matrix_dtype")
-        for name in (*left_out, "_name_or_path"):
+        for name in (*left_out, "auto_map", "_name_or_path"):
             fields.pop(name, None)
         config = AutoConfig.for_model(self.model_type, **fields)
         config.architectures = [self.family.architecture]

@@ -77,7 +77,8 @@ def slim_config(
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
     fields = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path"):
+    left_out = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype")
+    for name in (*left_out, "_name_or_path"):
         fields.pop(name, None)
     made = family.slim_config(**fields, slim_layers=entries, slim_matrix_dtype=str(matrix).removeprefix("torch."))
     made.architectures = [family.slim_model.__name__]
