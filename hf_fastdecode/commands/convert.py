@@ -86,9 +86,10 @@ def convert_checkpoint(
     r coordinates of the values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The
     table tells what that saves.
 
-    The result loads with `AutoModelForCausalLM.from_pretrained` after `import hf_fastdecode`, and generates with
-    transformers' own caches. Weights are read, converted and written layer by layer, to a folder beside TARGET that is
-    renamed at the end; slim_report.json and slim_report.png tell what was measured.
+    The result loads with `AutoModelForCausalLM.from_pretrained` after `import hf_fastdecode`, or with
+    `trust_remote_code=True`, and generates with transformers' own caches. Weights are read, converted and written
+    layer by layer, to a folder beside TARGET that is renamed at the end; slim_report.json and slim_report.png tell
+    what was measured.
 
     Only multi-head models: with grouped-query attention keys do not determine values. docs/slim.md lists
     the architectures.

@@ -5,7 +5,9 @@ It imports no registry of transformers, whose import ends in that of the configs
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -51,6 +53,24 @@ class SlimConfig(PreTrainedConfig):
                 f"{kv_heads} != {self.num_attention_heads}; plan 'kv' for every layer"
             )
         import_module(f".architectures.{self.model_type}", __package__)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As transformers', with a modelling file beside the config, for loading with ``trust_remote_code=True``."""
+        from .modeling_file import write_modeling_file  # it needs the registry of models, which reads from configs
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.auto_map = write_modeling_file(self, folder)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing, where transformers would mark a class that it loaded by ``auto_map``.
+
+        Of a marked class `save_pretrained` would copy the source file, which does not work outside its package.
+        """
 
     @property
     def layer_plans(self) -> list[SlimLayer]:

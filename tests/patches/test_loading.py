@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_fastdecode.patches.architectures.slim_llama import SlimLlamaForCausalLM, SlimLlamaModel
 from hf_fastdecode.patches.slim_configs import SlimLlamaConfig
@@ -27,9 +39,34 @@ print(*(finder for finder in sys.meta_path if "hf_fastdecode" in repr(finder)))
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+ABSENT = """
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_fastdecode":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+TRUST = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+folder, again = sys.argv[1:]
+trusted = {"trust_remote_code": True}
+model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **trusted)
+print(*found["missing_keys"], *found["unexpected_keys"])
+model.save_pretrained(again)
+for auto, place in ((AutoConfig, folder), (AutoModel, folder), (AutoModelForCausalLM, again)):
+    kind = type(auto.from_pretrained(place, **trusted))
+    print(kind.__module__, kind.__name__)
+"""
+
+
+def python(code: str, *arguments: str, modules: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter without standard input, with a folder for the code that transformers copies."""
     command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env |= {} if modules is None else {"HF_MODULES_CACHE": str(modules)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=env)
 
 
 @pytest.fixture(scope="module", params=["k", "k+r", "mixed"])
@@ -50,9 +87,10 @@ def test_saved_and_loaded(saved: tuple[str, Path], tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(TEXT[None]).logits, slim(TEXT[None]).logits)
     loaded.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in slim.state_dict().items())
     assert type(AutoModel.from_pretrained(folder)) is SlimLlamaModel
+    assert not any(name.startswith("transformers_modules") for name in sys.modules)  # code of checkpoints
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -83,17 +121,61 @@ def test_device_map(saved: tuple[str, Path]) -> None:
     ],
 )
 def test_a_fresh_process_that_imports_the_package(tmp_path: Path, first: str) -> None:
-    pair("k+r")[1].save_pretrained(tmp_path)
-    done = python(f"import {first}, hf_fastdecode, transformers\n{LOAD}", str(tmp_path))
+    pair("k+r")[1].save_pretrained(tmp_path / "slim")
+    modules = tmp_path / "modules"
+    done = python(f"import {first}, hf_fastdecode, transformers\n{LOAD}", str(tmp_path / "slim"), modules=modules)
     assert done.stdout.split() == ["SlimLlamaForCausalLM"], done.stderr
+    assert not modules.exists()  # the registered classes serve, not the checkpoint's code
+    assert "arning" not in done.stderr
 
 
 def test_a_fresh_process_that_does_not_import_it_refuses(tmp_path: Path) -> None:
     pair("k+r")[1].save_pretrained(tmp_path)
     done = python(LOAD, str(tmp_path))
     assert done.returncode != 0
-    assert "slim_llama" in done.stderr
-    assert not done.stdout
+    assert "trust_remote_code=True" in done.stderr.splitlines()[-1]
+    assert "ValueError" in done.stderr
+    assert "SlimLlama" not in done.stdout
+
+
+def test_a_fresh_process_that_trusts_the_checkpoint(tmp_path: Path) -> None:
+    """It loads the package's own classes, which save what can be loaded so again."""
+    slim, again = tmp_path / "slim", tmp_path / "again"
+    pair("k+r")[1].save_pretrained(slim)
+    done = python(TRUST, str(slim), str(again), modules=tmp_path / "modules")
+    place = "hf_fastdecode.patches"
+    assert done.stdout.splitlines() == [
+        "",
+        f"{place}.slim_configs SlimLlamaConfig",
+        f"{place}.architectures.slim_llama SlimLlamaModel",
+        f"{place}.architectures.slim_llama SlimLlamaForCausalLM",
+    ], done.stderr
+    assert "arning" not in done.stderr
+    for file in ("modeling_slim.py", "config.json"):
+        assert (again / file).read_text() == (slim / file).read_text()
+    (copied,) = (tmp_path / "modules" / "transformers_modules").rglob("modeling_slim.py")
+    assert not list(copied.parent.glob("slim_configs.py"))
+
+
+def test_a_fresh_process_without_the_package(tmp_path: Path) -> None:
+    pair("k+r")[1].save_pretrained(tmp_path / "slim")
+    done = python(ABSENT + TRUST, str(tmp_path / "slim"), str(tmp_path / "again"), modules=tmp_path / "modules")
+    assert done.returncode != 0
+    assert "`pip install hf_fastdecode`" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIG_MAPPING if name.startswith("slim_")])
+def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: str) -> None:
+    config = AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    names = run_path(str(tmp_path / "modeling_slim.py"))
+    autos = (AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+    with torch.device("meta"):
+        made = {auto.__name__: type(auto.from_config(config)) for auto in autos if type(config) in auto._model_mapping}
+    assert made
+    found = {auto: names[place.removeprefix("modeling_slim.")] for auto, place in auto_map.items()}
+    assert found == {"AutoConfig": type(config), **made}
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

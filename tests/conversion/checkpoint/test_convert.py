@@ -62,7 +62,8 @@ def test_converted_checkpoint_generates_the_same(source: Path, slim: Path) -> No
     assert len(list(slim.glob("*.safetensors"))) > LAYERS
     assert not list(slim.parent.glob(".*"))
     names = {file.name for file in slim.iterdir() if "safetensors" not in file.name}
-    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "slim_report.json", "slim_report.png"}
+    reports = {"slim_report.json", "slim_report.png"}
+    assert names >= {"config.json", "modeling_slim.py", "generation_config.json", "tokenizer.json", *reports}
     assert "conversion.json" not in names
 
 
@@ -203,6 +204,17 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, biases: bool) -> None:
     with torch.no_grad():
         found, expected = full(ids).logits.double(), original(ids).logits.double()
     assert torch.linalg.norm(found - expected) / torch.linalg.norm(expected) < 100 * torch.finfo(dtype).eps
+
+
+def test_code_of_checkpoints_is_replaced_and_dropped(tmp_path: Path) -> None:
+    """Code of the source's own (as of older Phi-3) is not copied, so no config may refer to it."""
+    source = save_multi_head(tmp_path / "source", auto_map={"AutoModelForCausalLM": "modeling_old.Old"})
+    convert_checkpoint(settings(source, tmp_path / "slim", choice=PlanChoice("kv")))
+    convert_checkpoint(settings(tmp_path / "slim", tmp_path / "full", format="full"))
+    slim, full = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("slim", "full"))
+    assert slim["auto_map"]["AutoModelForCausalLM"] == "modeling_slim.SlimLlamaForCausalLM"
+    assert "auto_map" not in full
+    assert not list((tmp_path / "full").glob("*.py"))
 
 
 def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:

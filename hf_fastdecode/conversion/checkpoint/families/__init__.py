@@ -94,6 +94,6 @@ def slim_config(
 
 def full_fields(config: Any) -> dict[str, Any]:
     """Fields of an ordinary model's config, of its own one or of a slim model's."""
-    own = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+    own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
     fields: dict[str, Any] = config.to_dict()
     return {name: one for name, one in fields.items() if name not in (*own, "slim_layers", "slim_matrix_dtype")}
