@@ -1,4 +1,4 @@
-"""What caches cost on spectra of ``W_K`` that the embedded model lacks: a table and a picture for docs/slim.md.
+"""Bytes and errors of caches by spectrum of ``W_K``: a table and a picture for docs/slim-measurements.md.
 
 Run ``python -m tools.slim_spectra`` from a clone: it writes rows, draws them, and puts the table into the page.
 
@@ -35,7 +35,7 @@ from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
-PAGE: Final = DOCS / "slim.md"
+PAGE: Final = DOCS / "slim-measurements.md"
 ROWS: Final = DOCS / "slim-spectra.csv"
 PICTURE: Final = DOCS / "slim-spectra.png"
 
@@ -86,7 +86,9 @@ def measure(
     errors = CacheErrors(weights, unseen, rotation=rotation.tokens(slice(measured)))
     ordinary, bare = errors.ordinary(torch.bfloat16), CacheErrors(weights, unseen)
     ranks = {KEYS[1]: 0} | {f"keys + d/{part} V-coordinates, fp16": width // part for part in RANK_DIVISORS}
-    in_fp16 = {name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()}
+    in_fp16 = {
+        name: errors.value_coordinates(statistics["float16"], rank, torch.float16) for name, rank in ranks.items()
+    }
     of_bf16 = key_statistics(weights, known[: calibration // 2], torch.bfloat16)
     in_bf16 = errors.value_coordinates(of_bf16, 0, torch.bfloat16)
     chosen = pick(plan, (AUTO, 0), 0)

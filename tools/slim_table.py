@@ -1,4 +1,4 @@
-"""Writes the tables of docs/slim.md: what each cache costs on the embedded model, in bytes, errors and tokens.
+"""Writes two tables of docs/slim-measurements.md: bytes, errors and predicted tokens of each cache, embedded model.
 
 Run ``python -m tools.slim_table`` from a clone.
 """
@@ -29,7 +29,7 @@ from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
-PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim.md"
+PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "slim-measurements.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
 TOKENS_HEADER: Final = "| cache | tokens that agree with fp32 | divergence |\n|---|---|---|\n"
 TOKENS: Final = 1000
