@@ -93,6 +93,15 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
         assert relative(found[key], expected[key]) < bound
 
 
+def test_layers_in_8_bits_stay_so_on_disk(tmp_path: Path) -> None:
+    model = with_tokenizer("t5", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    choice = PlanChoice("x", tolerance=1e9, cache_dtype="int8")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=choice, verify=True))
+    plans = loaded(model, tmp_path / "slim").config.layer_plans
+    assert [(layer.plan, layer.cache_dtype) for layer in plans] == [("x", "int8"), ("e", None)] * (len(plans) // 2)
+
+
 def test_heads_of_their_own(tmp_path: Path) -> None:
     """Flan-T5 has a head that is not the embedding, though its config ties them."""
     model = with_tokenizer("t5-wide", tmp_path / "source")

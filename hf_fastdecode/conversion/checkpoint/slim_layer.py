@@ -53,6 +53,12 @@ class ConvertedLayer:
         }
 
 
+def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of a slim config, from the `ConvertedLayer.report` of each layer."""
+    fields = SlimLayer.__dataclass_fields__
+    return [{name: one[name] for name in fields if name in one} for one in reports]
+
+
 def matrix_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """Of a slim layer's matrices: fp16 for models in half precision (in bf16 they would spoil the values)."""
     return torch.float16 if model_dtype.itemsize == 2 else torch.float32

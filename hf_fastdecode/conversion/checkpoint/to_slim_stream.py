@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_fastdecode.patches.slim_layers import SlimLayer
-
 from .families import slim_config
 from .family import Family, attention_inputs
 from .plan_choice import PlanChoice
-from .slim_layer import convert_layer, matrix_dtype
+from .slim_layer import config_entries, convert_layer, matrix_dtype
 from .source import Checkpoint
 
 
@@ -65,8 +63,7 @@ class SlimStream:
 
     def finished(self, found: list[Any]) -> Any:
         """The slim model's config, of the reports of all groups."""
-        fields = SlimLayer.__dataclass_fields__
-        entries = [{name: one[name] for name in fields if name in one} for one in found[1:]]
+        entries = config_entries(found[1:])
         return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
 
     def _outside(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from ..families import full_fields, slim_config
 from ..plan_choice import PlanChoice
-from ..slim_layer import matrix_dtype
+from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
 from ..to_slim_stream import cast
 from .architecture import EncoderDecoder
@@ -106,7 +106,7 @@ class SlimDecoderStream(DecoderGroups):
 
     def finished(self, found: list[Any]) -> Any:
         """The slim model's config, of the reports of all groups."""
-        entries = [{name: one[name] for name in ("plan", "rank", "float16")} for one in found[1:]]
+        entries = config_entries(found[1:])
         return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
 
     def _measure(self) -> AttentionPlans:
