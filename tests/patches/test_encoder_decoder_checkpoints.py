@@ -102,6 +102,20 @@ def test_layers_in_8_bits_stay_so_on_disk(tmp_path: Path) -> None:
     assert [(layer.plan, layer.cache_dtype) for layer in plans] == [("x", "int8"), ("e", None)] * (len(plans) // 2)
 
 
+def test_the_table_says_which_attention_is_not_in_8_bits(tmp_path: Path) -> None:
+    with_tokenizer("t5", tmp_path).save_pretrained(tmp_path)
+    command = ["convert-checkpoint", tmp_path, "--dry-run", "--cache-dtype", "int8", "--plan", "k", "--tolerance", "1"]
+    table = " ".join(run(*command).stdout.split())
+    report = json.loads(run(*command, "--json").stdout)
+    for index, layer in enumerate(report["layers"]):  # the plan that was asked for, not the best of all
+        tried = next(one for one in layer["measured"]["candidates"] if (one["plan"], one["dtype"]) == ("k", "int8"))
+        ratio = tried["output_error"] / layer["measured"]["ordinary_int8"]["output_error"]
+        place = f"{index // 2} {('self', 'cross')[index % 2]}"
+        assert f"Layer {place}: no int8, which has at best {ratio:.2f}x the error of int8" in table
+    in_int8 = sum(layer["measured"]["ordinary_int8"]["bytes_per_token"] for layer in report["layers"]) * 512
+    assert f"in int8, scales included, take {in_int8 / 1024:.0f} KiB; beside" in table
+
+
 def test_heads_of_their_own(tmp_path: Path) -> None:
     """Flan-T5 has a head that is not the embedding, though its config ties them."""
     model = with_tokenizer("t5-wide", tmp_path / "source")
