@@ -1,4 +1,4 @@
-"""What caches cost on spectra of ``W_K`` that the embedded model lacks: a table and a picture for docs/slim.md.
+"""Bytes and errors of caches by spectrum of ``W_K``: a table and a picture for docs/slim-measurements.md.
 
 Run ``python -m tools.slim_spectra`` from a clone: it writes rows, draws them, and puts the table into the page.
 
@@ -35,7 +35,7 @@ from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_row
 
 from .pages import DOCS, replace_table
 
-PAGE: Final = DOCS / "slim.md"
+PAGE: Final = DOCS / "slim-measurements.md"
 ROWS: Final = DOCS / "slim-spectra.csv"
 PICTURE: Final = DOCS / "slim-spectra.png"
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/slim.md: what each cache costs on the embedded model, in bytes, errors and tokens.
+"""Writes two tables of docs/slim-measurements.md: bytes, errors and predicted tokens of each cache, embedded model.
 
 Run ``python -m tools.slim_table`` from a clone.
 """
@@ -29,7 +29,7 @@ from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
 from .pages import DOCS, replace_table
 
-PAGE: Final = DOCS / "slim.md"
+PAGE: Final = DOCS / "slim-measurements.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
 TOKENS_HEADER: Final = "| cache | tokens that agree with fp32 | divergence |\n|---|---|---|\n"
 TOKENS: Final = 1000

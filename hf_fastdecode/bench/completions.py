@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria
 
 from hf_fastdecode.cache.accounting import KVShape
-from hf_fastdecode.generation.decoding.stopping import Stopping
+from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
 
 from ..measurement.status import status_of
 from .ceilings import measure_ceilings
@@ -93,9 +88,7 @@ class CompletionBench:
                 torch.cuda.reset_peak_memory_stats(self.device)
             clock = StepClock(case.call.context, case.marks, self.device, self.budget_s)
             torch.manual_seed(0)
-            criterion = clock if way.enable is None else None
-            with clock.running():
-                caller(model, case.call, way, stopping=criterion)(case.call.new_tokens)
+            caller(model, case.call, way, stopping=clock)(case.call.new_tokens)
             ran = what_ran(model, way)
         peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else None
         return {
@@ -118,11 +111,10 @@ class CompletionBench:
 _COLUMNS = ("status", "ms_per_step", "kv_floor_ms", "peak_bytes", "ran")
 
 
-class StepClock(StoppingCriteria):
+class StepClock(HostStoppingCriteria):
     """Times a call at given lengths of its completions, and ends a call that takes too long.
 
-    CUDA events take the time, so that steps do not wait for the host. transformers' loop calls the clock as a stopping
-    criterion. Our loop handles an unknown criterion on a slower path, so `running` hooks its check of the length.
+    CUDA events take the time, so that steps do not wait for the host.
 
     Args:
         prompt_length: Tokens of the prompt.
@@ -135,22 +127,6 @@ class StepClock(StoppingCriteria):
         self.prompt_length, self.marks, self.device, self.budget_s = prompt_length, marks, device, budget_s
         self._taken: dict[int, Any] = {}
         self._start: float | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Bool ``[rows]`` for ids ``[rows, length]``."""
-        over = self.is_over(input_ids.shape[1])
-        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within, our loop checks the clock together with the length."""
-        all_end = Stopping.all_end
-
-        def all_end_or_over(stopping: Stopping, length: int, view: Tensor) -> bool:
-            return self.is_over(length) or all_end(stopping, length, view)
-
-        with patch.object(Stopping, "all_end", all_end_or_over):
-            yield
 
     def is_over(self, length: int) -> bool:
         """Take the time if the length is at a mark; return whether the call has taken too long."""

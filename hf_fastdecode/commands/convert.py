@@ -44,16 +44,16 @@ def convert_checkpoint(
     tolerance: Annotated[
         float,
         typer.Option(
-            help="Of `auto`, and of 8 bits: most output error, as a multiple of that of keys and values in this dtype "
-            "(in 8 bits: in int8)."
+            help="Largest error of a layer's output, as a multiple of that of keys and values in the model's dtype; "
+            "for caches in 8 bits, of keys and values in int8. Holds for `auto`, and for all caches in 8 bits."
         ),
     ] = 2.0,
     cache_dtype: Annotated[
         str,
         typer.Option(
-            help="Of keys and V-coordinates. `auto`: fp16 for models in bfloat16, where the range allows, else the "
-            "model's. `fp16`, `bf16`: in all layers. `int8`, `fp8`, with a scale per token and head: in layers that "
-            "stay within --tolerance; others as with `auto`."
+            help="Of slim caches. `auto`: fp16 for models in bfloat16, where the range allows, else the model's. "
+            "`fp16`, `bf16`: in all layers. `int8`, `fp8`, with a scale per token and head: in layers that stay "
+            "within --tolerance; others as with `auto`."
         ),
     ] = "auto",
     calibration: Annotated[
@@ -78,21 +78,20 @@ def convert_checkpoint(
     max_shard_size: Annotated[str, typer.Option(help="Most bytes in a file, such as 500MB or 2GiB.")] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
 ) -> None:
-    """Make a slim checkpoint: its model caches keys, or keys and few coordinates of the values, for keys and values.
+    """Make a slim checkpoint, whose model caches keys and few or no coordinates of the values, not keys and values.
 
-    In multi-head attention, values follow from keys (V = K W_K^-1 W_V), so that half the KV cache is all there is to
-    store. In half precision that is a trap: rounding of keys grows by up to W_K's condition number. So layers are
-    measured on a text, and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and
-    r coordinates of the values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The
-    table tells what that saves.
+    In multi-head attention, values follow from keys (V = K W_K^-1 W_V), so half the KV cache would do. In half
+    precision it does not: rounding of keys grows by up to W_K's condition number. So layers are measured on a text,
+    and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and r coordinates of the
+    values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The table tells what that
+    saves.
 
-    The result loads with `AutoModelForCausalLM.from_pretrained` after `import hf_fastdecode`, or with
-    `trust_remote_code=True`, and generates with transformers' own caches. Weights are read, converted and written
-    layer by layer, to a folder beside TARGET that is renamed at the end; slim_report.json and slim_report.png tell
-    what was measured.
+    The result loads with transformers' Auto classes after `import hf_fastdecode`, or with `trust_remote_code=True`,
+    and generates with transformers' own caches. Weights are read, converted and written layer by layer, to a folder
+    beside TARGET that is renamed at the end; slim_report.json and slim_report.png tell what was measured.
 
-    Only multi-head models: with grouped-query attention keys do not determine values. docs/slim.md lists
-    the architectures.
+    Only multi-head models: with grouped-query attention keys do not determine values. docs/slim.md lists the
+    architectures.
 
     Examples:
 

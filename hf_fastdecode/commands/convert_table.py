@@ -56,7 +56,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         f"layer's output are relative, on the second half of {report['calibration_tokens']:,} tokens "
         f"({report['calibration']}), and beside the output error of keys and values."
     )
-    _tell_of_eight_bits(report, closing)
+    _append_eight_bits(report, closing)
     if features := report.get("calibration_features"):
         closing.append(f" The encoder read features ({features}).")
     for index, layer in enumerate(report["layers"]):
@@ -71,25 +71,35 @@ def _slim(report: dict[str, Any]) -> RenderableType:
     return Group(table, closing)
 
 
-def _tell_of_eight_bits(report: dict[str, Any], closing: Text) -> None:
+def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
     """What int8 keys and values would take, and why layers are not in 8 bits though these were asked for."""
-    layers = [layer for layer in report["layers"] if layer["measured"]["ordinary_int8"]]
-    if not layers:
+    judges = [layer["measured"]["ordinary_int8"] for layer in report["layers"]]
+    if not all(judges):
         return
-    size = sum(layer["measured"]["ordinary_int8"]["bytes_per_token"] for layer in layers)
+    sizes = [judge["bytes_per_token"] for judge in judges]
+    if "encoder_tokens" in report:
+        total = sum(sizes[::2]) * report["decoder_tokens"] + sum(sizes[1::2]) * report["encoder_tokens"]
+        taken = bytes_text(total)
+    else:
+        taken = f"{bytes_text(sum(sizes))} per token"
     closing.append(
-        f"\nKeys and values in int8, scales included, take {bytes_text(size)} per token; beside their output error "
-        "stands that of layers in 8 bits."
+        f"\nKeys and values in int8, scales included, take {taken}; beside their output error stands that of layers "
+        "in 8 bits."
     )
+    asked = report["plan"] != "auto" or report["rank"] is not None
     for index, layer in enumerate(report["layers"]):
-        tried = [one for one in layer["measured"]["candidates"] if one["dtype"] in _EIGHT_BITS]
+        tried = [
+            one
+            for one in layer["measured"]["candidates"]
+            if one["dtype"] in _EIGHT_BITS and (not asked or _name(one) == _name(layer))
+        ]
         if layer["dtype"] in _EIGHT_BITS or not tried:
             continue
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {index}: no {_DTYPES[best['dtype']]}, which has at best {ratio} the error of int8 keys and "
-            f"values ({_name(best)}).",
+            f"\nLayer {_place(report, index)}: no {_DTYPES[best['dtype']]}, which has at best {ratio} the error "
+            f"of int8 keys and values ({_name(best)}).",
             style="yellow",
         )
 

@@ -159,7 +159,7 @@ class CacheErrors:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``int8``."""
+    """Name of a dtype, such as ``int8``."""
     return str(dtype).removeprefix("torch.")
 
 

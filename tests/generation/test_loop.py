@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.finished_row_poller import FinishedRowPoller
-from hf_fastdecode.generation.decoding.stopping import Stopping
+from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria, Stopping
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -127,6 +127,24 @@ def test_memory_that_runs_out_within_a_step_loses_no_end(model):
             patch.setattr(Stopping, "rows_end", failing)
             assert torch.equal(model.generate(**prompt, **arguments), stock)
             assert fd.explain(model).last_call.waves == 2
+
+
+class EndsAt(HostStoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def is_over(self, length):
+        return length >= self.length
+
+
+def test_criteria_that_read_no_tokens_are_asked_on_the_host(model):
+    prompt = ragged_prompts(70)
+    stop = EndsAt(prompt["input_ids"].shape[1] + 7)
+    assert not Stopping(StoppingCriteriaList([stop]), torch.device("cpu")).custom
+    stock = seeded(lambda: model.generate(**prompt, **SAMPLING, stopping_criteria=[stop]))
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**prompt, **SAMPLING, stopping_criteria=[stop])), stock)
+    assert stock.shape[1] == stop.length
 
 
 def test_rows_with_code_of_the_users_stay_together(model, monkeypatch):

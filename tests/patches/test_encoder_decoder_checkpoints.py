@@ -93,14 +93,27 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
         assert relative(found[key], expected[key]) < bound
 
 
-def test_8_bits(tmp_path: Path) -> None:
-    model = with_tokenizer("bart", tmp_path / "source")
+def test_layers_in_8_bits_stay_so_on_disk(tmp_path: Path) -> None:
+    model = with_tokenizer("t5", tmp_path / "source")
     model.save_pretrained(tmp_path / "source")
-    choice = PlanChoice("x", cache_dtype="int8")
-    report = convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=choice))
-    dtypes = [layer.cache_dtype for layer in loaded(model, tmp_path / "slim").config.layer_plans]
-    assert dtypes == ["int8", None] * 2
-    assert [layer["dtype"] for layer in report["layers"]] == ["int8", "float32"] * 2
+    choice = PlanChoice("x", tolerance=1e9, cache_dtype="int8")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=choice, verify=True))
+    plans = loaded(model, tmp_path / "slim").config.layer_plans
+    assert [(layer.plan, layer.cache_dtype) for layer in plans] == [("x", "int8"), ("e", None)] * (len(plans) // 2)
+
+
+def test_the_table_says_which_attention_is_not_in_8_bits(tmp_path: Path) -> None:
+    with_tokenizer("t5", tmp_path).save_pretrained(tmp_path)
+    command = ["convert-checkpoint", tmp_path, "--dry-run", "--cache-dtype", "int8", "--plan", "k", "--tolerance", "1"]
+    table = " ".join(run(*command).stdout.split())
+    report = json.loads(run(*command, "--json").stdout)
+    for index, layer in enumerate(report["layers"]):  # the plan that was asked for, not the best of all
+        tried = next(one for one in layer["measured"]["candidates"] if (one["plan"], one["dtype"]) == ("k", "int8"))
+        ratio = tried["output_error"] / layer["measured"]["ordinary_int8"]["output_error"]
+        place = f"{index // 2} {('self', 'cross')[index % 2]}"
+        assert f"Layer {place}: no int8, which has at best {ratio:.2f}x the error of int8" in table
+    in_int8 = sum(layer["measured"]["ordinary_int8"]["bytes_per_token"] for layer in report["layers"]) * 512
+    assert f"in int8, scales included, take {in_int8 / 1024:.0f} KiB; beside" in table
 
 
 def test_heads_of_their_own(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def inspect(
     batch: Annotated[
         list[int] | None,
         typer.Option(
-            help="Rows without sharing, between which a step's reads of weights are divided; several may follow.",
+            help="Rows without sharing, for the reads per token; several may follow.",
             show_default="1 64",
         ),
     ] = None,
@@ -57,16 +57,16 @@ def inspect(
         bool, typer.Option("--json", help="One JSON object per model and line, with sizes in bytes.")
     ] = False,
 ) -> None:
-    """Count what a model's keys and values take: with and without sharing, and in slim caches.
+    """Count the bytes of a model's keys and values, with and without sharing, and of the slim caches it could have.
 
     Reads configs only: no weights are downloaded or loaded. Sizes are in bytes (1 KiB = 1024 bytes).
 
-    Tables of caches have what slim attention could store in the place of keys and values: keys, or keys and d/32 to
-    d/2 V-coordinates; for encoder-decoders keys, or the encoder's output once for all cross-attention layers; beside
-    int8 keys and values. These are bounds from sizes: only `convert-checkpoint --dry-run` measures which caches a
-    model's layers can have in half precision, and where none can, nothing is saved. Reads per token count each cached
-    number once, and the weight matrices, those of all experts, once for a batch. A model that `convert-checkpoint`
-    refuses is marked so, with the reason.
+    Slim caches hold keys, or keys and d/32 to d/2 V-coordinates; those of encoder-decoders hold keys, or the encoder's
+    output once for all cross-attention layers. Keys and values in int8 stand beside them. These are bounds from sizes:
+    only `convert-checkpoint --dry-run` measures which caches are accurate enough for a model's layers. Models that it
+    refuses are marked, with the reason.
+
+    Reads per token: a row's cache once, and the weight matrices (of all experts) divided by the rows of the batch.
 
     Examples:
 

@@ -69,7 +69,6 @@ class PlanChoice:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not self.tolerance >= 1:
             raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
-
         if self.cache_dtype not in CACHE_DTYPES:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
 

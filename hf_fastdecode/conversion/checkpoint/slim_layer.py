@@ -65,7 +65,7 @@ class ConvertedLayer:
 
 
 def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a slim config has of layers, of which `ConvertedLayer.report` told."""
+    """Entries of a slim config, from the `ConvertedLayer.report` of each layer."""
     fields = SlimLayer.__dataclass_fields__
     return [{name: one[name] for name in fields if name in one} for one in reports]
 

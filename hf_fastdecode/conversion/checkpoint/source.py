@@ -117,7 +117,7 @@ class Checkpoint:
                 )
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor.
+        """Shape of a tensor.
 
         Raises:
             CheckpointError: The index names a file without it.
@@ -143,11 +143,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.files[name]} is damaged ({error}); copy or download it again") from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """Dtype of a tensor."""
         return self.tensor(name).dtype
 
     def nbytes(self) -> int:
-        """Of all files of weights."""
+        """Bytes of all files of weights."""
         return sum(file.stat().st_size for file in set(self.files.values()))
 
     def stamp(self) -> list[list[Any]]:

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+
+
+class HostStoppingCriteria(StoppingCriteria):
+    """Base class of criteria that end a whole call and read no tokens, so that steps need not wait for the device."""
+
+    @abstractmethod
+    def is_over(self, length: int) -> bool:
+        """Whether every row ends now; asked once per step.
+
+        Args:
+            length: Tokens per row, prompt included.
+        """
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``, as transformers' loop asks for it."""
+        over = self.is_over(input_ids.shape[1])
+        return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
 class Stopping:
@@ -20,7 +39,7 @@ class Stopping:
         max_length: Length in tokens, prompt included, at which every row ends; None without such a criterion.
         pads: Whether finished rows continue with the pad token, so that they can be compacted away.
         timed: Whether there is a time limit.
-        custom: Whether there are criteria other than transformers' length, time and end-token ones.
+        custom: Whether there are criteria that read tokens, other than transformers' end-token ones.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
@@ -35,8 +54,9 @@ class Stopping:
         ]
         ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
         self.eos = torch.cat([ids.reshape(-1).to(device) for ids in ends]) if ends else None
+        self._on_host = [criterion for criterion in criteria if isinstance(criterion, HostStoppingCriteria)]
         known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
-        self._others = [criterion for criterion in criteria if type(criterion) not in known]
+        self._others = [one for one in criteria if type(one) not in known and one not in self._on_host]
 
     @property
     def timed(self) -> bool:
@@ -47,7 +67,7 @@ class Stopping:
         return bool(self._others)
 
     def all_end(self, length: int, view: Tensor) -> bool:
-        """Whether every row ends now, by length or time; does not synchronize with the device.
+        """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.
 
         Args:
             length: Tokens per row, prompt included.
@@ -57,7 +77,8 @@ class Stopping:
             if length >= criterion.max_position_embeddings:
                 criterion(view, None)
         late = any(time.time() > deadline for deadline in self._deadlines)
-        return late or (self.max_length is not None and length >= self.max_length)
+        over = [criterion.is_over(length) for criterion in self._on_host]
+        return late or any(over) or (self.max_length is not None and length >= self.max_length)
 
     def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
         """Rows that end with the sampled tokens, as bool ``[rows]``; None without such criteria.

@@ -1,4 +1,4 @@
-"""What docs/slim.md says of spectra of ``W_K``, on a small layer and in the committed rows."""
+"""What docs/slim-measurements.md says of spectra of ``W_K``, on a small layer and in the committed rows."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def model_inputs(family: EncoderDecoder, config: Any, ids: Tensor, features: Ten
 
 
 def synthetic_features(config: Any) -> Tensor:
-    """Features of no sound in particular, ``[1, bands, frames]``: smooth in time and frequency, always the same.
+    """Synthetic features, ``[1, bands, frames]``: smooth in time and frequency, always the same.
 
     They lie in the range of Whisper's log-mel features, which are clipped to within 2 of their maximum.
     """
@@ -78,7 +78,7 @@ def read_features(file: Path) -> Tensor:
 
 
 def check_features(config: Any, features: Tensor) -> Tensor:
-    """The same features.
+    """Return the features if their shape is right.
 
     Raises:
         ValueError: Their shape is not what the encoder reads.

@@ -24,7 +24,7 @@ from .tensors import full_tensors
 
 
 class DecoderGroups:
-    """What both ways share.
+    """Base class of both directions: names, prefixes, and tensors outside the attentions.
 
     Args:
         source: A checkpoint.

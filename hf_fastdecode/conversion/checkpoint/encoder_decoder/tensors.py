@@ -12,7 +12,7 @@ from .architecture import EncoderDecoder
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names have a prefix, without it."""
+    """Tensors whose names have a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 
