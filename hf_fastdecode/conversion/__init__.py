@@ -8,6 +8,7 @@ from __future__ import annotations
 from .biases import fold_into_output_bias, score_offset, value_constant
 from .cache_errors import CacheError, CacheErrors, PlanName
 from .compensated_keys import compensated_key_feedback, compensated_keys
+from .cross_attention import CrossCache, cross_cache_width, hybrid_layers
 from .feedback_rounding import RoundingFeedback, round_with_feedback, rounding_feedback
 from .inputs_cache import absorbed_queries, inputs_cache_output
 from .key_to_value import KeyToValue, SingularKeysError, solve_key_to_value
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionWeights",
     "CacheError",
     "CacheErrors",
+    "CrossCache",
     "KeyStatistics",
     "KeyToValue",
     "LayerPlan",
@@ -39,8 +41,10 @@ __all__ = [
     "attention_output",
     "compensated_key_feedback",
     "compensated_keys",
+    "cross_cache_width",
     "fit_layer",
     "fold_into_output_bias",
+    "hybrid_layers",
     "inputs_cache_output",
     "key_statistics",
     "noisiest_directions",

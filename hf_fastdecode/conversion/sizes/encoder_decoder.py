@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from hf_fastdecode.cache.accounting import KVShape
 
+from ..cross_attention import cross_cache_width
+from ..weights import AttentionWeights
 from .cache_size import KV, CacheSize, int8_size, value_matrices
 
 OPTION_1: Final = "keys (option 1)"
@@ -40,12 +43,11 @@ def encoder_decoder_caches(
     """
     shape, size = KVShape.of_decoder(config), dtype.itemsize
     text = config.get_text_config(decoder=True)
-    inputs, width, kv_width = text.hidden_size, shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    encoder_width = getattr(text, "cross_attention_hidden_size", None) or inputs
-    cross_kv = 2 * shape.layers * encoder_tokens * kv_width * size
-    encoder = encoder_tokens * encoder_width * size
+    layers = _cross_layers(text, shape)
+    inputs, width = text.hidden_size, shape.query_heads * shape.head_dim
+    cross_kv, encoder = (encoder_tokens * cross_cache_width(layers, cache) * size for cache in ("kv", "encoder"))
     self_kv = shape.kv_bytes(1, context, 0, size).stock
-    projections = 2 * shape.layers * encoder_width * kv_width * size  # W_K and W_V
+    projections = sum(layer.key.numel() + layer.value.numel() for layer in layers) * size
     baseline = None if matrices is None else matrices * size - projections
 
     def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
@@ -56,11 +58,21 @@ def encoder_decoder_caches(
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0
     if shape.kind == "MHA":
-        stored = (cross_kv + self_kv) // 2
+        stored = encoder_tokens * cross_cache_width(layers, "k") * size + self_kv // 2
         sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
         kept, own, change = "keys", self_kv // 2, self_change
     if inputs < width and getattr(text, "rope_parameters", None) is None:
-        kept, own, change = "inputs", self_kv // (2 * kv_width) * inputs, 0
-    for place, read in ((_ON_CHIP, 0), (_READ, shape.layers * encoder)):
+        kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
+    for place, read in ((_ON_CHIP, 0), (_READ, len(layers) * encoder)):
         sizes.append(cache(f"{place}, {kept}", own + encoder, own + read, projections + change))
     return [*sizes, int8_size((cross_kv + self_kv) // size, baseline)]
+
+
+def _cross_layers(config: Any, shape: KVShape) -> Sequence[AttentionWeights]:
+    """Cross-attention of the decoder's layers, without memory for the weights."""
+    encoder_width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    width, kv_width = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    with torch.device("meta"):
+        key = torch.empty(kv_width, encoder_width)
+        query, output = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width)
+    return [AttentionWeights(query, key, key, output, shape.query_heads, shape.kv_heads)] * shape.layers
