@@ -55,7 +55,7 @@ class SlimStorage(TokenStorage):
         return SlimStorage(self.layer, self._example)
 
     def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
-        """As the base class's.
+        """Convert suffix tokens to keys and values, which nodes store.
 
         Raises:
             ValueError: The model no longer exists in this process.

@@ -91,7 +91,7 @@ class SlimDecoderAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As BART's and Whisper's."""
+        """Attend, with the arguments of BART's and Whisper's attention."""
         return self.attend(hidden_states, key_value_states, past_key_values, attention_mask)
 
     def attend(
@@ -114,14 +114,14 @@ class SlimDecoderAttention(nn.Module):
         query = query.to(wide(dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         inputs, group = hidden_states if encoded is None else encoded, query.shape[-1]
-        if self.training and self.layer.cache_dtype is not None:
-            check_trainable(cache_dtype(dtype, self.layer), self.layer_idx)
+        stored_dtype = cache_dtype(dtype, self.layer)
+        if self.training:
+            check_trainable(stored_dtype, self.layer_idx)
         values: CachedValues
         if self.layer.plan in ("x", "e"):
             keys = inputs.to(dtype)[:, None]
             coordinates = keys[..., :0]
             if self.layer.plan == "x":
-                stored_dtype = cache_dtype(dtype, self.layer)
                 keys, _ = self._update(cache, store(keys, stored_dtype, group), coordinates)
                 keys = load(keys, stored_dtype, group)
             elif self._filled(cache) is None:  # empty tensors: Whisper's `generate` reads those of every layer
@@ -131,7 +131,7 @@ class SlimDecoderAttention(nn.Module):
             with no_autocast(query.device):
                 query, scored = score_operands(query, keys, getattr(self, key_name), self.num_heads, absorb=absorb)
         else:
-            values, stored_dtype = self.slim, cache_dtype(dtype, self.layer)
+            values = self.slim
             stored = self._filled(cache)
             if stored is None:
                 exact = self.slim.to_cache(inputs, getattr(self, key_name)(inputs))

@@ -60,7 +60,8 @@ def forest_attention(
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
     dtype = query.dtype
-    stored = Segment(*(layer.stored(part, cache_dtype(dtype, layer.layer)) for part in (keys, coordinates)))
+    new = slice(0 if cache.state.packed else None)  # prefill stores nothing slim: the layout alone is needed
+    stored = Segment(*(layer.stored(part[:, :, new], cache_dtype(dtype, layer.layer)) for part in (keys, coordinates)))
     storage = partial(SlimStorage.of, layer, stored)
     with no_autocast(query.device):
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)

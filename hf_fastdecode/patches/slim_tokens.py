@@ -1,4 +1,4 @@
-"""What a slim layer's cached tokens stand for: keys to be scored, and values."""
+"""Converts a slim layer's cached tokens to keys and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .wide_products import wide
 
 
 class SlimTokens(nn.Module):
-    """Norm and RoPE of a slim layer, which stand between what is cached and the scores.
+    """Base class of slim attention layers: what they cache, and the keys and values that follow from it.
 
     With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0. Neither
     norm nor RoPE is in such layers.
@@ -48,13 +48,13 @@ class SlimTokens(nn.Module):
 
     @property
     def heads(self) -> int:
-        """Of queries, and of keys and values."""
+        """Number of heads, the same for queries and for keys and values."""
         count: int = self.config.num_attention_heads
         return count
 
     @property
     def values(self) -> CachedValues:
-        """Values of cached tokens."""
+        """Module that makes values of cached tokens."""
         if self.layer.plan == "x":
             return InputValues(self.v_proj, self.heads, self.heads)
         return self.slim
@@ -92,12 +92,15 @@ class SlimTokens(nn.Module):
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
 
     def scored_keys(self, keys: Tensor, tables: Tables | None) -> Tensor:
-        """Cached keys ``[rows, 1, tokens, heads * head_dim]`` or inputs, as numbers, likewise."""
+        """Keys, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32.
+
+        Args:
+            keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, or inputs; read from 8 bits by `numbers`.
+            tables: Of their positions; None without RoPE.
+        """
         if self.layer.plan == "x":
             return input_keys(keys, self.k_proj, self.heads, self.heads)
-        if (
-            tables is None
-        ):  # without the key offset: it adds one number to all scores of a query, which softmax ignores
+        if tables is None:  # the key offset may stay away: it adds one number to all scores of a query
             return self._heads(keys[:, 0].to(wide(keys.dtype)))
         return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
 
@@ -121,13 +124,13 @@ class SlimTokens(nn.Module):
         return score_operands(query, keys, self.k_proj, self.heads, absorb=absorb)
 
     def keys_and_values(self, keys: Tensor, coordinates: Tensor, tables: Tables | None, dtype: torch.dtype) -> Segment:
-        """What an ordinary layer caches of tokens, ``[rows, heads, tokens, head_dim]``, from numbers of this one."""
+        """Make the keys and values that an ordinary layer caches, ``[rows, heads, tokens, head_dim]``."""
         scored = self.scored_keys(keys, tables)
         values = self.values.per_token(keys, coordinates).unflatten(-1, (scored.shape[1], -1)).transpose(1, 2)
         return Segment(scored.to(dtype), values.to(dtype))
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
-        """See `MakesNodes.as_nodes`."""
+        """Make keys and values of cached tokens, see `MakesNodes.as_nodes`."""
         tables = self.tables(positions) if self.rotary else None
         return self.keys_and_values(
             self.numbers(keys), self.numbers(coordinates), tables, dtype or self.q_proj.weight.dtype

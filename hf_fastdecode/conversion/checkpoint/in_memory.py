@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from hf_fastdecode.wrappers import unwrapped
 from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
-from .families import family_of, slim_config
+from .families import family_of
 from .family import Family, attention_inputs, longest_text
 from .plan_choice import PlanChoice
-from .slim_layer import convert_layer, matrix_dtype
+from .slim_layer import convert_layer
+from .slim_model import build_slim_model
 
 
 def to_slim(
@@ -87,15 +87,10 @@ def to_slim(
         if converted.entry.plan != "kv":
             state = {name: one for name, one in state.items() if not name.startswith(prefix)}
             state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
-    config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
-    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
-    with torch.device("meta"):
-        slim: PreTrainedModel = family.slim_model(config)
-    slim.load_state_dict(state, strict=True, assign=True)
-    family.fill_buffers(slim, config, model.device)
+    slim = build_slim_model(family, model, entries, state)
+    family.fill_buffers(slim, slim.config, model.device)
     slim.tie_weights()
-    slim.generation_config = deepcopy(model.generation_config)
-    return slim.eval()
+    return slim
 
 
 def _require_ordinary(model: PreTrainedModel, family: Family) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..families import slim_config
 from ..plan_choice import PlanChoice
-from ..slim_layer import matrix_dtype
+from ..slim_model import build_slim_model
 from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import model_inputs, record
@@ -49,12 +45,7 @@ def decoder_to_slim(
         entries.append(converted.entry.to_dict())
         tensors = converted.attention(below(prefix, state), family.projection("v"))
         made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
-    config = slim_config(family, model.config, entries, model.dtype, matrix_dtype(model.dtype))
-    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
-    with torch.device("meta"):
-        slim: PreTrainedModel = family.slim_model(config)
-    slim.load_state_dict(made, strict=True, assign=True)
+    slim = build_slim_model(family, model, entries, made)
     slim.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # fewer where a checkpoint has a head of its own
     slim.tie_weights(recompute_mapping=False)
-    slim.generation_config = deepcopy(model.generation_config)
-    return slim.eval()
+    return slim

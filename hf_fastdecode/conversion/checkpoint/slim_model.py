@@ -1,0 +1,39 @@
+"""Builds a slim model of converted tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .encoder_decoder.architecture import EncoderDecoder
+from .families import slim_config
+from .family import Family
+from .slim_layer import matrix_dtype
+
+
+def build_slim_model(
+    family: Family | EncoderDecoder,
+    model: PreTrainedModel,
+    entries: Sequence[dict[str, Any]],
+    state: Mapping[str, Tensor],
+) -> PreTrainedModel:
+    """Build the slim form of a model, in eval mode; its weights are not tied yet.
+
+    Args:
+        family: Of both models.
+        model: The ordinary model, whose config and generation config are copied.
+        entries: Of the slim config, one per layer.
+        state: All parameters and buffers that are saved, which the slim model takes without a copy.
+    """
+    config = slim_config(family, model.config, list(entries), model.dtype, matrix_dtype(model.dtype))
+    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    with torch.device("meta"):
+        slim: PreTrainedModel = family.slim_model(config)
+    slim.load_state_dict(state, strict=True, assign=True)
+    slim.generation_config = deepcopy(model.generation_config)
+    return slim.eval()
