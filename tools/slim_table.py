@@ -145,7 +145,7 @@ def tokens_rows() -> list[TokensRow]:
 
 
 def _name(part: int | None, dtype: torch.dtype) -> str:
-    """Of a cache of keys and values for None, else of keys and a part of the values' coordinates, or none for 0."""
+    """Name of a cache: keys and values for None, keys alone for 0, else keys and d / `part` V-coordinates."""
     keys = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
     return f"{'keys and values' if part is None else keys}, {_SHORT[dtype]}"
 

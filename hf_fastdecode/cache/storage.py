@@ -74,7 +74,7 @@ class TokenStorage:
 
     @property
     def suffix_example(self) -> Segment | None:
-        """Likewise of the suffixes' layout."""
+        """Any parts of the suffixes' layout, as `node_example`."""
         return self.node_example
 
     @property

@@ -64,7 +64,7 @@ class SlimAttention(SlimTokens):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the ordinary layer's, with `slim_rotation` in the place of `position_embeddings`.
+        """Attend, with the ordinary layer's arguments, but `slim_rotation` in the place of `position_embeddings`.
 
         Raises:
             ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; or the layer caches

@@ -69,7 +69,7 @@ class SlimRotaryDecoder(SlimDecoder):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the ordinary decoder's.
+        """Run the decoder, with the ordinary decoder's arguments.
 
         Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder; those cached in
         earlier passes are taken to have had positions that rise by 1 from token to token.
@@ -109,7 +109,7 @@ class SlimRotaryDecoder(SlimDecoder):
         return {ROTATION: Rotation(self.tables(query_positions), self.tables(key_positions))}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """Likewise, for a pass over a shared-context cache."""
+        """Argument of the attention layers, for a pass over a shared-context cache."""
         return {ROTATION: forest_rotation(self.tables, cache, position_ids)}
 
     def tables(self, positions: Tensor) -> Tables:

@@ -24,7 +24,7 @@ class CachedValues(Protocol):
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
-    """Of keys and V-coordinates, or of inputs: the layer's own, if it has one.
+    """Dtype of a layer's cache: its own, if it has one.
 
     Else fp16 for keys of bf16 models where their range allows, which has less error in the same bytes, and the model's
     otherwise, in which inputs are exact.

@@ -12,10 +12,10 @@ PLANS: Final = ("k", "k+r", "kv")
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
 """Dtypes that a layer's cache may have whatever the model's is."""
 SELF_PLANS: Final = (*PLANS, "x")
-"""Of self-attention without RoPE and QK-norm: also the layer's inputs."""
+"""Plans of self-attention without RoPE and QK-norm: also the layer's inputs."""
 
 CROSS_PLANS: Final = (*PLANS, "e")
-"""Of cross-attention: also nothing, as it reads the encoder's output, which generation keeps once for all layers."""
+"""Plans of cross-attention: also nothing, as the encoder's output is kept once for all layers by generation."""
 
 ALL_PLANS: Final = (*PLANS, "x", "e")
 

@@ -130,11 +130,11 @@ class Family:
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """That layers can have."""
+        """Plans that layers can have."""
         return self.slim_config.plans
 
     def layer_prefix(self, index: int) -> str:
-        """Of all weights of a layer."""
+        """Prefix of the names of a layer's weights."""
         return f"{self.layers}{index}."
 
     def model_name(self, stored: str) -> str:

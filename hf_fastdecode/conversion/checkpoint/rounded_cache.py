@@ -31,7 +31,7 @@ class RoundedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As any cache's, of rounded keys and values ``[rows, kv_heads, tokens, head_dim]``."""
+        """Append keys and values ``[rows, kv_heads, tokens, head_dim]``, rounded, and return all of them."""
         if self.rounded_layers is None or layer_idx in self.rounded_layers:
             key_states, value_states = map(self._round, (key_states, value_states))
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)

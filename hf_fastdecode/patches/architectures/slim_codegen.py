@@ -44,7 +44,7 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `SlimAttention.forward`, with the cache as `layer_past`, and positions for tables."""
+        """Attend as `SlimAttention.forward` does, with the cache as `layer_past`, and positions for tables."""
         if isinstance(layer_past, SharedContextCache):
             kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids)
             return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
@@ -90,7 +90,7 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
         return {}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """Likewise."""
+        """No argument: layers make their tables."""
         return {}
 
 

@@ -28,7 +28,7 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As `SlimAttention.forward`, with the cache as `layer_past`."""
+        """Attend as `SlimAttention.forward` does, with the cache as `layer_past`."""
         return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
 
 

@@ -50,7 +50,7 @@ class SlimT5Attention(SlimDecoderAttention, T5Attention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As the ordinary layer's. Cross-attention has no bias of positions, and passes on what it is given."""
+        """Attend, with the ordinary layer's arguments; cross-attention passes on the position bias it is given."""
         if not self.cross:
             queries, seen, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
             if past_key_values is not None:

@@ -16,7 +16,7 @@ from .tensors import below
 def decoder_to_slim(
     model: PreTrainedModel, family: EncoderDecoder, choice: PlanChoice, ids: Tensor, features: Tensor | None
 ) -> PreTrainedModel:
-    """A slim copy, which shares the weights that stay; as `to_slim`.
+    """Make a slim copy of an encoder-decoder model, which shares the weights that stay unchanged.
 
     Args:
         model: An ordinary model.

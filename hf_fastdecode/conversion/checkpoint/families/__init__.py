@@ -14,7 +14,7 @@ FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", 
 """Model types of ordinary configs, and files of this folder."""
 
 ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
-"""The same, of models with an encoder and a decoder."""
+"""Model types with an encoder and a decoder, likewise files of this folder."""
 
 _SLIM: Final = "slim_"
 
