@@ -12,8 +12,9 @@ from typing import Any
 RANK_DIVISOR = 8
 """Numbers per cached key for each V-coordinate of ``slim-k+r``."""
 
-SLIM_WAYS = ("flash", "forest", "forest-prompt", "slim-k", "slim-k+r")
-"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches."""
+SLIM_WAYS = ("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches")
+"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches; the
+last with the kernel for GPUs without clusters."""
 
 
 @dataclass(frozen=True)

@@ -99,35 +99,25 @@ class SlimBench:
         if reason := refusal(*inputs[0]):
             raise NotAvailableError(reason)
         from ..kernels.forest_decode.limits import shared_memory
-        from ..kernels.installed import interpreted
-        from ..kernels.slim_decode.api import (
-            SlimConfig,
-            SlimPartial,
-            SlimWorkspace,
-            choose_slim_config,
-            slim_decode,
-        )
+        from ..kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
+        from ..kernels.slim_decode.config import choose_slim_config, config_text, parse_config
 
-        config = choose_slim_config(
-            case.heads,
-            case.head_dim,
-            case.rank(way),
-            inputs[0].keys.dtype,
-            shared_memory=shared_memory(self.device),
-            fused=not interpreted(),
-        )
-        config = SlimConfig.parse(way.partition(":")[2], config)
+        name, _, changes = way.partition(":")
         rotary = _rope_tables(case, self.device)
+        dtype, shape = inputs[0].keys.dtype, (case.heads, case.head_dim, case.rank(way))
+        if name.endswith("two-launches"):
+            config: Any = choose_slim_config(*shape, dtype, shared_memory=shared_memory(self.device))
+        else:
+            config = choose_config(*shape, dtype, self.device, rotary=rotary)
+        config = parse_config(changes, config)
         lengths = torch.full((case.rows,), case.context, dtype=torch.int32, device=self.device)
-        workspace = SlimWorkspace.make(case.heads, config, self.device)
         scale = case.head_dim**-0.5
 
         def call(given: SlimInputs) -> Callable[[], SlimPartial]:
-            options: dict[str, Any] = {"scale": scale, "rotary": rotary, "workspace": workspace}
-            return lambda: slim_decode(*given, lengths, config, **options)
+            return lambda: slim_decode(*given, lengths, config, scale=scale, rotary=rotary)
 
         calls = [call(given) for given in inputs]
-        found: dict[str, Any] = {"variant": str(config)}
+        found: dict[str, Any] = {"variant": config_text(config)}
         oracle = _Oracle(inputs[0], rotary, scale) if self.check else None
         if oracle is not None:
             found["error_ratio"] = error = oracle.error(*calls[0]()[:2])
@@ -172,7 +162,7 @@ class _Oracle:
     The yardstick rounds weights to the cache's dtype, as fused attention does, and nothing else.
     """
 
-    def __init__(self, inputs: SlimInputs, rotary: tuple[Tensor, Tensor], scale: float):
+    def __init__(self, inputs: SlimInputs, rotary: Any, scale: float):
         heads, _, head_dim = inputs.query.shape[1:]
         self.heads = [0, heads - 1]
         query = inputs.query[-1, self.heads, 0].double()
@@ -181,7 +171,7 @@ class _Oracle:
         scores = []
         for start in chunks:
             own = keys[start : start + _CHUNK].double().unflatten(-1, (heads, head_dim))[:, self.heads]
-            cos, sin = (table[0, start : start + _CHUNK].double()[:, None] for table in rotary)
+            cos, sin = (table[0, start : start + _CHUNK].double()[:, None] for table in rotary[:2])
             low, high = own.chunk(2, -1)
             rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)  # [tokens, 2, head_dim]
             scores.append(torch.einsum("hd,thd->ht", query, rotated) * scale)
@@ -204,8 +194,8 @@ class _Oracle:
         return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
 
 
-def _rope_tables(case: SlimCase, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[1, context, head_dim / 2]`` each."""
-    exponents = torch.arange(0, case.head_dim, 2, device=device) / case.head_dim
-    angles = torch.arange(case.context, device=device)[:, None] * 10_000.0**-exponents
-    return angles.cos()[None], angles.sin()[None]
+def _rope_tables(case: SlimCase, device: torch.device) -> Any:
+    from ..kernels.slim_decode.api import RotaryTables
+
+    frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=device) / case.head_dim)
+    return RotaryTables.of(frequencies, torch.arange(case.context, device=device)[None])

@@ -63,15 +63,15 @@ def test_a_failing_configuration_does_not_stop_the_others(bench, monkeypatch):
         row = bench.measure(CASE, "slim-k")
     assert row["status"].startswith("failed: KernelFailedError: the slim decode kernel cannot run on cpu: ")
     assert "with names own_heads" in bench.measure(CASE, "slim-k:tiles=1")["status"]
-    assert bench.measure(CASE, "slim-k:lag=1")["status"] == "ok"
+    assert bench.measure(CASE, "slim-k:parts=1")["status"] == "ok"
 
 
 def test_the_command(tmp_path):
     out = tmp_path / "slim.csv"
     words = ("--device", "cpu", "--only", "n2-", "--way", "slim-k", "--way", "flash", "--out", out)
-    result = run(*words, "--config", "lag=1")
+    result = run(*words, "--config", "parts=1")
     assert result.exit_code == 0, result.stderr
-    assert [row["way"] for row in read_rows(out)] == ["slim-k", "flash", "slim-k:lag=1"]
+    assert [row["way"] for row in read_rows(out)] == ["slim-k", "flash", "slim-k:parts=1"]
     assert "| 2 | 20 | slim-k | " in result.stdout
     result = run(*words, "--config", "nosuch=1")
     assert result.exit_code == 1

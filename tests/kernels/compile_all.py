@@ -39,7 +39,8 @@ from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
 from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
-from hf_fastdecode.kernels.slim_decode.api import choose_slim_config, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import RotaryTables, slim_decode
+from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
 
 
 class Gpu(NamedTuple):
@@ -250,7 +251,7 @@ def draw_everything() -> None:
 
 
 def attend_to_slim_caches() -> None:
-    """A slim layer's step at many shapes, in one launch and in two."""
+    """A slim layer's step at many shapes, in two launches."""
     layouts = product(
         ((4, 64), (32, 64), (3, 80), (12, 128), (32, 128), (40, 128), (16, 256)),  # heads, head_dim
         (0, 16, 512),  # V-coordinates
@@ -270,9 +271,8 @@ def attend_to_slim_caches() -> None:
         config = choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
         for changes in (
             {},
-            {"fused": False},
-            {"keep": False, "parts": 1},
-            {"transposed": True, "lag": 1, "apart": False},
+            {"parts": 1},
+            {"transposed": True, "apart": False},
         ):
             slim_decode(
                 query,
@@ -282,7 +282,7 @@ def attend_to_slim_caches() -> None:
                 replace(config, **changes),
                 scale=0.1,
                 key_offset=empty(columns, dtype=torch.float32) if more else None,
-                rotary=(table, table) if tables else None,
+                rotary=RotaryTables(table, table) if tables else None,
                 starts=numbers if more else None,
             )
 

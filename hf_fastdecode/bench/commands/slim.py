@@ -30,7 +30,7 @@ def slim(
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="Launch parameters of the slim kernel that differ, such as own_heads=8,lag=1; repeatable."),
+        typer.Option(help="Launch parameters of the slim kernel that differ, such as tile=32,stages=4; repeatable."),
     ] = None,
     only: Annotated[list[str] | None, ONLY] = None,
     device: Annotated[str, DEVICE] = "auto",
@@ -48,7 +48,7 @@ def slim(
     Examples:
 
         hf-fastdecode bench slim
-        hf-fastdecode bench slim --only n1- --way slim-k --config block_t=16 --config own_heads=2,block_t=64
+        hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 --config clusters=8
     """
     known("set", sets or [], SLIM_SETS)
     ways = known("way", way or SLIM_WAYS, SLIM_WAYS)

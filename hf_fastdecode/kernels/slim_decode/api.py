@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from ..cuda_module import cuda_bindings_are_installed
 from ..failures import Kernel, launching
 from ..forest_decode.arguments import check_table
-from ..forest_decode.limits import multiprocessors, shared_memory
+from ..forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
-from .config import SlimConfig, choose_slim_config, padded_heads, rank_block
-from .exchange import HEADER
+from .cluster import TURNS, ClusterConfig, ClusterShape, cluster_kernel
+from .config import SlimConfig, choose_cluster_config, choose_slim_config, padded_heads, rank_block
 from .merge import merge_pieces
-from .partials import AVERAGES, BOTH, SCORES, slim_partials
+from .partials import AVERAGES, SCORES, slim_partials
 
-__all__ = ["SlimConfig", "SlimPartial", "SlimWorkspace", "choose_slim_config", "slim_decode"]
+__all__ = [
+    "ClusterConfig",
+    "RotaryTables",
+    "SlimConfig",
+    "SlimPartial",
+    "choose_config",
+    "slim_decode",
+]
 
-_RING = 8  # tiles of scores that a group exchanges: at least 2 * lag + 4
+
+class RotaryTables(NamedTuple):
+    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` numbers of a head.
+
+    Attributes:
+        cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
+        sin: Likewise.
+        turns: ``[8, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of 0 to 7 positions, where each row's
+            positions rise by one from slot to slot; None where they may not.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    turns: Tensor | None = None
+
+    @classmethod
+    def of(cls, frequencies: Tensor, positions: Tensor) -> RotaryTables:
+        """Tables of consecutive positions.
+
+        Args:
+            frequencies: ``[rotary_dim / 2]``: radians per position.
+            positions: ``[rows or 1, slots]``, rising by one from slot to slot.
+        """
+        angles = positions[..., None].double() * frequencies.double()
+        turns = torch.arange(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
+        return cls(angles.cos().float(), angles.sin().float(), torch.stack([turns.cos(), turns.sin()], 1).float())
 
 
 class SlimPartial(NamedTuple):
@@ -38,20 +70,30 @@ class SlimPartial(NamedTuple):
     lse: Tensor
 
 
-@dataclass(frozen=True)
-class SlimWorkspace:
-    """Memory of the exchange of scores. Any shapes and layers may share it, but launches that overlap must not.
+def choose_config(
+    heads: int,
+    head_dim: int,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rotary: RotaryTables | None = None,
+    offset: bool = False,
+) -> SlimConfig | ClusterConfig:
+    """Launch parameters for a layer on a device: on clusters where the GPU has them and the kernel takes the shape."""
+    memory = shared_memory(device)
+    if rotary is None or rotary.turns is not None:
+        rotary_dim = 2 * rotary.cos.shape[-1] if rotary else 0
+        config = choose_cluster_config(
+            heads, head_dim, rank, rotary_dim=rotary_dim, offset=offset and rotary is not None, shared_memory=memory
+        )
+        if config is not None and dtype != torch.float32 and _has_clusters(device):
+            return config
+    return choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
 
-    Attributes:
-        words: int64, zeros at first: the tag that was used last, and words of scores, from `HEADER` on.
-    """
 
-    words: Tensor
-
-    @classmethod
-    def make(cls, heads: int, config: SlimConfig, device: torch.device) -> SlimWorkspace:
-        """Memory for a layer's heads and configuration."""
-        return cls(torch.zeros(_words(heads, config, device), dtype=torch.int64, device=device))
+def _has_clusters(device: torch.device) -> bool:
+    return not interpreted() and compute_capability(device) >= (9, 0) and cuda_bindings_are_installed()
 
 
 def slim_decode(
@@ -59,23 +101,22 @@ def slim_decode(
     keys: Tensor,
     coordinates: Tensor,
     lengths: Tensor,
-    config: SlimConfig | None = None,
+    config: SlimConfig | ClusterConfig | None = None,
     *,
     scale: float,
     key_offset: Tensor | None = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary: RotaryTables | None = None,
     starts: Tensor | None = None,
-    workspace: SlimWorkspace | None = None,
 ) -> SlimPartial:
     """Attend with one query per row, and average the cached keys of all heads for each head.
 
     Slim attention, section 3 and eq. 2.1: values follow from keys, ``V = K W_KV``, so that attention is
     ``(softmax(Q K^T) K) W_KV``; the product with ``W_KV`` is the caller's. ``score[h, t] = scale * query[h] .
-    RoPE_t(keys[t, h] + key_offset[h])``. Keys are read from device memory once. Work is split into equal shares of the
-    tokens of all rows (LeanAttention, section 4). Results are bitwise reproducible on one device.
+    RoPE_t(keys[t, h] + key_offset[h])``. On thread block clusters keys are read from device memory once, in two
+    launches twice. Work is split into equal shares of the tokens of all rows (LeanAttention, section 4). Results
+    are bitwise reproducible on one device.
 
-    Lengths and starts are read on the device, so that a captured CUDA graph follows growing lengths. Programs wait for
-    one another: launches on other streams delay this one, but do not block it as long as they end.
+    Lengths and starts are read on the device, so that a captured CUDA graph follows growing lengths.
 
     Args:
         query: ``[rows, heads, 1, head_dim]``, fp32 or the keys' dtype, rotated; the last dimension contiguous.
@@ -86,10 +127,8 @@ def slim_decode(
         config: Launch parameters; chosen by shape and dtype when None.
         scale: Factor on the scores, positive.
         key_offset: ``[heads * head_dim]`` fp32, when given.
-        rotary: ``cos`` and ``sin``, each ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous: "rotate half" over
-            the first ``rotary_dim`` numbers of a head; None without RoPE.
+        rotary: Tables of RoPE; None without it. Clusters need ``turns``.
         starts: ``[rows]`` int32: first slot of each row that is not padding; 0 when None.
-        workspace: Memory of the exchange, for CUDA graphs and to save a memset; made when None.
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.
@@ -100,20 +139,11 @@ def slim_decode(
     """
     _check(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
     rows, heads, _, head_dim = query.shape
-    slots, rank = keys.shape[1], coordinates.shape[2]
+    rank = coordinates.shape[2]
     device = keys.device
     if config is None:
-        config = choose_slim_config(
-            heads,
-            head_dim,
-            rank,
-            keys.dtype,
-            shared_memory=shared_memory(device),
-            fused=not interpreted(),
-        )
-    members = -(-heads // config.own_heads)
-    groups = _groups(heads, config, device)
-    _check_config(config, members, groups)
+        options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
+        config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     result = SlimPartial(
         torch.empty(rows, heads, heads * head_dim, **fp32),
@@ -122,104 +152,182 @@ def slim_decode(
     )
     if not rows:
         return result
-    block_h = padded_heads(heads)
-    pieces = groups + rows - 1
-    part_out = torch.empty(pieces, heads, heads * head_dim + rank, **fp32)
-    part_lse = torch.empty(pieces, heads, **fp32)
-    if config.fused:
-        workspace = workspace or SlimWorkspace.make(heads, config, device)
-        words, scores = workspace.words, part_lse
-        if words.numel() < (needed := _words(heads, config, device)) or words.device != device:
-            raise ValueError(
-                f"the workspace must have {needed} words on {device}, got {words.numel()}, {words.device}"
-            )
-        launches = [(BOTH.value, config.lag)]
-    else:
-        words = lengths
-        scores = torch.empty(rows * triton.cdiv(slots, config.block_t), block_h, config.block_t, **fp32)
-        launches = [(SCORES.value, 0), (AVERAGES.value, config.lag)]
-    cos, sin = rotary or (part_lse, part_lse)
-    rotary_dim = 2 * cos.shape[2] if rotary else 0
-    shared: dict[str, Any] = {
-        "HEADS": heads,
-        "RANK": rank,
-        "STARTS": starts is not None,
-        "BLOCK_T": config.block_t,
-        "BLOCK_ROWS": triton.next_power_of_2(rows),
-        "enable_fp_fusion": True,  # Triton 3.9 warns about the default, which 3.10 changes
-    }
-    row_starts = lengths if starts is None else starts
+    if isinstance(config, SlimConfig):
+        _check_config(config, *_groups(config, heads, device))
+    elif rotary is not None and (rotary.turns is None or 2 * rotary.cos.shape[2] != head_dim):
+        raise ValueError("clusters need tables of RoPE with turns, of whole heads; pass a SlimConfig")
+    inputs = _Inputs(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
     with launching(Kernel.SLIM, device):
-        for phase, lag in launches:
-            slim_partials[(groups * members,)](
-                query,
-                keys,
-                coordinates,
-                part_lse if key_offset is None else key_offset,
-                cos,
-                sin,
-                row_starts,
-                lengths,
-                words,
-                scores,
-                part_out,
-                part_lse,
-                rows,
-                groups,
-                scale * LOG2E.value,
-                *query.stride()[:2],
-                *keys.stride()[:2],
-                *coordinates.stride()[:2],
-                cos.stride(0) if rotary and cos.shape[0] > 1 else 0,
-                HEAD_DIM=head_dim,
-                ROTARY=rotary_dim,
-                OFFSET=key_offset is not None,
-                MEMBERS=members,
-                OWN=config.own_heads,
-                HALF=triton.next_power_of_2(head_dim // 2),
-                BLOCK_H=block_h,
-                BLOCK_R=rank_block(rank, members),
-                LAG=lag,
-                RING=_RING,
-                KEEP=config.keep,
-                PARTS=1 if keys.dtype == torch.float32 else config.parts,
-                APART=config.apart,
-                TRANSPOSED=config.transposed,
-                WIDE=keys.dtype == torch.bfloat16 and interpreted(),  # whose products of bf16 are wrong
-                SHIFT=14 if keys.dtype == torch.float16 else 0,
-                PACK=max(1, min(4, block_h * config.block_t // (32 * config.warps))),
-                PHASE=phase,
-                STAGES=config.stages,
-                num_warps=config.warps,
-                maxnreg=min(255, 65536 // (32 * config.warps)),  # all, as there is one program per multiprocessor
-                **shared,
-            )
+        if isinstance(config, ClusterConfig):
+            groups, tile, parts = _on_clusters(inputs, config)
+        else:
+            groups, tile, parts = _in_two_launches(inputs, config)
         block = 512
         merge_pieces[(rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block))](
-            part_out,
-            part_lse,
-            row_starts,
+            *parts,
+            inputs.first_slots,
             lengths,
-            words,
             *result,
             rows,
             groups,
             KEYS=heads * head_dim,
             BLOCK=block,
             MERGE=4 if not interpreted() else 1,
-            TAGS=config.fused,
+            HEADS=heads,
+            RANK=rank,
+            STARTS=starts is not None,
+            BLOCK_T=tile,
+            BLOCK_ROWS=triton.next_power_of_2(rows),
             num_warps=4,
-            **shared,
         )
+    if isinstance(config, ClusterConfig) and rotary is None and key_offset is not None:
+        # Without RoPE the offset adds one number to all scores of a head.
+        heads_of_offset = key_offset.view(heads, head_dim)
+        result.lse.add_((query[:, :, 0].float() * heads_of_offset).sum(-1), alpha=scale)
     return result
 
 
-def _groups(heads: int, config: SlimConfig, device: torch.device) -> int:
-    return (config.programs or multiprocessors(device)) // -(-heads // config.own_heads)
+class _Inputs(NamedTuple):
+    """Checked arguments of `slim_decode`."""
+
+    query: Tensor
+    keys: Tensor
+    coordinates: Tensor
+    lengths: Tensor
+    scale: float
+    key_offset: Tensor | None
+    rotary: RotaryTables | None
+    starts: Tensor | None
+
+    @property
+    def first_slots(self) -> Tensor:
+        """Starts, or any table of this type where kernels do not read them."""
+        return self.lengths if self.starts is None else self.starts
+
+    @property
+    def table_row_stride(self) -> int:
+        """Numbers between the tables of two rows; 0 for tables of all rows."""
+        return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
+
+    def parts(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Memory for the pieces: averages ``[pieces, heads, e + r]``, and base-2 log-sum-exp ``[pieces, heads]``."""
+        pieces, heads = groups + self.query.shape[0] - 1, self.query.shape[1]
+        width = self.keys.shape[2] + self.coordinates.shape[2]
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": self.keys.device}
+        return torch.empty(pieces, heads, width, **fp32), torch.empty(pieces, heads, **fp32)
 
 
-def _words(heads: int, config: SlimConfig, device: torch.device) -> int:
-    return int(HEADER.value) + _groups(heads, config, device) * _RING * padded_heads(heads) * config.block_t
+_Launched = tuple[int, int, tuple[Tensor, Tensor]]
+"""Groups, tokens per tile, and what their pieces hold."""
+
+
+def _on_clusters(inputs: _Inputs, config: ClusterConfig) -> _Launched:
+    query, keys, coordinates, rotary = inputs.query.float(), inputs.keys, inputs.coordinates, inputs.rotary
+    rows, heads, _, head_dim = query.shape
+    device, size = keys.device, keys.element_size()
+    offset = inputs.key_offset if rotary is not None else None
+    shape = ClusterShape(
+        heads,
+        head_dim,
+        coordinates.shape[2],
+        rotary is not None,
+        offset is not None,
+        inputs.starts is not None,
+        keys.dtype == torch.bfloat16,
+        config,
+    )
+    kernel, clusters = cluster_kernel(shape, device)
+    groups = min(clusters, config.clusters or clusters)
+    averages, lse = parts = inputs.parts(groups)
+    cos, sin, turns = (lse, lse, lse) if rotary is None else (rotary.cos, rotary.sin, rotary.turns)
+    kernel.launch(
+        groups * config.members,
+        [
+            query,
+            keys,
+            coordinates,
+            lse if offset is None else offset,
+            cos,
+            sin,
+            turns if turns is not None else lse,
+            inputs.first_slots,
+            inputs.lengths,
+            averages,
+            lse,
+            rows,
+            keys.shape[1],
+            inputs.scale * LOG2E.value,
+            *query.stride()[:2],
+            *(stride * size for stride in keys.stride()[:2]),
+            *(stride * size for stride in coordinates.stride()[:2]),
+            inputs.table_row_stride,
+        ],
+        device,
+    )
+    return groups, config.tile, parts
+
+
+def _groups(config: SlimConfig, heads: int, device: torch.device) -> tuple[int, int]:
+    """Programs per group, and groups."""
+    members = -(-heads // config.own_heads)
+    return members, (config.programs or multiprocessors(device)) // members
+
+
+def _in_two_launches(inputs: _Inputs, config: SlimConfig) -> _Launched:
+    query, keys, coordinates, rotary = inputs.query, inputs.keys, inputs.coordinates, inputs.rotary
+    rows, heads, _, head_dim = query.shape
+    rank, device = coordinates.shape[2], keys.device
+    members, groups = _groups(config, heads, device)
+    block_h = padded_heads(heads)
+    averages, lse = parts = inputs.parts(groups)
+    tiles = rows * triton.cdiv(keys.shape[1], config.block_t)
+    scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
+    cos, sin = (lse, lse) if rotary is None else rotary[:2]
+    for phase in (SCORES, AVERAGES):
+        slim_partials[(groups * members,)](
+            query,
+            keys,
+            coordinates,
+            lse if inputs.key_offset is None else inputs.key_offset,
+            cos,
+            sin,
+            inputs.first_slots,
+            inputs.lengths,
+            scores,
+            averages,
+            lse,
+            rows,
+            groups,
+            inputs.scale * LOG2E.value,
+            *query.stride()[:2],
+            *keys.stride()[:2],
+            *coordinates.stride()[:2],
+            inputs.table_row_stride,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            ROTARY=2 * cos.shape[2] if rotary is not None else 0,
+            RANK=rank,
+            OFFSET=inputs.key_offset is not None,
+            STARTS=inputs.starts is not None,
+            MEMBERS=members,
+            OWN=config.own_heads,
+            HALF=triton.next_power_of_2(head_dim // 2),
+            BLOCK_H=block_h,
+            BLOCK_R=rank_block(rank, members),
+            BLOCK_T=config.block_t,
+            BLOCK_ROWS=triton.next_power_of_2(rows),
+            PARTS=1 if keys.dtype == torch.float32 else config.parts,
+            APART=config.apart,
+            TRANSPOSED=config.transposed,
+            WIDE=keys.dtype == torch.bfloat16 and interpreted(),  # whose products of bf16 are wrong
+            SHIFT=14 if keys.dtype == torch.float16 else 0,
+            PHASE=phase.value,
+            STAGES=config.stages,
+            num_warps=config.warps,
+            maxnreg=min(255, 65536 // (32 * config.warps)),  # all, as there is one program per multiprocessor
+            enable_fp_fusion=True,  # Triton 3.9 warns about the default, which 3.10 changes
+        )
+    return groups, config.block_t, parts
 
 
 def _check(
@@ -229,7 +337,7 @@ def _check(
     lengths: Tensor,
     scale: float,
     key_offset: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTables | None,
     starts: Tensor | None,
 ) -> None:
     """Check against out-of-bounds accesses; contents of device tensors are not checked."""
@@ -254,8 +362,11 @@ def _check(
         if wanted and part.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
     size = keys.element_size()
-    if any(stride * size % 16 for stride in keys.stride()[:2]) or keys.data_ptr() % 16:
-        raise ValueError(f"rows and slots of keys must begin at multiples of 16 bytes, got strides {keys.stride()}")
+    for name, part in (("keys", keys), ("coordinates", coordinates)):
+        if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
+            raise ValueError(
+                f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}"
+            )
     check_table("lengths", lengths, (rows,), torch.int32)
     if starts is not None:
         check_table("starts", starts, (rows,), torch.int32)
@@ -265,7 +376,9 @@ def _check(
         half = rotary[0].shape[-1]
         if not 0 < half <= head_dim // 2:
             raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
-        for name, table in zip(("cos", "sin"), rotary):
+        if rotary.turns is not None:
+            check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
+        for name, table in zip(("cos", "sin"), rotary[:2]):
             of_rows = rows if table.shape[0] != 1 else 1
             check_table(name, table, (of_rows, slots, half), torch.float32)
         if rotary[0].shape != rotary[1].shape:
@@ -278,11 +391,7 @@ def _check_config(config: SlimConfig, members: int, groups: int) -> None:
     for name, value, least in (("own_heads", config.own_heads, 1), ("block_t", config.block_t, 16)):
         if value < least or value & (value - 1):
             raise ValueError(f"{name} must be a power of 2 from {least}, got {value}")
-    if config.lag not in (1, 2):
-        raise ValueError(f"lag must be 1 or 2, got {config.lag}")
     if config.parts not in (1, 2):
         raise ValueError(f"parts must be 1 or 2, got {config.parts}")
     if not groups:
-        raise ValueError(f"a group needs {members} programs that run at the same time; raise own_heads")
-    if config.fused and interpreted():
-        raise ValueError("fused programs wait for one another, which interpreted ones cannot; choose fused=False")
+        raise ValueError(f"a group needs {members} programs; raise own_heads or programs")

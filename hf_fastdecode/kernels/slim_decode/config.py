@@ -1,73 +1,103 @@
-"""Launch parameters of the slim decode kernel."""
+"""Launch parameters of the slim decode kernels: on clusters, and in two launches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 import triton
 
+from .cluster import ClusterConfig, ClusterShape
+
+Config = TypeVar("Config", "SlimConfig", ClusterConfig)
+
 
 @dataclass(frozen=True)
 class SlimConfig:
-    """Launch parameters of `slim_decode`.
+    """Launch parameters of `slim_decode` in two launches.
 
     Attributes:
         own_heads: Heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs.
         block_t: Tokens per tile, a power of 2 from 16.
         warps: Warps per program.
         stages: Tiles in flight.
-        lag: Tiles between a tile's scores and its averages, 1 or 2: the time that the exchange of scores may take.
-        keep: Keep tiles in registers for so long; else they are read again, from L2.
         parts: Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's
             error is that of its token's value too, as with keys and values, so that one part errs as fused attention
             does.
         apart: Add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate.
         transposed: Multiply ``keys^T weights^T``, which Hopper's matrix units take from 64 columns on.
-        fused: Compute scores and averages in one launch; else in two, which read the keys twice.
-        programs: Programs at most, all of which must run at the same time; one per multiprocessor when None.
+        programs: Programs at most; one per multiprocessor when None.
     """
 
     own_heads: int
     block_t: int = 32
     warps: int = 8
     stages: int = 4
-    lag: int = 2
-    keep: bool = True
     parts: int = 2
     apart: bool = True
     transposed: bool = False
-    fused: bool = True
     programs: int | None = None
 
-    @classmethod
-    def parse(cls, text: str, base: SlimConfig) -> SlimConfig:
-        """Change fields of `base`, as in ``own_heads=8,block_t=16,keep=0``.
 
-        Raises:
-            ValueError: A field is unknown, or its value is no whole number.
-        """
-        changes: dict[str, int | bool] = {}
-        names = [field.name for field in fields(cls)]
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            if name not in names or not value.isdecimal():
-                raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
-            changes[name] = bool(int(value)) if name in ("keep", "apart", "transposed", "fused") else int(value)
-        return replace(base, **changes)  # type: ignore[arg-type]
+def config_text(config: SlimConfig | ClusterConfig) -> str:
+    """A configuration as `parse_config` reads it."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ",".join(f"{name}={int(value)}" for name, value in values.items() if value is not None)
 
-    def __str__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ",".join(f"{name}={int(value)}" for name, value in values.items() if value is not None)
+
+def parse_config(text: str, base: Config) -> Config:
+    """Change fields of `base`, as in ``own_heads=8,block_t=16``.
+
+    Raises:
+        ValueError: A field is unknown, or its value is no whole number.
+    """
+    changes: dict[str, int | bool] = {}
+    names = [field.name for field in fields(base)]
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdecimal():
+            raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
+        changes[name] = bool(int(value)) if name in ("apart", "transposed") else int(value)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def choose_cluster_config(
+    heads: int, head_dim: int, rank: int, *, rotary_dim: int, offset: bool, shared_memory: int = 227 * 1024
+) -> ClusterConfig | None:
+    """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
+
+    The smallest cluster whose blocks hold their sums in registers, with the largest tiles that fit: each tile costs a
+    round of messages.
+
+    Args:
+        heads: Heads of the layer.
+        head_dim: Numbers per head.
+        rank: V-coordinates.
+        rotary_dim: Numbers of a head that RoPE rotates.
+        offset: Whether keys have an offset.
+        shared_memory: Bytes of shared memory per block.
+    """
+    if head_dim not in (64, 128, 256) or rotary_dim not in (0, head_dim) or rank % 8:
+        return None
+    for members in (1, 2, 4, 8):
+        if heads % members:
+            continue
+        for tile, stages in ((64, 3), (32, 6), (32, 5), (32, 4), (32, 3)):
+            config = ClusterConfig(members, tile, stages)
+            shape = ClusterShape(heads, head_dim, rank, rotary_dim > 0, offset, True, False, config)
+            if shape.fits(shared_memory):
+                return config
+    return None
 
 
 _SUMS = 16 * 1024  # sums of keys per program: a quarter of a multiprocessor's registers
 
 
 def choose_slim_config(
-    heads: int, head_dim: int, rank: int, dtype: torch.dtype, *, shared_memory: int = 227 * 1024, fused: bool = True
+    heads: int, head_dim: int, rank: int, dtype: torch.dtype, *, shared_memory: int = 227 * 1024
 ) -> SlimConfig:
-    """Launch parameters for a layer's shape.
+    """Launch parameters in two launches for a layer's shape.
 
     A program has as many heads as the sums of all heads over their columns allow: tables of RoPE, which each program
     of a group reads, then cost the least.
@@ -78,11 +108,10 @@ def choose_slim_config(
         rank: V-coordinates.
         dtype: Of the cached keys.
         shared_memory: Bytes of shared memory per program.
-        fused: Whether the programs of a group run at the same time.
     """
     padded, width = padded_heads(heads), triton.next_power_of_2(head_dim)
     own = max(1, min(triton.next_power_of_2(heads), _SUMS // (padded * width)))
-    config = SlimConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4, fused=fused)
+    config = SlimConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
     coordinates = rank_block(rank, -(-heads // own))
     while _shared_bytes(config, width, coordinates, dtype) > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)

@@ -10,11 +10,10 @@ from .partials import row_tiles, share_start
 
 @triton.jit
 def merge_pieces(
-    part_out,  # arguments as in `slim_partials`, with the same tiles and groups
+    part_out,  # arguments as in the kernels that wrote them, with the same tiles and groups
     part_lse,
     starts,
     lengths,
-    words,
     out_keys,  # [rows, heads, e] fp32
     out_coordinates,  # [rows, heads, r] fp32
     out_lse,  # [rows, heads] fp32, natural logarithm
@@ -28,7 +27,6 @@ def merge_pieces(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
     MERGE: tl.constexpr,  # pieces loaded at once
-    TAGS: tl.constexpr,  # whether to advance the tags of the exchange
 ):
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -75,5 +73,3 @@ def merge_pieces(
     if block == 0:
         lse = tl.where(row_sum > 0, (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * LN2, -float("inf"))
         tl.store(out_lse + at + tl.arange(0, 1), lse)
-    if TAGS and (tl.program_id(0) == 0) & (block == 0):
-        tl.store(words, tl.load(words) + total + 1)

@@ -1,13 +1,10 @@
 # mypy: ignore-errors
-"""Slim decode kernel: scores and averages of the cached keys, each key read from device memory once.
+"""Slim decode in two launches that read the keys once each: scores, and averages of the cached keys.
 
 Averages ``P K`` have all columns of the cached keys for each head, ``heads * e`` sums, more than a multiprocessor
-holds. So a *group* of programs shares the columns: a program owns some heads and their columns. The group goes through
-tiles of tokens. For each tile, a program computes the scores of its own heads and publishes them to the group
-(`exchange`). LAG tiles later, when they have arrived, it receives the scores of all heads and adds the tile, kept in
-registers, to the averages of all heads over its own columns. Programs of a group see the same scores, so they compute
-the same row maxima and weights. Words of the exchange are reused after RING tiles; a CTA barrier in the products of
-every tile keeps the threads of a program within one tile of each other.
+holds. So a *group* of programs shares the columns: a program owns some heads and their columns. It computes the scores
+of its heads in one launch, and the averages of all heads over its columns in the other. As many bytes are read as with
+keys and values. On GPUs with thread block clusters, ``cluster.cu`` reads the keys once.
 
 Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
 A *piece* is what a group has of one row; it writes an fp32 partial.
@@ -17,12 +14,10 @@ import triton
 import triton.language as tl
 
 from ..forest_decode.node_kernel import LOWEST
-from .exchange import HEADER, publish, receive
 
-# Phases of a step: in one launch on a GPU; in two where programs of a group do not run at the same time.
-BOTH = tl.constexpr(0)
-SCORES = tl.constexpr(1)
-AVERAGES = tl.constexpr(2)
+# The two launches of a step.
+SCORES = tl.constexpr(0)
+AVERAGES = tl.constexpr(1)
 
 
 @triton.jit
@@ -112,14 +107,6 @@ def multiply(weights, operand, acc, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def copied(tile, COPY: tl.constexpr):
-    """The tile, behind an instruction without effect: Triton prefetches in no loop that only passes a value on."""
-    if COPY:
-        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=2)
-    return tile
-
-
-@triton.jit
 def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOSED: tl.constexpr):
     """Normalised averages, ``[H, columns]``."""
     averages = tl.trans(acc) if TRANSPOSED else acc
@@ -137,8 +124,7 @@ def slim_partials(
     sin,
     starts,  # [rows] int32, with STARTS: the first valid slot
     lengths,  # [rows] int32: filled slots
-    words,  # BOTH: int64, HEADER and [groups, RING, BLOCK_H, BLOCK_T], see `exchange`
-    scores,  # other phases: [tiles, BLOCK_H, BLOCK_T] fp32
+    scores,  # [tiles, BLOCK_H, BLOCK_T] fp32
     part_out,  # [groups + rows - 1, heads, e + r] fp32
     part_lse,  # [groups + rows - 1, heads] fp32, base 2
     rows,
@@ -164,15 +150,11 @@ def slim_partials(
     BLOCK_R: tl.constexpr,  # V-coordinates per program
     BLOCK_T: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    LAG: tl.constexpr,  # tiles between a tile's scores and its averages, up to 2; 0 in phase SCORES
-    RING: tl.constexpr,  # tiles of words; at least 2 * LAG + 4
-    KEEP: tl.constexpr,  # keep tiles in registers; else they are read again, from L2
     PARTS: tl.constexpr,
     APART: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WIDE: tl.constexpr,
     SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormal numbers
-    PACK: tl.constexpr,
     PHASE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -202,10 +184,6 @@ def slim_partials(
     token_in_tile = tl.arange(0, BLOCK_T)
     of_all_heads = all_heads[:, None] * BLOCK_T + token_in_tile[None, :]
     of_own_heads = own_head[None, :] * BLOCK_T + token_in_tile[:, None]
-    element = keys.dtype.element_ty
-    if PHASE == BOTH:
-        tag_base = tl.load(words).to(tl.int32) + 1
-        words += HEADER + group * (RING * BLOCK_H * BLOCK_T)
     if RANK:
         coordinate = member * BLOCK_R + tl.arange(0, BLOCK_R)
 
@@ -219,7 +197,7 @@ def slim_partials(
             first = first_token(starts, row, True, STARTS)
             length = tl.load(lengths + row)
             row_keys = keys + row64 * key_row_stride
-            if PHASE != AVERAGES:
+            if PHASE == SCORES:
                 row_query = query + row64 * query_row_stride + (own_head * query_head_stride)[:, None]
                 query_low = tl.load(row_query + low[None, :], mask=in_column, other=0.0).to(tl.float32) * scale_log2
                 query_high = tl.load(row_query + high[None, :], mask=in_column, other=0.0).to(tl.float32) * scale_log2
@@ -230,7 +208,7 @@ def slim_partials(
                     offset_high = tl.load(key_offset + high_column, mask=in_column, other=0.0)
                     along = query_low * offset_low + query_high * offset_high
                     across = query_high * offset_low - query_low * offset_high
-            if PHASE != SCORES:
+            if PHASE == AVERAGES:
                 row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
                 row_sum = tl.zeros([BLOCK_H], tl.float32)
                 SHAPE: tl.constexpr = [COLUMNS, BLOCK_H] if TRANSPOSED else [BLOCK_H, COLUMNS]
@@ -239,21 +217,14 @@ def slim_partials(
                 if RANK:
                     SHAPE_R: tl.constexpr = [BLOCK_R, BLOCK_H] if TRANSPOSED else [BLOCK_H, BLOCK_R]
                     acc_r = tl.zeros(SHAPE_R, tl.float32)
-            if KEEP and LAG > 0:
-                kept_low = tl.zeros([BLOCK_T, OWN, HALF], element)
-                kept_high = tl.zeros([BLOCK_T, OWN, HALF], element)
-                # Values of their own: Triton takes a variable for constant that a loop sets to another's first value.
-                older_low = tl.zeros([BLOCK_T, OWN, HALF], element)
-                older_high = tl.zeros([BLOCK_T, OWN, HALF], element)
-
-            for tile in tl.range(begin, end + LAG, num_stages=STAGES):
+            for tile in tl.range(begin, end, num_stages=STAGES):
                 token = first + tile * BLOCK_T + token_in_tile
                 here = token < tl.minimum(length, first + end * BLOCK_T)
                 seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
                 at = token.to(tl.int64)[:, None, None] * key_stride
                 tile_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
                 tile_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
-                if PHASE != AVERAGES:
+                if PHASE == SCORES:
                     if ROTARY:
                         table_at = (
                             row64 * table_row_stride + token.to(tl.int64)[:, None] * (ROTARY // 2) + pair[None, :]
@@ -275,60 +246,29 @@ def slim_partials(
                         ROTARY,
                     )
                     products = tl.where(here[:, None], products, -float("inf"))
-                    sent = ((tile < end) & (own_head < HEADS))[None, :] & (token_in_tile >= 0)[:, None]
-                    if PHASE == SCORES:
-                        place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
-                        tl.store(scores + place + of_own_heads, products, mask=sent)
-                    else:
-                        turn = row_start + tile - share
-                        publish(
-                            words + turn % RING * (BLOCK_H * BLOCK_T) + of_own_heads, products, tag_base + turn, sent
-                        )
-                if PHASE != SCORES:
-                    former = tile - LAG
-                    valid = ((all_heads < HEADS) & (former >= begin))[:, None] & (token_in_tile >= 0)[None, :]
-                    if PHASE == BOTH:
-                        turn = row_start + former - share
-                        slot = (turn + RING) % RING * (BLOCK_H * BLOCK_T)
-                        found = receive(words + slot + of_all_heads, tag_base + turn, valid, PACK)
-                    else:
-                        place = (row_start + former).to(tl.int64) * (BLOCK_H * BLOCK_T)
-                        found = tl.load(scores + place + of_all_heads, mask=valid, other=-float("inf"))
+                    place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                    sent = (own_head < HEADS)[None, :] & (token_in_tile >= 0)[:, None]
+                    tl.store(scores + place + of_own_heads, products, mask=sent)
+                else:
+                    place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                    valid = (all_heads < HEADS)[:, None] & (token_in_tile >= 0)[None, :]
+                    found = tl.load(scores + place + of_all_heads, mask=valid, other=-float("inf"))
                     new_row_max = tl.maximum(row_max, tl.max(found, 1))
                     weights = tl.exp2(found - (new_row_max - SHIFT)[:, None])
                     rescale = tl.exp2(row_max - new_row_max)
                     row_sum = row_sum * rescale + tl.sum(weights, 1)
                     row_max = new_row_max
-                    token = first + former * BLOCK_T + token_in_tile
-                    # Tiles of before `begin` have weights of 0, and are not read.
-                    here = (token < length) & (former >= begin)
-                    if LAG == 0:
-                        old_low, old_high = tile_low, tile_high
-                    elif not KEEP:
-                        seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
-                        at = token.to(tl.int64)[:, None, None] * key_stride
-                        old_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
-                        old_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
-                    elif LAG == 1:
-                        old_low, old_high = kept_low, kept_high
-                    else:
-                        old_low, old_high = older_low, older_high
-                    old_low = tl.reshape(old_low, [BLOCK_T, COLUMNS])
-                    old_high = tl.reshape(old_high, [BLOCK_T, COLUMNS])
-                    acc_low = add_tile(acc_low, rescale, weights, old_low, PARTS, APART, TRANSPOSED, WIDE)
-                    acc_high = add_tile(acc_high, rescale, weights, old_high, PARTS, APART, TRANSPOSED, WIDE)
+                    columns_low = tl.reshape(tile_low, [BLOCK_T, COLUMNS])
+                    columns_high = tl.reshape(tile_high, [BLOCK_T, COLUMNS])
+                    acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, TRANSPOSED, WIDE)
+                    acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, TRANSPOSED, WIDE)
                     if RANK:
                         at = row64 * coordinate_row_stride + token.to(tl.int64)[:, None] * coordinate_stride
                         seen = here[:, None] & (coordinate < RANK)[None, :]
                         tile_r = tl.load(coordinates + at + coordinate[None, :], mask=seen, other=0.0)
                         acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, TRANSPOSED, WIDE)
-                if KEEP and LAG > 0:
-                    if LAG == 2:
-                        older_low = copied(kept_low, PHASE == BOTH)
-                        older_high = copied(kept_high, PHASE == BOTH)
-                    kept_low, kept_high = tile_low, tile_high
 
-            if PHASE != SCORES:
+            if PHASE == AVERAGES:
                 piece = tl.cast(group + row, tl.int64)
                 out = part_out + piece * (HEADS * WIDTH)
                 in_heads = (all_heads < HEADS)[:, None]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fastdecode.kernels.slim_decode.api import SlimConfig, SlimPartial, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig, SlimPartial, slim_decode
 
 from ...attention.forests import DTYPE_NAMES, assert_error_rule
 
@@ -26,6 +26,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     offset: bool = True
     tables_of_rows: bool = False
+    consecutive: bool = False  # positions, as clusters take them; else random angles
 
     def __str__(self) -> str:
         parts = ["m" + "+".join(map(str, self.lengths))]
@@ -44,7 +45,7 @@ class Problem:
     lengths: Tensor
     options: dict[str, Any]
 
-    def run(self, config: SlimConfig | None = None, **options: Any) -> SlimPartial:
+    def run(self, config: SlimConfig | ClusterConfig | None = None, **options: Any) -> SlimPartial:
         return slim_decode(self.query, self.keys, self.coordinates, self.lengths, config, **self.options, **options)
 
     def answer(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> SlimPartial:
@@ -64,7 +65,7 @@ class Problem:
         offset = self.options["key_offset"]
         keys = (stored if offset is None else stored + offset.to(dtype)).unflatten(-1, (heads, head_dim))
         if self.options["rotary"] is not None:
-            cos, sin = (table.to(dtype)[:, :, None] for table in self.options["rotary"])
+            cos, sin = (table.to(dtype)[:, :, None] for table in self.options["rotary"][:2])
             low, high, rest = keys.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), -1)
             keys = torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
         scores = self.query.to(dtype) @ keys.permute(0, 2, 3, 1) * self.options["scale"]  # [rows, heads, 1, slots]
@@ -111,8 +112,14 @@ def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int =
     wide = wide.to(case.dtype).to(device)
     rotary = None
     if case.rotary:
-        angles = 9 * normal(rows if case.tables_of_rows else 1, slots, case.rotary // 2)
-        rotary = angles.cos().to(device), angles.sin().to(device)
+        of_rows = rows if case.tables_of_rows else 1
+        if case.consecutive:
+            frequencies = 1000.0 ** -(torch.arange(case.rotary // 2, device=device) / (case.rotary // 2))
+            positions = torch.arange(slots, device=device) + 1000 * torch.arange(of_rows, device=device)[:, None]
+            rotary = RotaryTables.of(frequencies, positions)
+        else:
+            angles = 9 * normal(of_rows, slots, case.rotary // 2)
+            rotary = RotaryTables(angles.cos().to(device), angles.sin().to(device))
 
     def numbers(values: tuple[int, ...] | None) -> Tensor | None:
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)

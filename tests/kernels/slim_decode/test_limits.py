@@ -8,7 +8,8 @@ from hf_fastdecode.kernels.forest_decode import limits
 from hf_fastdecode.kernels.slim_decode.limits import refusal
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.slim_decode.api import SlimConfig, SlimWorkspace, choose_slim_config, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import RotaryTables, SlimConfig, slim_decode
+from hf_fastdecode.kernels.slim_decode.config import choose_slim_config, config_text, parse_config
 
 INT = torch.int32
 
@@ -55,60 +56,44 @@ def test_nothing_is_refused_where_it_runs():
         ("lengths", lambda x: x.long(), r"lengths must be \[2\] int32, contiguous .* got \[2\] int64"),
         ("starts", lambda _: torch.zeros(3, dtype=INT), r"starts must be \[2\]"),
         ("key_offset", lambda _: torch.zeros(64).half(), r"key_offset must be \[64\] float32"),
-        ("rotary", lambda x: (x[0], x[1][:, :5]), r"sin must be \[1, 9, 8\]"),
-        ("rotary", lambda x: (x[0].repeat(1, 1, 2),) * 2, "must have 1 to 8 columns, got 16"),
+        ("rotary", lambda x: RotaryTables(x[0], x[1][:, :5]), r"sin must be \[1, 9, 8\]"),
+        ("rotary", lambda x: RotaryTables(*(x[0].repeat(1, 1, 2),) * 2), "must have 1 to 8 columns, got 16"),
+        ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[8, 2, 8\]"),
+        (
+            "coordinates",
+            lambda x: torch.zeros(2, 9, 12).half()[..., 4:],
+            "of coordinates must begin at multiples",
+        ),
         ("scale", lambda _: -1.0, "scale must be above 0, got -1.0"),
-        ("config", lambda _: SlimConfig(3, fused=False), "own_heads must be a power of 2 from 1, got 3"),
-        ("config", lambda _: SlimConfig(4, block_t=8, fused=False), "block_t must be a power of 2 from 16, got 8"),
-        ("config", lambda _: SlimConfig(4, lag=3, fused=False), "lag must be 1 or 2, got 3"),
-        ("config", lambda _: SlimConfig(4, parts=3, fused=False), "parts must be 1 or 2, got 3"),
-        ("config", lambda _: SlimConfig(1, programs=3, fused=False), "a group needs 4 programs .* raise own_heads"),
+        ("config", lambda _: SlimConfig(3), "own_heads must be a power of 2 from 1, got 3"),
+        ("config", lambda _: SlimConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
+        ("config", lambda _: SlimConfig(4, parts=3), "parts must be 1 or 2, got 3"),
+        ("config", lambda _: SlimConfig(1, programs=3), "a group needs 4 programs; raise own_heads"),
     ],
 )
 def test_arguments_are_checked(name, change, message):
     keys = torch.zeros(2, 9, 64).half()
     given = {"query": torch.zeros(2, 4, 1, 16), "keys": keys, "coordinates": torch.zeros(2, 9, 8).half()}
-    given |= {"lengths": torch.zeros(2, dtype=INT), "scale": 1.0, "rotary": (torch.zeros(1, 9, 8),) * 2}
-    given |= {"config": SlimConfig(4, fused=False)}
+    given |= {"lengths": torch.zeros(2, dtype=INT), "scale": 1.0, "rotary": RotaryTables(*(torch.zeros(1, 9, 8),) * 2)}
+    given |= {"config": SlimConfig(4)}
     with pytest.raises(ValueError, match=message):
         slim_decode(**given | {name: change(given.get(name))})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="programs run at the same time on a GPU")
-def test_interpreted_programs_cannot_wait_for_one_another():
-    keys = torch.zeros(1, 9, 64).half()
-    given = (torch.zeros(1, 4, 1, 16), keys, keys[..., :0], torch.zeros(1, dtype=INT))
-    with pytest.raises(ValueError, match="choose fused=False"):
-        slim_decode(*given, SlimConfig(4), scale=1.0)
 
 
 def test_launch_parameters_of_real_shapes():
     half = torch.float16
     config = choose_slim_config(32, 128, 512, half)
-    assert config == SlimConfig(4, block_t=32, warps=8, stages=4, lag=2, keep=True, parts=2)
+    assert config == SlimConfig(4, block_t=32, warps=8, stages=4, parts=2)
     assert choose_slim_config(32, 128, 0, half, shared_memory=99 * 1024).stages == 2
     assert choose_slim_config(40, 128, 0, half).own_heads == 2
     assert choose_slim_config(8, 64, 0, half).own_heads == 8
 
 
 def test_configurations_are_parsed():
-    config = SlimConfig.parse("own_heads=8,keep=0,block_t=64", SlimConfig(4))
-    assert config == SlimConfig(8, block_t=64, keep=False)
-    assert SlimConfig.parse(str(config), SlimConfig(1)) == config
-    assert SlimConfig.parse("", config) == config
-    for text in ("tiles=3", "keep", "lag=x"):
+    config = parse_config("own_heads=8,apart=0,block_t=64", SlimConfig(4))
+    assert config == SlimConfig(8, block_t=64, apart=False)
+    assert parse_config(config_text(config), SlimConfig(1)) == config
+    assert parse_config("", config) == config
+    for text in ("tiles=3", "apart", "parts=x"):
         with pytest.raises(ValueError, match="with names own_heads, block_t"):
-            SlimConfig.parse(text, config)
-
-
-def test_a_workspace_that_is_too_small_is_refused(monkeypatch):
-    from hf_fastdecode.kernels.slim_decode import api
-
-    monkeypatch.setattr(api, "interpreted", lambda: False)
-    device = torch.device("cpu")
-    config = SlimConfig(4, programs=2)
-    assert SlimWorkspace.make(4, config, device).words.shape == (16 + 2 * 8 * 16 * 32,)
-    keys = torch.zeros(1, 9, 64).half()
-    given = (torch.zeros(1, 4, 1, 16), keys, keys[..., :0], torch.zeros(1, dtype=INT))
-    with pytest.raises(ValueError, match="the workspace must have 8208 words on cpu, got 5"):
-        slim_decode(*given, config, scale=1.0, workspace=SlimWorkspace(torch.zeros(5, dtype=torch.int64)))
+            parse_config(text, config)

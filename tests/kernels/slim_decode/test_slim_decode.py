@@ -1,4 +1,4 @@
-"""The slim decode kernel against the fp64 oracle: interpreted on the CPU in two launches, and fused on a GPU."""
+"""The slim decode kernels against the fp64 oracle: in two launches, interpreted on the CPU."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.attention.partial import Partial, merge
-from hf_fastdecode.kernels.slim_decode.api import SlimConfig, SlimWorkspace, choose_slim_config
+from hf_fastdecode.kernels.slim_decode.api import SlimConfig
+from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
 from hf_fastdecode.patches.slim_values import SlimValues
 
 from .problems import Case, Problem, make_problem
@@ -35,7 +36,7 @@ if INTERPRETED:  # tensor cores would round fp32 to TF32
 
 def small(**changes) -> SlimConfig:
     """A configuration for tests: few heads per program, so that a group has several."""
-    base = SlimConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8, fused=not INTERPRETED)
+    base = SlimConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8)
     return replace(base, **changes)
 
 
@@ -54,14 +55,9 @@ def test_averages_and_lse(case):
         {"own_heads": 4, "block_t": 32},
         {"own_heads": 8, "programs": 3},
         {"own_heads": 2, "programs": 2},
-        {"lag": 1},
-        {"lag": 1, "keep": False},
-        {"lag": 2, "keep": False},
-        {"transposed": True, "lag": 1},
         {"transposed": True, "programs": 40},
         {"parts": 1},
         {"apart": False},
-        {"fused": False},
     ],
     ids=str,
 )
@@ -125,7 +121,7 @@ def test_errors_after_the_matrix_to_values(parts):
 def scores_of(problem: Problem) -> torch.Tensor:
     heads, _, head_dim = problem.query.shape[1:]
     keys = (problem.keys.double() + problem.options["key_offset"].double()).unflatten(-1, (heads, head_dim))
-    cos, sin = (table.double()[:, :, None] for table in problem.options["rotary"])
+    cos, sin = (table.double()[:, :, None] for table in problem.options["rotary"][:2])
     low, high = keys.chunk(2, -1)
     keys = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
     return (problem.query.double() @ keys.permute(0, 2, 3, 1))[:, :, 0] * problem.options["scale"]
@@ -143,24 +139,15 @@ REAL = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_real_shapes_on_a_gpu(case):
-    """With the launch parameters that are chosen; twenty repeats have equal bits."""
     problem = make_problem(case, DEVICE)
-    found = problem.run()
-    problem.check(found)
     config = choose_slim_config(case.heads, case.head_dim, case.rank, case.dtype)
-    workspace = SlimWorkspace.make(case.heads, config, problem.keys.device)
-    for _ in range(20):
-        assert all(torch.equal(*pair) for pair in zip(found, problem.run(config, workspace=workspace)))
-    problem.check(problem.run(replace(config, fused=False)))
+    problem.check(problem.run(config))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "change",
     [
-        {"lag": 1},
-        {"keep": False},
-        {"keep": False, "lag": 1},
         {"apart": False},
         {"transposed": True},
         {"transposed": True, "parts": 1},
@@ -176,36 +163,3 @@ def test_every_launch_parameter_at_a_real_shape_on_a_gpu(change):
     problem = make_problem(REAL[1], DEVICE)
     config = replace(choose_slim_config(32, 128, 512, HALF), **change)
     problem.check(problem.run(config), parts=config.parts)
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_follows_growing_lengths():
-    problem = make_problem(REAL[1], DEVICE)
-    last = problem.lengths.clone()
-    config = choose_slim_config(32, 128, 512, HALF)
-    workspace = SlimWorkspace.make(32, config, problem.keys.device)
-    problem.run(config, workspace=workspace)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = problem.run(config, workspace=workspace)
-    for share in (0.0, 0.01, 0.3, 0.31, 1.0):
-        problem.lengths.copy_(last * share)
-        graph.replay()
-        problem.check(found)
-
-
-@pytest.mark.gpu
-def test_launches_on_several_streams_end():
-    """Each with a workspace of its own; programs of a launch begin in order, so that whole groups always end."""
-    problems = [make_problem(REAL[0], DEVICE, seed=seed) for seed in range(4)]
-    expected = [problem.run() for problem in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(5):
-        for problem, stream in zip(problems, streams):
-            with torch.cuda.stream(stream):
-                found.append(problem.run())
-    torch.cuda.synchronize()
-    for index, result in enumerate(found):
-        assert all(torch.equal(*pair) for pair in zip(result, expected[index % 4]))

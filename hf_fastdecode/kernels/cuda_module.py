@@ -1,0 +1,148 @@
+"""CUDA C++ kernels, compiled at run time with NVRTC for the GPU at hand.
+
+cuda-bindings, which PyTorch installs with its CUDA builds, brings the compiler; no CUDA toolkit is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cuda_bindings_are_installed() -> bool:
+    """Whether kernels can be compiled here."""
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A loaded kernel.
+
+    Attributes:
+        function: The driver's handle.
+        threads: Threads per block.
+        shared_bytes: Dynamic shared memory per block.
+    """
+
+    function: Any
+    threads: int
+    shared_bytes: int
+
+    def launch(self, blocks: int, arguments: Sequence[Tensor | int | float], device: torch.device) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            blocks: Of the grid, in one dimension.
+            arguments: Tensors pass their address, whole numbers 64 bits, other numbers 32 bits.
+            device: The tensors' device.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
+        from cuda.bindings import driver
+
+        values, types = zip(*map(_argument, arguments))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            _checked(
+                driver.cuLaunchKernel(
+                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, (values, types), 0
+                )
+            )
+
+    def most_clusters(self, size: int) -> int:
+        """Number of clusters of so many blocks that the current device runs at the same time."""
+        from cuda.bindings import driver
+
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.attrs, config.numAttrs = [cluster], 1
+        (count,) = _checked(driver.cuOccupancyMaxActiveClusters(self.function, config))
+        return int(count)
+
+
+def load_kernel(
+    name: str, package: str, source: str, numbers: Mapping[str, int], *, threads: int, shared_bytes: int
+) -> CudaKernel:
+    """Compile a kernel for the current device, and load it.
+
+    Args:
+        name: Of the kernel, which is ``extern "C"``.
+        package: That has the source file.
+        source: Name of the source file.
+        numbers: Macros that the source reads.
+        threads: Threads per block.
+        shared_bytes: Dynamic shared memory per block.
+
+    Raises:
+        RuntimeError: It does not compile, or the driver refuses; the message has the compiler's first error.
+    """
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability()
+    text = files(package).joinpath(source).read_text(encoding="utf-8")
+    torch.cuda.current_stream().synchronize()  # which makes PyTorch's context the current one
+    architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with instructions of this architecture alone
+    (module,) = _checked(driver.cuModuleLoadData(compiled(text, numbers, architecture)))
+    (function,) = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    return CudaKernel(function, threads, shared_bytes)
+
+
+def compiled(text: str, numbers: Mapping[str, int], architecture: str) -> bytes:
+    """Machine code of a source for an architecture such as ``sm_90``; needs no GPU.
+
+    Raises:
+        RuntimeError: It does not compile.
+    """
+    from cuda.bindings import nvrtc
+
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
+    options = [
+        f"--gpu-architecture={architecture}",
+        "-std=c++17",
+        *(f"-D{key}={value}" for key, value in numbers.items()),
+    ]
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            log = bytes(size)
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            errors = [line for line in log.decode().splitlines() if "error" in line]
+            raise RuntimeError(errors[0] if errors else f"NVRTC: {result}")
+        (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
+        code = bytes(size)
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _argument(value: Tensor | int | float) -> tuple[int | float, Any]:
+    if isinstance(value, Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    return (value, ctypes.c_longlong) if isinstance(value, int) else (value, ctypes.c_float)
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name}")
+    return tuple(values)

@@ -1,0 +1,141 @@
+"""The slim decode kernel on thread block clusters: compiled here, run against the fp64 oracle on a GPU."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels import slim_decode
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, choose_config
+from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
+from hf_fastdecode.kernels.slim_decode.config import choose_cluster_config
+
+from .problems import Case, make_problem
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+SOURCE = Path(slim_decode.__file__).with_name("cluster.cu")
+
+
+def case(*lengths: int, heads: int = 32, head_dim: int = 128, rotary: int | None = None, **options) -> Case:
+    rotary = head_dim if rotary is None else rotary
+    return Case(lengths, heads=heads, head_dim=head_dim, rotary=rotary, consecutive=True, **options)
+
+
+CASES = [
+    case(4000, offset=False),
+    case(300, 17, 1000, offset=False),
+    case(4000, 1, 0, 2777, starts=(5, 0, 0, 700), rank=512),
+    case(3000, 3000, rank=512, dtype=BRAIN, offset=False),
+    case(3000, 700, heads=40, rank=640),
+    case(300, 700, heads=32, head_dim=64, rank=64, tables_of_rows=True),
+    case(300, 700, heads=16, head_dim=256, dtype=BRAIN),
+    case(300, 700, heads=12, head_dim=64, rank=96, rotary=0),
+    case(*(2000,) * 17, heads=8, head_dim=64, rank=16),
+    case(*(1,) * 40, heads=4, head_dim=128, rank=8),
+    case(0, 0, heads=4),
+]
+
+
+def chosen(problem, of: Case) -> ClusterConfig:
+    rotary, offset = problem.options["rotary"], problem.options["key_offset"]
+    config = choose_config(
+        of.heads, of.head_dim, of.rank, of.dtype, problem.keys.device, rotary=rotary, offset=offset is not None
+    )
+    assert isinstance(config, ClusterConfig)
+    return config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of", CASES, ids=str)
+def test_averages_and_lse(of):
+    """Ten repeats have equal bits."""
+    problem = make_problem(of, "cuda")
+    config = chosen(problem, of)
+    found = problem.run(config)
+    problem.check(found, parts=1)
+    for _ in range(10):
+        assert all(torch.equal(*pair) for pair in zip(found, problem.run(config)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change", [{"clusters": 1}, {"clusters": 3}, {"tile": 32, "stages": 4}, {"tile": 32, "stages": 3}], ids=str
+)
+def test_every_launch_parameter(change):
+    problem = make_problem(CASES[2], "cuda")
+    problem.check(problem.run(replace(chosen(problem, CASES[2]), **change)), parts=1)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_growing_lengths():
+    problem = make_problem(CASES[2], "cuda")
+    last = problem.lengths.clone()
+    config = chosen(problem, CASES[2])
+    problem.run(config)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = problem.run(config)
+    for share in (0.0, 0.01, 0.3, 0.31, 1.0):
+        problem.lengths.copy_(last * share)
+        graph.replay()
+        problem.check(found, parts=1)
+
+
+@pytest.mark.gpu
+def test_launches_on_several_streams():
+    problems = [make_problem(CASES[0], "cuda", seed=seed) for seed in range(4)]
+    expected = [problem.run() for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for problem, stream in zip(problems, streams):
+            with torch.cuda.stream(stream):
+                found.append(problem.run())
+    torch.cuda.synchronize()
+    for index, result in enumerate(found):
+        assert all(torch.equal(*pair) for pair in zip(result, expected[index % 4]))
+
+
+@pytest.mark.gpu
+def test_tables_without_turns_are_refused():
+    problem = make_problem(CASES[0], "cuda")
+    problem.options["rotary"] = problem.options["rotary"]._replace(turns=None)
+    with pytest.raises(Exception, match="clusters need tables of RoPE with turns"):
+        problem.run(ClusterConfig(8))
+
+
+def test_launch_parameters_of_real_shapes():
+    def config(*shape: int, rotary_dim: int, offset: bool = False, **options) -> ClusterConfig | None:
+        return choose_cluster_config(*shape, rotary_dim=rotary_dim, offset=offset, **options)
+
+    assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=64, stages=3)
+    assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
+    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5)
+    assert config(8, 64, 0, rotary_dim=0).members == 1
+    assert config(32, 96, 0, rotary_dim=96) is None
+    assert config(32, 128, 0, rotary_dim=64) is None
+    assert config(128, 128, 0, rotary_dim=128) is None
+    assert config(32, 128, 0, rotary_dim=128, shared_memory=48 * 1024) is None
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles with nvcc")
+@pytest.mark.parametrize("of", [CASES[0], CASES[2], CASES[5], CASES[7]], ids=str)
+def test_it_compiles_and_its_shared_memory_is_as_the_host_counts(of, tmp_path):
+    """The source asserts its own number of bytes."""
+    config = choose_cluster_config(of.heads, of.head_dim, of.rank, rotary_dim=of.rotary, offset=of.offset)
+    shape = ClusterShape(
+        of.heads, of.head_dim, of.rank, of.rotary > 0, of.offset and of.rotary > 0, True, of.dtype == BRAIN, config
+    )
+    numbers = [f"-D{name}={value}" for name, value in shape.numbers().items()]
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    command = ["nvcc", *target, "-o", str(tmp_path / "kernel.cubin"), *numbers, "-x", "cu", str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    assert int(spilled) <= 256  # addresses, which are read again in each tile
