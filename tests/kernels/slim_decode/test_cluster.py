@@ -31,7 +31,7 @@ CASES = [
     case(300, 17, 1000, offset=False),
     case(4000, 1, 0, 2777, starts=(5, 0, 0, 700), rank=512),
     case(3000, 3000, rank=512, dtype=BRAIN, offset=False),
-    case(3000, 700, heads=40, rank=640),
+    case(3000, 700, heads=40),
     case(300, 700, heads=32, head_dim=64, rank=64, tables_of_rows=True),
     case(300, 700, heads=16, head_dim=256, dtype=BRAIN),
     case(300, 700, heads=12, head_dim=64, rank=96, rotary=0),
