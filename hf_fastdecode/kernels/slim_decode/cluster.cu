@@ -31,10 +31,15 @@ constexpr int WARP_BLOCKS = (BLOCKS + WARPS - 1) / WARPS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 constexpr int STEPS = TILE / 16;
-// Buffers of weights, and of sums of weights. A block sends weights of a tile after it has received those of two tiles
-// before, whose senders' scores had waited until the tile of two more before was added. So no message says that a
-// buffer is free.
-constexpr int RING = 4;
+// Tiles after which a tile has been added: what is longer than a tile's scores, where shared memory has room.
+constexpr int LAG = STAGES > 3 ? 3 : 2;
+constexpr int AHEAD = STAGES - LAG;  // tiles whose copies are under way
+// With little room, add a tile before the weights of the next are computed, so that its memory is free earlier.
+constexpr bool ADD_FIRST = STAGES == 3;
+// Buffers of scores, of weights, and of their sums. Before a block sends the weights of a tile, it has received those
+// of two tiles before, whose senders had waited until the tile of LAG tiles more before was added. So no message says
+// that a buffer is free.
+constexpr int RING = 5;
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -53,7 +58,7 @@ static_assert(TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS && TILE <= 64 && LA
 
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
-constexpr int FACTORS_AT = SCORES_AT + 2 * OWN * TILE * 4;
+constexpr int FACTORS_AT = SCORES_AT + RING * OWN * TILE * 4;
 constexpr int SUMS_AT = FACTORS_AT + RING * PADDED_HEADS * 4;
 constexpr int QUERY_AT = SUMS_AT + RING * PADDED_HEADS * 4;
 constexpr int OFFSET_AT = QUERY_AT + OWN * HEAD_DIM * 4;
@@ -63,7 +68,7 @@ constexpr int SUMS_BARRIER = WEIGHTS_BARRIER + RING * 8;
 constexpr int LOADED_BARRIER = SUMS_BARRIER + RING * 8;     // a tile is in shared memory
 constexpr int ADDED_BARRIER = LOADED_BARRIER + STAGES * 8;  // and is no longer needed
 constexpr int SCORED_BARRIER = ADDED_BARRIER + STAGES * 8;
-constexpr int BARRIERS = 2 * RING + 2 * STAGES + 2;
+constexpr int BARRIERS = 3 * RING + 2 * STAGES;
 static_assert(WEIGHTS_BARRIER + BARRIERS * 8 == SHARED_BYTES);
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
@@ -340,7 +345,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
 
     if (warp < WARPS) {
         // Loads and scores.
-        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
         const int lane_in_token = lane % LANES;
         // Tokens of neighbouring lanes are 4 apart where two share 128 bytes of banks.
         const int lane_token = (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;  // the first, in its warp
@@ -367,7 +372,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
 
             // Slots of these tiles are free: the loop has waited for the tiles that had them.
 #pragma unroll
-            for (int ahead = 0; ahead < STAGES - 2; ahead++) load(begin + ahead, turn + ahead);
+            for (int ahead = 0; ahead < AHEAD; ahead++) load(begin + ahead, turn + ahead);
             asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // all have read the query of the row before
             const float* const row_query = query + row * query_row_stride;
             for (int i = thread; i < OWN * HALF; i += THREADS) {
@@ -382,22 +387,22 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                 }
             }
 
-            const auto table_place = [&](int tile) {  // of this warp's first token
-                return min(static_cast<i64>(first + tile * TILE + warp_token), slots - 1) * HALF;
+            float first_cos[PAIRS], first_sin[PAIRS];  // of this warp's first token in the next tile
+            const auto load_tables = [&](int tile) {
+                if constexpr (ROTATED) {
+                    const i64 token = min(static_cast<i64>(first + tile * TILE + warp_token), slots - 1);
+                    const i64 at = token * HALF + lane_in_token * PAIRS;
+#pragma unroll
+                    for (int p = 0; p < PAIRS; p++) {
+                        first_cos[p] = row_cosines[at + p], first_sin[p] = row_sines[at + p];
+                    }
+                }
             };
+            load_tables(begin);
             asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 
             for (int tile = begin; tile < end; tile++, turn++) {
-                float first_cos[PAIRS], first_sin[PAIRS];
-                if constexpr (ROTATED) {
-                    const i64 at = table_place(tile) + lane_in_token * PAIRS;
-#pragma unroll
-                    for (int p = 0; p < PAIRS; p++)
-                        first_cos[p] = row_cosines[at + p], first_sin[p] = row_sines[at + p];
-                }
-                if (turn >= 2) wait(base + ADDED_BARRIER + 8 * ((turn - 2) % STAGES), (turn - 2) / STAGES & 1);
-                load(tile + STAGES - 2, turn + STAGES - 2);
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
                 arrive(base + LOADED_BARRIER + 8 * (turn % STAGES), lane);
                 wait(base + LOADED_BARRIER + 8 * (turn % STAGES), turn / STAGES & 1);
 
@@ -417,16 +422,17 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                             rotation_sin[t][p] = first_sin[p] * turn_cos[p] + first_cos[p] * turn_sin[p];
                         }
                     }
-                    if (lane < HALF / 32) {  // a line of each table
-                        const i64 at = table_place(tile + 1) + 32 * lane;
-                        asm volatile("prefetch.global.L1 [%0];" ::"l"(row_cosines + at));
-                        asm volatile("prefetch.global.L1 [%0];" ::"l"(row_sines + at));
-                    }
+                    load_tables(tile + 1);
                 }
                 const char* const stage = memory + turn % STAGES * STAGE_BYTES;
-                float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + turn % 2 * (OWN * TILE);
+                float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + turn % RING * (OWN * TILE);
 #pragma unroll
                 for (int h = 0; h < OWN; h++) {
+                    if (h == OWN / 2) {  // the tile of LAG tiles before has been added by now
+                        if (turn >= LAG)
+                            wait(base + ADDED_BARRIER + 8 * ((turn - LAG) % STAGES), (turn - LAG) / STAGES & 1);
+                        load(tile + AHEAD, turn + AHEAD);
+                    }
                     float query_low[PAIRS], query_high[PAIRS], along[PAIRS], across[PAIRS];
                     load_pairs(query_low, own_query + h * HEAD_DIM, 0, lane_in_token);
                     load_pairs(query_high, own_query + h * HEAD_DIM, 1, lane_in_token);
@@ -465,12 +471,12 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                         scores[h * TILE + warp_token + lane_token + lane_in_token * TOKENS / LANES] = sum;
                     }
                 }
-                arrive(base + SCORED_BARRIER + 8 * (turn % 2), lane);
+                arrive(base + SCORED_BARRIER + 8 * (turn % RING), lane);
             }
         });
     } else {
         // Weights and averages.
-        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
         const int of_half = warp - WARPS;
         const int pair_of_lane = lane % 4 * 2, row_of_lane = lane / 4;  // of matrix units' results
         u32 turn = 0, pieces = 0;
@@ -544,9 +550,10 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                 if (of_half == 0 && lane == 0) {
                     expect(base + WEIGHTS_BARRIER + 8 * (turn % RING), HEADS * (2 * TILE + 4));
                 }
-                wait(base + SCORED_BARRIER + 8 * (turn % 2), turn / 2 & 1);
+                if (ADD_FIRST && tile > begin) add_tile(turn - 1);
+                wait(base + SCORED_BARRIER + 8 * (turn % RING), turn / RING & 1);
                 const float* const scores =
-                    reinterpret_cast<const float*>(memory + SCORES_AT) + turn % 2 * (OWN * TILE);
+                    reinterpret_cast<const float*>(memory + SCORES_AT) + turn % RING * (OWN * TILE);
                 const int known = length - (first + tile * TILE);  // tokens of the tile
                                                                    // A warp has all tokens of a head.
 #pragma unroll
@@ -593,7 +600,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                         }
                     }
                 }
-                if (tile > begin) add_tile(turn - 1);
+                if (!ADD_FIRST && tile > begin) add_tile(turn - 1);
             }
             add_tile(turn - 1);
 

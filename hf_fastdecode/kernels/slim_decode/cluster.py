@@ -10,7 +10,7 @@ import torch
 from ..cuda_module import CudaKernel, load_kernel
 
 _MOST_SUMS = 100  # per thread, of 152 registers
-_RING = 4  # buffers of weights, as in the source
+_RING = 5  # buffers of scores and weights, as in the source
 TURNS = 8  # rows of the table of turns
 
 
@@ -65,11 +65,11 @@ class ClusterShape:
         own, padded = self.heads // config.members, -(-self.heads // 8) * 8
         columns = own * self.head_dim + -(-self.rank // (16 * config.members)) * 16
         row = -(-2 * columns // 128) * 128
-        weights, scores, heads = padded * config.tile * 2, 2 * own * config.tile * 4, padded * 4
+        weights, scores, heads = padded * config.tile * 2, own * config.tile * 4, padded * 4
         query = own * self.head_dim * 4 * (2 if self.offset else 1)
         turns = config.tile // config.warps * self.head_dim * 4 if self.rotated else 0
-        barriers = 8 * (2 * _RING + 2 * config.stages + 2)
-        return config.stages * config.tile * row + _RING * (weights + 2 * heads) + scores + query + turns + barriers
+        barriers = 8 * (3 * _RING + 2 * config.stages)
+        return config.stages * config.tile * row + _RING * (weights + scores + 2 * heads) + query + turns + barriers
 
     def fits(self, shared_memory: int) -> bool:
         """Whether a block has enough shared memory and registers, and each warp whole tokens."""

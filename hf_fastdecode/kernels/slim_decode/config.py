@@ -67,8 +67,7 @@ def choose_cluster_config(
 ) -> ClusterConfig | None:
     """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
 
-    The smallest cluster whose blocks hold their sums in registers, with the largest tiles that fit: each tile costs a
-    round of messages.
+    The smallest cluster whose blocks hold their sums in registers, with as many tiles on their way as fit.
 
     Args:
         heads: Heads of the layer.
@@ -83,8 +82,16 @@ def choose_cluster_config(
     for members in (1, 2, 4, 8):
         if heads % members:
             continue
-        for tile, stages in ((64, 3), (32, 6), (32, 5), (32, 4), (32, 3)):
-            config = ClusterConfig(members, tile, stages)
+        for tile, stages, warps in (
+            (32, 6, 8),
+            (32, 5, 8),
+            (32, 4, 8),
+            (64, 3, 8),
+            (32, 6, 4),
+            (32, 5, 4),
+            (32, 4, 4),
+        ):
+            config = ClusterConfig(members, tile, stages, warps)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim > 0, offset, True, False, config)
             if shape.fits(shared_memory):
                 return config
