@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 from .biases import score_offset
 from .compensated_keys import compensated_key_feedback, compensated_keys

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..cache.shared import SharedContextCache
-from .attention_layer import SlimAttention
-from .cached_positions import key_positions, require_counted, visible_slots
-from .rotation import ROTATION, Rotation, Tables, forest_rotation
+from .attention.attention_layer import SlimAttention
+from .attention.cached_positions import key_positions, require_counted, visible_slots
+from .attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 
 
 class SlimPreTrainedModel(PreTrainedModel):

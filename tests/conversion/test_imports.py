@@ -30,4 +30,4 @@ def test_it_stands_alone_in_the_package() -> None:
         assert imported_layers(path) <= {"conversion"}, path
         names = [node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         inside = {name for name in names if name and name.startswith("hf_fastdecode")}
-        assert inside <= {"hf_fastdecode.patches.eight_bits"}, path
+        assert inside <= {"hf_fastdecode.patches.values.eight_bits"}, path

@@ -9,10 +9,10 @@ from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausal
 from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
 
 from ...cache.shared import SharedContextCache
-from ..attention_layer import SlimAttention
-from ..cached_positions import key_positions, visible_slots
+from ..attention.attention_layer import SlimAttention
+from ..attention.cached_positions import key_positions, visible_slots
+from ..attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..slim_configs import SlimCodeGenConfig
 
 

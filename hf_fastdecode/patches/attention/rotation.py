@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.direct_pass import require_next
-from ..cache.shared import SharedContextCache
+from ...cache.direct_pass import require_next
+from ...cache.shared import SharedContextCache
 
 ROTATION: Final = "slim_rotation"
 """Argument of the attention layers: a `Rotation`."""

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..attention.kv import Segment
-from .eight_bits import load, store
-from .input_projections import InputProjection, InputValues, input_keys, score_operands
+from ...attention.kv import Segment
+from ..slim_layers import SlimLayer
+from ..values.eight_bits import load, store
+from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
+from ..values.slim_values import SlimValues
+from ..values.wide_products import wide
 from .rotation import Tables, rotate
 from .slim_attention import CachedValues, cache_dtype
-from .slim_layers import SlimLayer
-from .slim_values import SlimValues
-from .wide_products import wide
 
 
 class SlimTokens(nn.Module):

@@ -13,18 +13,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..attention.autocast import no_autocast
-from ..attention.interface import SlidingWindow
-from ..attention.kv import ForestKV, Segment
-from ..attention.partial import Partial, merge
-from ..attention.scoring import Scoring
-from ..attention.torch_operators.decode_ops import nodes_attention
-from ..attention.torch_operators.operators import cannot_run
-from ..cache.handles import DecodeKV, PrefillKV
-from ..cache.layer import require_dtype
-from ..cache.shared import SharedContextCache
-from ..cache.slim_storage import SlimStorage
-from ..unsupported import Unsupported
+from ...attention.autocast import no_autocast
+from ...attention.interface import SlidingWindow
+from ...attention.kv import ForestKV, Segment
+from ...attention.partial import Partial, merge
+from ...attention.scoring import Scoring
+from ...attention.torch_operators.decode_ops import nodes_attention
+from ...attention.torch_operators.operators import cannot_run
+from ...cache.handles import DecodeKV, PrefillKV
+from ...cache.layer import require_dtype
+from ...cache.shared import SharedContextCache
+from ...cache.slim_storage import SlimStorage
+from ...unsupported import Unsupported
 from .rotation import Rotation, Tables
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import SlimTokens

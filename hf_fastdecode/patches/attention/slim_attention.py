@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.autocast import no_autocast
-from .eight_bits import EIGHT_BITS
-from .slim_layers import SlimLayer
+from ...attention.autocast import no_autocast
+from ..slim_layers import SlimLayer
+from ..values.eight_bits import EIGHT_BITS
 
 
 class CachedValues(Protocol):

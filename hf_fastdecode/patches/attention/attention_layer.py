@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..attention.autocast import no_autocast
-from ..cache.shared import SharedContextCache
+from ...attention.autocast import no_autocast
+from ...cache.shared import SharedContextCache
+from ..slim_layers import SlimLayer
+from ..values.input_projections import InputProjection
+from ..values.slim_values import SlimValues
+from ..values.wide_products import KeyProjection
 from .forest_attention import forest_attention
-from .input_projections import InputProjection
 from .rotation import ROTATION, Rotation
 from .slim_attention import cache_dtype, check_trainable, slim_attention
-from .slim_layers import SlimLayer
 from .slim_tokens import SlimTokens
-from .slim_values import SlimValues
-from .wide_products import KeyProjection
 
 
 class SlimAttention(SlimTokens):
