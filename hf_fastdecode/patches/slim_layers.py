@@ -9,6 +9,9 @@ from typing import Any, Final
 PLANS: Final = ("k", "k+r", "kv")
 """Keys; keys and r V-coordinates; keys and values."""
 
+ROPES: Final = ("raw", "unrotate")
+"""Keys are cached before RoPE; or after RoPE, with their positions."""
+
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
 """Dtypes that a layer's cache may have whatever the model's is."""
 SELF_PLANS: Final = (*PLANS, "x")

@@ -78,6 +78,14 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert "Layer 0: no int8, which has at best" in " ".join(done.stdout.split())
 
 
+def test_rope(source: Path, tmp_path: Path) -> None:
+    done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
+    assert done.exit_code == 0, done.output
+    assert "Verified" in done.stdout
+    assert json.loads((tmp_path / "slim" / "slim_report.json").read_text())["rope"] == "unrotate"
+    assert json.loads((tmp_path / "slim" / "config.json").read_text())["slim_rope"] == "unrotate"
+
+
 def test_plan_files(source: Path, tmp_path: Path) -> None:
     plans = [{"plan": "kv"}, {"plan": "k+r", "rank": 4}, {"plan": "k"}]
     (tmp_path / "plan.json").write_text(json.dumps(plans))
@@ -108,6 +116,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
+        ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
     ):
         assert message in refused(*arguments), arguments

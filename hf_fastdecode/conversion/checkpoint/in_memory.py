@@ -13,7 +13,7 @@ from hf_fastdecode.wrappers import unwrapped
 from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
-from .families import family_of
+from .families import family_of, require_rope
 from .family import Family, attention_inputs, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer
@@ -30,6 +30,7 @@ def to_slim(
     rank: int | None = None,
     tolerance: float = 2.0,
     cache_dtype: str = "auto",
+    rope: str = "raw",
 ) -> PreTrainedModel:
     """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
 
@@ -53,6 +54,8 @@ def to_slim(
         cache_dtype: Of keys and V-coordinates. ``auto``: fp16 for models in bf16 where the range allows, else the
             model's dtype. ``fp16``, ``bf16``: for all layers. ``int8``, ``fp8``: for layers that have at most
             `tolerance` times the error of keys and values in int8; others are as with ``auto``.
+        rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the
+            attention mask. ``unrotate`` caches them after RoPE, beside their positions, which may then be any.
 
     Returns:
         The slim model, in eval mode, on the same device.
@@ -62,9 +65,10 @@ def to_slim(
             weights that are not in memory, a layer cannot have the plan, or there is no usable calibration text.
         TypeError: `model` neither is nor wraps a transformers model.
     """
-    choice = PlanChoice(plan, rank, tolerance, cache_dtype)
+    choice = PlanChoice(plan, rank, tolerance, cache_dtype, rope)
     model = unwrapped(model)
     family = family_of(model.config)
+    require_rope(family, choice.rope)
     if isinstance(family, Family):
         _require_ordinary(model, family)
     if calibration is None:
@@ -87,7 +91,7 @@ def to_slim(
         if converted.entry.plan != "kv":
             state = {name: one for name, one in state.items() if not name.startswith(prefix)}
             state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
-    slim = build_slim_model(family, model, entries, state)
+    slim = build_slim_model(family, model, entries, state, choice)
     family.fill_buffers(slim, slim.config, model.device)
     slim.tie_weights()
     return slim

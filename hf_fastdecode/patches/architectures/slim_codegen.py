@@ -46,14 +46,16 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `SlimAttention.forward` does, with the cache as `layer_past`, and positions for tables."""
         if isinstance(layer_past, SharedContextCache):
-            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids)
+            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids, unrotates=self.unrotates)
             return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
         cached, slots = 0, hidden_states.shape[1]
         if layer_past is not None:
             cached = layer_past.get_seq_length(self.layer_idx)
             slots, _ = layer_past.get_mask_sizes(slots, self.layer_idx)
-        positions = key_positions(position_ids, visible_slots(attention_mask), cached, slots)
-        kwargs[ROTATION] = Rotation(self.tables(position_ids), self.tables(positions))
+        keys = None
+        if not self.unrotates:
+            keys = self.tables(key_positions(position_ids, visible_slots(attention_mask), cached, slots))
+        kwargs[ROTATION] = Rotation(position_ids, self.tables(position_ids), keys)
         return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)
 
     def tables(self, positions: Tensor) -> Tables:
@@ -85,7 +87,7 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
     blocks = "h"
     attention = "attn"
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Rotation]:
+    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
         """No argument: layers make their tables."""
         return {}
 

@@ -14,6 +14,7 @@ from ..slim_configs import SlimOlmo2Config
 class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
     """Attention of a layer that caches no values."""
 
+    normalizes = True
     q_norm: nn.Module
     k_norm: nn.Module
 
