@@ -33,5 +33,7 @@ class SlimEncoderDecoder(PreTrainedModel):
             for path in (self.self_attention, self.cross_attention):
                 if (layer := next(plans)).plan != "kv":
                     ordinary, cross = block.get_submodule(path), path == self.cross_attention
-                    block.set_submodule(path, self.slim_attention.in_place_of(ordinary, layer, cross))
+                    attention = self.slim_attention.in_place_of(ordinary, layer, cross)
+                    attention.config = config  # the decoder of T5 has a copy, to which later changes do not come
+                    block.set_submodule(path, attention)
         self.post_init()

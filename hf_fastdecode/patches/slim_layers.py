@@ -73,6 +73,18 @@ def check_plan(plan: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
 
 
+def check_threshold(threshold: float) -> None:
+    """Refuse a bound on attention weights that is none.
+
+    Raises:
+        ValueError: It is negative, or at least 1, below which all weights are.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(
+            f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold}"
+        )
+
+
 def read_layers(
     plain: Sequence[Mapping[str, Any]] | None, layers: int, plans: Sequence[Sequence[str]] = (PLANS,)
 ) -> list[SlimLayer]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
 from .calibration import calibration_ids, check_ids
@@ -31,6 +32,7 @@ def to_slim(
     tolerance: float = 2.0,
     cache_dtype: str = "auto",
     rope: str = "raw",
+    sparsity_threshold: float = 0.0,
 ) -> PreTrainedModel:
     """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
 
@@ -56,15 +58,19 @@ def to_slim(
             `tolerance` times the error of keys and values in int8; others are as with ``auto``.
         rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the
             attention mask. ``unrotate`` caches them after RoPE, beside their positions, which may then be any.
+        sparsity_threshold: Attention weights of slim layers below it count as 0, which `measure_sparsity` measures;
+            0 for none. ``model.config.slim_sparsity_threshold`` changes it.
 
     Returns:
         The slim model, in eval mode, on the same device.
 
     Raises:
         ValueError: The model has no slim form (grouped-query attention, a quantised model), has adapters, no head or
-            weights that are not in memory, a layer cannot have the plan, or there is no usable calibration text.
+            weights that are not in memory, a layer cannot have the plan, an option is out of its bounds, or there is
+            no usable calibration text.
         TypeError: `model` neither is nor wraps a transformers model.
     """
+    check_threshold(sparsity_threshold)
     choice = PlanChoice(plan, rank, tolerance, cache_dtype, rope)
     model = unwrapped(model)
     family = family_of(model.config)
@@ -76,7 +82,9 @@ def to_slim(
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(model.config))
     if isinstance(family, EncoderDecoder):
-        return decoder_to_slim(model, family, choice, check_ids(calibration), features)
+        slim = decoder_to_slim(model, family, choice, check_ids(calibration), features)
+        slim.config.slim_sparsity_threshold = sparsity_threshold
+        return slim
     inputs = layer_inputs(model, family, check_ids(calibration))
     state, count = model.state_dict(), model.config.num_hidden_layers
     rotation = family.rotation(model.config, len(calibration))
@@ -94,6 +102,7 @@ def to_slim(
     slim = build_slim_model(family, model, entries, state, choice)
     family.fill_buffers(slim, slim.config, model.device)
     slim.tie_weights()
+    slim.config.slim_sparsity_threshold = sparsity_threshold
     return slim
 
 

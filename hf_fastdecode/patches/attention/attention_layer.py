@@ -109,6 +109,7 @@ class SlimAttention(SlimTokens):
             attention_mask,
             scaling=self.scaling,
             dropout=dropout,
+            threshold=self.config.slim_sparsity_threshold,
             dtype=dtype,
             weights_wanted=self.weights_wanted(kwargs),
         )

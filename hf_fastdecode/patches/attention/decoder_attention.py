@@ -28,7 +28,8 @@ from ..values.eight_bits import load, store
 from ..values.input_projections import InputProjection, InputValues, score_operands
 from ..values.slim_values import SlimValues
 from ..values.wide_products import KeyProjection, wide
-from .slim_attention import CachedValues, cache_dtype, check_trainable, slim_attention
+from .cached_values import CachedValues
+from .slim_attention import cache_dtype, check_trainable, slim_attention
 
 
 class SlimDecoderAttention(nn.Module):
@@ -147,6 +148,7 @@ class SlimDecoderAttention(nn.Module):
             mask,
             scaling=self.scaling,
             dropout=dropout,
+            threshold=self.config.slim_sparsity_threshold,
             dtype=dtype,
             weights_wanted=self.config._attn_implementation == "eager",
             causal=not self.cross,

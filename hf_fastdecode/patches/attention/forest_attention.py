@@ -54,11 +54,13 @@ def forest_attention(
         ``[rows, tokens, heads * value_dim]`` in the query's dtype.
 
     Raises:
-        Unsupported: A sliding window hides tokens.
+        Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
         ValueError: The cache holds another dtype or number of rows, or the backend ``triton`` is forced.
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
+    if threshold := layer.config.slim_sparsity_threshold:
+        raise Unsupported(f"a sparsity threshold ({threshold:g}) is for weights of nodes and suffix together")
     dtype = query.dtype
     new = slice(0 if cache.state.packed else None)  # prefill stores nothing slim: the layout alone is needed
     with no_autocast(query.device):

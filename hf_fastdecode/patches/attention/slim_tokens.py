@@ -15,8 +15,9 @@ from ..values.input_projections import InputProjection, InputValues, input_keys,
 from ..values.slim_values import SlimValues
 from ..values.stored_positions import with_positions, without_positions
 from ..values.wide_products import wide
+from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
-from .slim_attention import CachedValues, cache_dtype
+from .slim_attention import cache_dtype
 
 
 class CachedTokens(NamedTuple):
