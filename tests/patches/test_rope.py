@@ -200,6 +200,20 @@ def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
         return torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:96].split(90)], 1)
 
 
+def test_autocast_and_gradients() -> None:
+    model, slim = unrotating()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, stock = logits(slim), logits(model)
+    oracle = logits(model)
+    assert relative(found, oracle) < 2 * relative(stock, oracle)
+    gradients = []
+    for one in (model, slim):
+        trained = deepcopy(one).train()
+        trained(TEXT[None, :40], labels=TEXT[None, :40]).loss.backward()
+        gradients.append(trained.get_input_embeddings().weight.grad)
+    assert relative(gradients[1], gradients[0]) < condition(model) * EPS * 10
+
+
 def test_a_checkpoint(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     model = family_model("gpt_neox", vocab_size=len(tokenizer))

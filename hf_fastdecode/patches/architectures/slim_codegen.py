@@ -80,7 +80,7 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
 
 
 class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
-    """CodeGen's decoder, which rotates keys when it reads them."""
+    """CodeGen's decoder, with slim attention."""
 
     config_class = SlimCodeGenConfig
     slim_attention = SlimCodeGenAttention

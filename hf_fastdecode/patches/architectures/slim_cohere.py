@@ -21,11 +21,6 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
     q_norm: nn.Module
     k_norm: nn.Module
 
-    @property
-    def normalizes(self) -> bool:  # type: ignore[override]
-        """Whether the model has QK-norm."""
-        return self.use_qk_norm
-
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
         return self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else query
@@ -36,7 +31,7 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
 
 
 class SlimCohereModel(SlimRotaryDecoder, CohereModel):
-    """Cohere's decoder, which rotates keys when it reads them."""
+    """Cohere's decoder, with slim attention."""
 
     config_class = SlimCohereConfig
     slim_attention = SlimCohereAttention

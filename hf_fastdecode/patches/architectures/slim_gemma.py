@@ -15,7 +15,7 @@ class SlimGemmaAttention(SlimAttention, GemmaAttention):
 
 
 class SlimGemmaModel(SlimRotaryDecoder, GemmaModel):
-    """Gemma's decoder, which rotates keys when it reads them."""
+    """Gemma's decoder, with slim attention."""
 
     config_class = SlimGemmaConfig
     slim_attention = SlimGemmaAttention

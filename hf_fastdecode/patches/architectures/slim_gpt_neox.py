@@ -33,7 +33,7 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
 
 
 class SlimGPTNeoXModel(SlimRotaryDecoder, GPTNeoXModel):
-    """GPT-NeoX's decoder, which rotates keys when it reads them."""
+    """GPT-NeoX's decoder, with slim attention."""
 
     config_class = SlimGPTNeoXConfig
     slim_attention = SlimGPTNeoXAttention

@@ -15,7 +15,7 @@ class SlimOlmoAttention(SlimAttention, OlmoAttention):
 
 
 class SlimOlmoModel(SlimRotaryDecoder, OlmoModel):
-    """OLMo's decoder, which rotates keys when it reads them."""
+    """OLMo's decoder, with slim attention."""
 
     config_class = SlimOlmoConfig
     slim_attention = SlimOlmoAttention

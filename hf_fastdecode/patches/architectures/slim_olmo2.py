@@ -14,7 +14,6 @@ from ..slim_configs import SlimOlmo2Config
 class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
     """Attention of a layer that caches no values."""
 
-    normalizes = True
     q_norm: nn.Module
     k_norm: nn.Module
 
@@ -30,7 +29,7 @@ class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
 
 
 class SlimOlmo2Model(SlimRotaryDecoder, Olmo2Model):
-    """OLMo 2's decoder, which rotates keys when it reads them."""
+    """OLMo 2's decoder, with slim attention."""
 
     config_class = SlimOlmo2Config
     slim_attention = SlimOlmo2Attention

@@ -17,7 +17,7 @@ class SlimPhi3Attention(SlimAttention, Phi3Attention):
 
 
 class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
-    """Phi-3's decoder, which rotates keys when it reads them."""
+    """Phi-3's decoder, with slim attention."""
 
     config_class = SlimPhi3Config
     slim_attention = SlimPhi3Attention

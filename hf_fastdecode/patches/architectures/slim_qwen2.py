@@ -15,7 +15,7 @@ class SlimQwen2Attention(SlimAttention, Qwen2Attention):
 
 
 class SlimQwen2Model(SlimRotaryDecoder, Qwen2Model):
-    """Qwen2's decoder, which rotates keys when it reads them."""
+    """Qwen2's decoder, with slim attention."""
 
     config_class = SlimQwen2Config
     slim_attention = SlimQwen2Attention

@@ -44,7 +44,6 @@ class SlimTokens(nn.Module):
 
     Attributes:
         rotary: Whether RoPE stands between projections and scores.
-        normalizes: Whether QK-norm does.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
         tables: Makes the tables of positions ``[rows or 1, tokens]``; the decoder sets it if there is RoPE.
         layer: What the layer caches.
@@ -53,7 +52,6 @@ class SlimTokens(nn.Module):
     """
 
     rotary: ClassVar[bool] = True
-    normalizes: bool = False
     interleaved: ClassVar[bool] = False
     tables: Callable[[Tensor], Tables]
     config: Any
@@ -135,8 +133,9 @@ class SlimTokens(nn.Module):
         keys = load(keys, dtype, self.head_dim)[:, 0]
         rotated = self._heads(keys.to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
-        kept = None if self.normalizes else rotated
-        return CachedTokens(plain, load(coordinates, dtype, self.head_dim), tables, kept)
+        normed = type(self).key_norm is not SlimTokens.key_norm
+        numbers = load(coordinates, dtype, self.head_dim)
+        return CachedTokens(plain, numbers, tables, None if normed else rotated)
 
     def query_norm(self, query: Tensor) -> Tensor:
         """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""
