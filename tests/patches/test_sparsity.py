@@ -20,6 +20,8 @@ from hf_fastdecode.conversion.reference_attention import attention_weights, key_
 from hf_fastdecode.conversion.weights import bias_or_zero
 from hf_fastdecode.patches.attention import slim_attention
 
+from ..commands.command_line import needs_weights
+from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts, seeded
 from .encoder_decoder_models import encoder_decoder_pair, read_by
 from .family_models import family_condition, family_pair
@@ -187,6 +189,21 @@ def test_encoder_decoder(name: str) -> None:
     options = {"max_new_tokens": 8, "do_sample": False}
     found = [sparse(slim).generate(**read_by(slim), **options, use_cache=use_cache) for use_cache in (True, False)]
     assert torch.equal(*found)
+
+
+@needs_weights
+def test_the_page_shows_what_is_measured() -> None:
+    model, tokenizer = fd.load_embedded()
+    slim = fd.to_slim(model, tokenizer=tokenizer)
+    page = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8").partition("| threshold |")[2].partition("\n\n")[0]
+    lines = page.splitlines()[2:]
+    assert len(lines) == 3
+    for line in lines:
+        threshold, *shown = (float(cell.strip(" %")) for cell in line.strip("|").split("|"))
+        report = fd.measure_sparsity(slim, threshold, tokenizer=tokenizer)
+        least = min(layer.skipped for layer in report.layers)
+        measured = [report.skipped, least, report.logits_error, report.same_tokens]
+        assert shown == pytest.approx([100 * one for one in measured], abs=0.5)
 
 
 def test_set_and_saved(tmp_path: Path) -> None:
