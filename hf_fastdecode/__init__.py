@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .assets import load_embedded
     from .cache.shared import SharedContextCache
     from .conversion.checkpoint.in_memory import to_slim
+    from .conversion.checkpoint.sparsity import measure_sparsity
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
 
@@ -25,6 +26,7 @@ __all__ = [
     "enabled",
     "explain",
     "load_embedded",
+    "measure_sparsity",
     "prefill",
     "to_slim",
 ]
@@ -35,6 +37,7 @@ _MODULES = {
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.token_log_probs",
     "load_embedded": "assets",
+    "measure_sparsity": "conversion.checkpoint.sparsity",
     "to_slim": "conversion.checkpoint.in_memory",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

@@ -1,4 +1,4 @@
-"""Token storage of a slim layer: nodes hold keys and values, suffixes keys before RoPE and V-coordinates."""
+"""Token storage of a slim layer: nodes hold keys and values, suffixes keys and V-coordinates as the layer has them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MakesNodes(Protocol):
         """Rotated keys and values, ``[rows, heads, tokens, head_dim]``.
 
         Args:
-            keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, before RoPE.
-            coordinates: ``[rows, 1, tokens, r]`` as cached.
-            positions: ``[rows, tokens]`` int64.
+            keys: ``[rows, 1, tokens, heads * head_dim]`` as cached.
+            coordinates: ``[rows, 1, tokens, r]`` as cached, with positions behind them if the layer caches some.
+            positions: ``[rows, tokens]`` int64, for layers that cache none.
             dtype: Of the result; the model's when None.
         """
         ...

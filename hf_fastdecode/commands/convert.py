@@ -56,6 +56,13 @@ def convert_checkpoint(
             "within --tolerance; others as with `auto`."
         ),
     ] = "auto",
+    rope: Annotated[
+        str,
+        typer.Option(
+            help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
+            "RoPE, beside their positions, which may then be any."
+        ),
+    ] = "raw",
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -136,7 +143,7 @@ def convert_checkpoint(
                 source=source,
                 target=None if dry_run else target,
                 format="full" if form == "full" else "slim",
-                choice=PlanChoice(chosen, rank, tolerance, cache_dtype),
+                choice=PlanChoice(chosen, rank, tolerance, cache_dtype, rope),
                 dtype=None if dtype == "auto" else getattr(torch, dtype),
                 calibration=calibration,
                 verify=verify,

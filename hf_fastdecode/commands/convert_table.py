@@ -63,12 +63,17 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
         for reason in sorted(reasons):
             closing.append(f"\nLayer {_place(report, index)}: {reason}.", style="yellow")
+    _append_verification(report, closing)
+    return Group(table, closing)
+
+
+def _append_verification(report: dict[str, Any], closing: Text) -> None:
+    """How far logits of the slim model are from those of the ordinary one, if that was asked for."""
     if checked := report.get("verification"):
         closing.append(
             f"\nVerified: logits are off by {checked['slim_error']:.3g} from fp64 (bound {checked['bound']:.3g}, "
             f"ordinary {checked['ordinary_error']:.3g}); {checked['same_tokens']:.1%} of the most likely tokens agree."
         )
-    return Group(table, closing)
 
 
 def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
@@ -116,11 +121,12 @@ def _full(report: dict[str, Any]) -> RenderableType:
             _name(layer),
             "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
-    closing = (
+    closing = Text(
         "W_V = W_K M + W_E B, in fp64, against the weights that were converted: as measured then, relative, in the "
         "dtype that the checkpoint had. All other weights are the same."
     )
-    return Group(table, Text(closing))
+    _append_verification(report, closing)
+    return Group(table, closing)
 
 
 def _name(layer: dict[str, Any]) -> str:

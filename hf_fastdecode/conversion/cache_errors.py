@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.stored_positions import position_bytes
 
 from .biases import score_offset
 from .compensated_keys import compensated_key_feedback, compensated_keys
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
-from .stored_coordinates import KeyStatistics, check_range, rounded, store_value_coordinates
+from .stored_coordinates import KeyStatistics, cached_and_read, check_range, rounded, store_value_coordinates
 from .value_coordinates import ValueCoordinates
 from .weights import AttentionWeights, bias_or_zero, require_linear_scores
 
@@ -34,8 +35,8 @@ class CacheError:
     Attributes:
         plan: What is cached.
         rank: V-coordinates beside the keys; 0 but for ``k+r``.
-        bytes_per_token: Of this layer, per token, in 8 bits with the scales; 0 for ``e``, of which one copy serves all
-            layers, outside the cache.
+        bytes_per_token: Of this layer, per token, in 8 bits with the scales, and with positions where these are
+            cached; 0 for ``e``, of which one copy serves all layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.
         output_error: The same of the attention output behind ``W_O``, without its bias.
         compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
@@ -61,6 +62,7 @@ class CacheErrors:
         rotation: RoPE of these tokens, or None.
         causal: As `attention_weights` has it.
         score_bias: As `attention_weights` has it.
+        unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class CacheErrors:
         rotation: Rotation | None = None,
         causal: bool = True,
         score_bias: Tensor | None = None,
+        unrotate: bool = False,
     ) -> None:
         self.weights, self.rotation, self.causal, self.score_bias = weights, rotation, causal, score_bias
+        self.stored_rotation = rotation if unrotate else None
         self.cross = key_inputs is not None
         self.inputs = (inputs if key_inputs is None else key_inputs).double()
         self.query = query_heads(weights, inputs, rotation)
@@ -97,23 +101,28 @@ class CacheErrors:
         compensated: bool = False,
         matrix_dtype: torch.dtype | None = None,
     ) -> CacheError:
-        """Keys, before RoPE, and `rank` V-coordinates in `dtype`.
+        """Keys, before RoPE or after it, and `rank` V-coordinates in `dtype`.
 
         Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes a number, but for
         compensated keys; else in fp32.
 
         Raises:
-            ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
+            ValueError: What is cached comes too near the end of the dtype's range, `rank` is out of its bounds, or
+                compensated keys are to be cached after RoPE.
         """
+        if compensated and self.stored_rotation is not None:
+            raise ValueError("compensated keys are rounded before RoPE, and these are cached after it; leave one out")
         if matrix_dtype is None:
             matrix_dtype = torch.float16 if dtype.itemsize <= 2 and not compensated else torch.float32
         stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
         keys = stored.cached_keys(self.weights, self.inputs)
-        cached = self._checked("keys", keys, dtype)
+        cached = cached_and_read(keys, dtype, self.weights.head_dim, self.stored_rotation)
         if compensated:
             cached = compensated_keys(keys, compensated_key_feedback(stored.from_keys), dtype).double()
         coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
         size = self._bytes(cached.shape[1], dtype) + self._bytes(rank, dtype)
+        if self.stored_rotation is not None:
+            size += position_bytes(dtype)
         plan: PlanName = "k+r" if rank else "k"
         values = stored.values(cached, coordinates)
         found = self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)

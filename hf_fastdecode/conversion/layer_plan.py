@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.eight_bits import EIGHT_BITS
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
 from .cache_errors import CacheError, CacheErrors, PlanName, dtype_name
 from .key_to_value import KeyToValue
@@ -105,6 +105,7 @@ def fit_layer(
     ranks: Sequence[int] = (),
     compensated: bool = False,
     eight_bits: torch.dtype | None = None,
+    unrotate: bool = False,
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
     """Measure the caches that a layer may have, and choose.
 
@@ -125,6 +126,7 @@ def fit_layer(
         rank_divisors: Ranks to try, as parts of the width of the values.
         ranks: Further ranks to try.
         compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
+        unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
         eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates, and inputs, too.
 
     Returns:
@@ -147,12 +149,13 @@ def fit_layer(
     if cache_dtype is None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
     half = cached_tokens // 2
+    stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
     if key_inputs is None:
         fitted = inputs[:half]
         judged = slice(half, None)
         part = None if rotation is None else rotation.tokens(judged)
         bias = None if score_bias is None else score_bias[:, judged, judged]
-        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias)
+        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
     else:
         fitted = key_inputs[:half]
         errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
@@ -178,7 +181,7 @@ def fit_layer(
     for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
         try:
             require_multi_head(weights)
-            fit = statistics[dtype_name(dtype)] = key_statistics(weights, fitted, dtype)
+            fit = statistics[dtype_name(dtype)] = key_statistics(weights, fitted, dtype, stored)
         except ValueError as reason:
             refused["k"] = refused["k+r"] = str(reason)
             continue

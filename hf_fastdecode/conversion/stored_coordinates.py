@@ -8,10 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.eight_bits import EIGHT_BITS, load, store
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store
 
 from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
 from .key_to_value import KeyToValue, solve_key_to_value
+from .reference_attention import join_heads, split_heads
+from .rope import Rotation
 from .stored_matrix import ScaledColumns, round_columns_for
 from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
 from .weights import AttentionWeights, bias_or_zero
@@ -59,7 +61,7 @@ class KeyStatistics:
     Attributes:
         key_to_value: ``W_KV`` and the singular values of ``W_K``.
         key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
-        noise: ``[e]``, mean square error that the cache's dtype makes in each coordinate of the keys less the offset.
+        noise: ``[e]``, mean square error that the cache makes in each coordinate of the keys less the offset.
         directions: ``[e_v, e_v]``, as `noisiest_directions` gives them.
         key_feedback: For rounding matrices that multiply keys less the offset.
         input_feedback: For rounding matrices that multiply inputs.
@@ -73,13 +75,16 @@ class KeyStatistics:
     input_feedback: RoundingFeedback
 
 
-def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch.dtype) -> KeyStatistics:
+def key_statistics(
+    weights: AttentionWeights, inputs: Tensor, cache_dtype: torch.dtype, stored_rotation: Rotation | None = None
+) -> KeyStatistics:
     """Measure a layer's keys on a calibration text.
 
     Args:
         weights: Of the layer; the caller has checked that it is multi-head.
         inputs: ``[tokens, key_d]``, what the projections of keys and values see.
         cache_dtype: Of cached keys.
+        stored_rotation: RoPE of these tokens where keys are cached after it; else None.
 
     Raises:
         SingularKeysError: Keys do not determine the inputs.
@@ -89,8 +94,7 @@ def key_statistics(weights: AttentionWeights, inputs: Tensor, cache_dtype: torch
     keys = X @ W_K + bias_or_zero(weights.key_bias, W_K)
     key_offset = keys.mean(0).to(torch.float32 if cache_dtype in EIGHT_BITS else cache_dtype).double()
     cached = keys - key_offset
-    check_range("keys", cached, cache_dtype)
-    noise = (rounded(cached, cache_dtype, weights.head_dim) - cached).square().mean(0)
+    noise = (cached_and_read(cached, cache_dtype, weights.head_dim, stored_rotation) - cached).square().mean(0)
     solved = solve_key_to_value(W_K, weights.W_V, noise)
     deviation = X - X.mean(0)
     key_gram = W_K.mT @ shrunk_gram(deviation.mT @ deviation / len(X), SHRINKAGE) @ W_K + noise.diag()
@@ -143,6 +147,29 @@ def store_value_coordinates(
 def rounded(x: Tensor, cache_dtype: torch.dtype, head_dim: int) -> Tensor:
     """What a cache gives back of ``[..., width]``, fp64; in 8 bits as many numbers as a head has share a scale."""
     return load(store(x, cache_dtype, head_dim), cache_dtype, head_dim).double()
+
+
+def cached_and_read(
+    keys: Tensor, cache_dtype: torch.dtype, head_dim: int, stored_rotation: Rotation | None = None
+) -> Tensor:
+    """Keys before RoPE as a cache gives them back, ``[tokens, e]``, fp64.
+
+    Args:
+        keys: ``[tokens, e]`` before RoPE, less their offset.
+        cache_dtype: Of the cache.
+        head_dim: Of the layer.
+        stored_rotation: RoPE of these tokens where keys are cached after it, and rounded there; else None.
+
+    Raises:
+        ValueError: What is cached comes too near the end of the dtype's range.
+    """
+    if stored_rotation is not None:
+        keys = join_heads(stored_rotation.rotate(split_heads(keys, keys.shape[1] // head_dim)))
+    check_range("keys", keys, cache_dtype)
+    read = rounded(keys, cache_dtype, head_dim)
+    if stored_rotation is None:
+        return read
+    return join_heads(stored_rotation.unrotate(split_heads(read, read.shape[1] // head_dim)))
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:

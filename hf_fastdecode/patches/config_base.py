@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .slim_layers import PLANS, SlimLayer, read_layers
+from .slim_layers import PLANS, ROPES, SlimLayer, check_threshold, read_layers
 
 
 class SlimConfig(PreTrainedConfig):
@@ -22,12 +22,18 @@ class SlimConfig(PreTrainedConfig):
 
     Attributes:
         slim_layers: A dictionary of `SlimLayer`'s fields per layer; None for keys and values everywhere.
+        slim_rope: ``raw``: keys are cached before RoPE, and rotated when they are read. ``unrotate``: they are cached
+            after RoPE, beside their positions, and un-rotated for the values. May be changed on a loaded model.
+        slim_sparsity_threshold: Attention weights of slim layers below it count as 0, and are not made up for; 0 for
+            none. May be changed on a loaded model.
         slim_matrix_dtype: Of the matrices that give the values, e.g. ``float16``; casting the model leaves it.
         plans: That layers of the architecture can have.
     """
 
     plans: ClassVar[tuple[str, ...]] = PLANS
     slim_layers: list[dict[str, Any]] | None = None
+    slim_rope: str = "raw"
+    slim_sparsity_threshold: float = 0.0
     slim_matrix_dtype: str = "float16"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -40,9 +46,13 @@ class SlimConfig(PreTrainedConfig):
         """Check, and register the model class, which the Auto classes ask for next.
 
         Raises:
-            ValueError: Plans that are none, or plans without values for a model that is not multi-head.
+            ValueError: Fields out of bounds, plans that are none, or plans without values for a model that is not
+                multi-head.
         """
         super().__post_init__(**kwargs)
+        if self.slim_rope not in ROPES:
+            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {self.slim_rope!r}")
+        check_threshold(self.slim_sparsity_threshold)
         if self.slim_matrix_dtype not in ("float16", "float32"):
             raise ValueError(f"slim_matrix_dtype must be float16 or float32, got {self.slim_matrix_dtype!r}")
         slim = any(layer.plan != "kv" for layer in self.layer_plans)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..cache.shared import SharedContextCache
-from .attention_layer import SlimAttention
-from .cached_positions import key_positions, require_counted, visible_slots
-from .rotation import ROTATION, Rotation, Tables, forest_rotation
+from .attention.attention_layer import SlimAttention
+from .attention.cached_positions import key_positions, require_counted, visible_slots
+from .attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -51,7 +51,10 @@ class SlimDecoder(SlimPreTrainedModel):
 
 
 class SlimRotaryDecoder(SlimDecoder):
-    """A decoder with RoPE, which rotates keys when it reads them."""
+    """A decoder with RoPE, which rotates keys when it reads them, or when it caches them.
+
+    In the first case caches hold no positions, and those of cached keys are counted from the attention mask.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -72,13 +75,14 @@ class SlimRotaryDecoder(SlimDecoder):
         """Run the decoder, with the ordinary decoder's arguments.
 
         Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder; those cached in
-        earlier passes are taken to have had positions that rise by 1 from token to token.
+        earlier passes are taken to have had positions that rise by 1 from token to token, unless they are cached.
 
         Raises:
-            ValueError: `position_ids` that do not, for a cache that is empty so far.
+            ValueError: `position_ids` that do not, for a cache that is empty so far and holds no positions.
         """
         tokens = input_ids if input_ids is not None else inputs_embeds
         if self.first_slim is not None and tokens is not None:
+            unrotates = self.config.slim_rope == "unrotate"
             length, device = tokens.shape[1], tokens.device
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             slots, dropped = length, 0
@@ -87,12 +91,14 @@ class SlimRotaryDecoder(SlimDecoder):
             visible, shared = None, isinstance(past_key_values, SharedContextCache)
             if position_ids is None:
                 position_ids = (torch.arange(length, device=device) + cached)[None]
-            elif not shared:
+            elif not shared and not unrotates:
                 visible = visible_slots(attention_mask, dropped)
                 if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
             if shared:
                 kwargs |= self.forest_rotation(past_key_values, position_ids)
+            elif unrotates:
+                kwargs |= self.rotation(position_ids, None)
             else:
                 kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
         return super().forward(
@@ -104,13 +110,15 @@ class SlimRotaryDecoder(SlimDecoder):
             **kwargs,
         )
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Rotation]:
-        """Argument of the attention layers, of positions ``[rows or 1, tokens]``."""
-        return {ROTATION: Rotation(self.tables(query_positions), self.tables(key_positions))}
+    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
+        """Argument of the attention layers, of positions ``[rows or 1, tokens]``; None for those that are cached."""
+        keys = None if key_positions is None else self.tables(key_positions)
+        return {ROTATION: Rotation(query_positions, self.tables(query_positions), keys)}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
         """Argument of the attention layers, for a pass over a shared-context cache."""
-        return {ROTATION: forest_rotation(self.tables, cache, position_ids)}
+        unrotates = self.config.slim_rope == "unrotate"
+        return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
 
     def tables(self, positions: Tensor) -> Tables:
         """Tables of positions ``[rows or 1, tokens]``."""

@@ -23,9 +23,13 @@ class SlimEncoderDecoderConfig(SlimConfig):
         """Check, and register the model class.
 
         Raises:
-            ValueError: As of `SlimConfig`, or cross-attention with plan ``e`` in some layers only.
+            ValueError: As of `SlimConfig`, RoPE, or cross-attention with plan ``e`` in some layers only.
         """
         super().__post_init__(**kwargs)
+        if self.slim_rope != "raw":
+            raise ValueError(
+                f"slim_rope {self.slim_rope!r} needs RoPE, and {self.model_type} has none; set it to 'raw'"
+            )
         cross = [layer.plan for layer in self.layer_plans[1::2]]
         if "e" in cross and set(cross) != {"e"}:
             raise ValueError(

@@ -9,6 +9,9 @@ from typing import Any, Final
 PLANS: Final = ("k", "k+r", "kv")
 """Keys; keys and r V-coordinates; keys and values."""
 
+ROPES: Final = ("raw", "unrotate")
+"""Keys are cached before RoPE; or after RoPE, with their positions."""
+
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
 """Dtypes that a layer's cache may have whatever the model's is."""
 SELF_PLANS: Final = (*PLANS, "x")
@@ -68,6 +71,18 @@ def check_plan(plan: object, allowed: Sequence[str]) -> None:
     """
     if plan not in allowed:
         raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse a bound on attention weights that is none.
+
+    Raises:
+        ValueError: It is negative, or at least 1, below which all weights are.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(
+            f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold}"
+        )
 
 
 def read_layers(

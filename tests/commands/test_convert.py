@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.checkpoint.shards import ShardWriter
 
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import needs_weights, run
@@ -37,9 +43,11 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert "Verified" in done.stdout
     assert f"wrote {slim}" in done.stderr
     assert (slim / "slim_report.png").stat().st_size > 1000
-    done = run("convert-checkpoint", slim, full, "--format", "full")
+    verified = done.stdout.partition("Verified: ")[2]
+    done = run("convert-checkpoint", slim, full, "--format", "full", "--verify")
     assert done.exit_code == 0, done.output
     assert "error of W_V" in done.stdout
+    assert re.sub(r"[\d.e-]+", "", done.stdout.partition("Verified: ")[2]) == re.sub(r"[\d.e-]+", "", verified)
     assert type(AutoModelForCausalLM.from_pretrained(full)).__name__ == "LlamaForCausalLM"
     done = run("inspect", slim)
     assert done.exit_code == 2
@@ -78,6 +86,14 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert "Layer 0: no int8, which has at best" in " ".join(done.stdout.split())
 
 
+def test_rope(source: Path, tmp_path: Path) -> None:
+    done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
+    assert done.exit_code == 0, done.output
+    assert "Verified" in done.stdout
+    assert json.loads((tmp_path / "slim" / "slim_report.json").read_text())["rope"] == "unrotate"
+    assert json.loads((tmp_path / "slim" / "config.json").read_text())["slim_rope"] == "unrotate"
+
+
 def test_plan_files(source: Path, tmp_path: Path) -> None:
     plans = [{"plan": "kv"}, {"plan": "k+r", "rank": 4}, {"plan": "k"}]
     (tmp_path / "plan.json").write_text(json.dumps(plans))
@@ -108,6 +124,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
+        ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
     ):
         assert message in refused(*arguments), arguments
@@ -212,6 +229,79 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ". exists; name another folder" in refused(source, ".")
     assert run("convert-checkpoint", source, target, "--resume").exit_code == 0
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.float32
+
+
+@pytest.fixture
+def interrupted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a conversion that stopped after some layers."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    options = Settings(str(source), tmp_path / "slim", shard_bytes=20_000, choice=PlanChoice(rank=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(options)
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "conversion.json").read_text())["groups"] > 1
+    return folder
+
+
+RESUME = ("--max-shard-size", 20_000, "--rank", 3, "--resume")
+
+
+def edited(**fields: object) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), **fields})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "null",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: '{"settings": 3}',
+        lambda text: '{"name": "a conversion of another program", "settings": {}}',
+        lambda text: json.dumps({"settings": json.loads(text)["settings"]}),
+        edited(groups="two"),
+        edited(groups=-1),
+        edited(groups=100),
+        edited(shards=[["a"]]),
+        edited(found=[None, {}]),
+        edited(sha256=3),
+    ],
+    ids=range(14),
+)
+def test_odd_states_are_not_resumed(interrupted: Path, source: Path, edit: Callable[[str], str]) -> None:
+    """One line, and nothing is changed."""
+    state = interrupted / "conversion.json"
+    state.write_text(edit(state.read_text()))
+    before = contents(interrupted)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"{interrupted} holds no conversion that could be resumed; remove it" in message
+    assert contents(interrupted) == before
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut off", "another"])
+@pytest.mark.parametrize("kind", ["shard-00001", "carried-*"])
+def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str, harm: str) -> None:
+    (file,) = interrupted.glob(f"{kind}.safetensors")
+    if harm == "missing":
+        file.unlink()
+    elif harm == "cut off":
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        save_file({"other": torch.ones(1)}, file)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"{file} of the interrupted conversion is missing or damaged; remove {interrupted}" in message
+
+
+def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -> None:
+    done = run("convert-checkpoint", source, interrupted.with_name("slim"), *RESUME)
+    assert done.exit_code == 0, done.output
 
 
 def test_a_failed_verification_has_exit_code_1(source: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hf_fastdecode.conversion import CacheErrors, attention_output, key_statisti
 from hf_fastdecode.conversion.checkpoint.families import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
-from hf_fastdecode.patches.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import family_model

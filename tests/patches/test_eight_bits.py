@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.patches.eight_bits import EIGHT_BITS, load, store, stored_bytes
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes
 
 
 @pytest.mark.parametrize("width", [1, 16, 63, 100])

@@ -25,9 +25,9 @@ from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import
 from hf_fastdecode.conversion.checkpoint.families import ENCODER_DECODERS, family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
+from hf_fastdecode.patches.attention.slim_attention import slim_attention
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
-from hf_fastdecode.patches.input_projections import InputProjection, InputValues, score_operands
-from hf_fastdecode.patches.slim_attention import slim_attention
+from hf_fastdecode.patches.values.input_projections import InputProjection, InputValues, score_operands
 
 from ..conversion.layers import layer, text
 from ..test_layout import ROOT

@@ -22,7 +22,7 @@ from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, PlanError
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
-from hf_fastdecode.patches.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -168,6 +169,10 @@ def test_a_fresh_process_without_the_package(tmp_path: Path) -> None:
 def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: str) -> None:
     config = AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
+    modules = {f"hf_fastdecode.patches.{one}" for one in ("slim_configs", "encoder_decoder_configs")}
+    modules.add(f"hf_fastdecode.patches.architectures.{name}")
+    code = (tmp_path / "modeling_slim.py").read_text()
+    assert set(re.findall(r"^from (\S+) import", code, re.MULTILINE)) <= modules  # checkpoints in the world have these
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     names = run_path(str(tmp_path / "modeling_slim.py"))
     autos = (AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.slim_values import SlimValues, in_two_parts
-from hf_fastdecode.patches.wide_products import StoredMatrix
+from hf_fastdecode.patches.values.slim_values import SlimValues, in_two_parts
+from hf_fastdecode.patches.values.wide_products import StoredMatrix
 
 from .slim_models import relative
 

@@ -18,7 +18,7 @@ from .calibration import calibration_ids
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
 from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
-from .families import family_of, family_of_slim
+from .families import family_of, family_of_slim, require_rope
 from .family import Family, longest_text
 from .plan_choice import PlanChoice
 from .report_plot import draw_report
@@ -102,6 +102,7 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
         model_type, family = family_of_slim(source.config)
     else:
         family = family_of(source.config)
+        require_rope(family, settings.choice.rope)
     source.rename(family.model_name)
     source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)
@@ -241,6 +242,7 @@ def _describe(
         "rank": choice.rank,
         "tolerance": choice.tolerance,
         "cache_dtype": choice.cache_dtype,
+        "rope": choice.rope,
         "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
         "calibration_tokens": 0 if ids is None else len(ids),
         "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),

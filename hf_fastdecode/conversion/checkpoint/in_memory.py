@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
 from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
-from .families import family_of
+from .families import family_of, require_rope
 from .family import Family, attention_inputs, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer
@@ -30,6 +31,8 @@ def to_slim(
     rank: int | None = None,
     tolerance: float = 2.0,
     cache_dtype: str = "auto",
+    rope: str = "raw",
+    sparsity_threshold: float = 0.0,
 ) -> PreTrainedModel:
     """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
 
@@ -53,18 +56,25 @@ def to_slim(
         cache_dtype: Of keys and V-coordinates. ``auto``: fp16 for models in bf16 where the range allows, else the
             model's dtype. ``fp16``, ``bf16``: for all layers. ``int8``, ``fp8``: for layers that have at most
             `tolerance` times the error of keys and values in int8; others are as with ``auto``.
+        rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the
+            attention mask. ``unrotate`` caches them after RoPE, beside their positions, which may then be any.
+        sparsity_threshold: Attention weights of slim layers below it count as 0, which `measure_sparsity` measures;
+            0 for none. ``model.config.slim_sparsity_threshold`` changes it.
 
     Returns:
         The slim model, in eval mode, on the same device.
 
     Raises:
         ValueError: The model has no slim form (grouped-query attention, a quantised model), has adapters, no head or
-            weights that are not in memory, a layer cannot have the plan, or there is no usable calibration text.
+            weights that are not in memory, a layer cannot have the plan, an option is out of its bounds, or there is
+            no usable calibration text.
         TypeError: `model` neither is nor wraps a transformers model.
     """
-    choice = PlanChoice(plan, rank, tolerance, cache_dtype)
+    check_threshold(sparsity_threshold)
+    choice = PlanChoice(plan, rank, tolerance, cache_dtype, rope)
     model = unwrapped(model)
     family = family_of(model.config)
+    require_rope(family, choice.rope)
     if isinstance(family, Family):
         _require_ordinary(model, family)
     if calibration is None:
@@ -72,7 +82,9 @@ def to_slim(
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(model.config))
     if isinstance(family, EncoderDecoder):
-        return decoder_to_slim(model, family, choice, check_ids(calibration), features)
+        slim = decoder_to_slim(model, family, choice, check_ids(calibration), features)
+        slim.config.slim_sparsity_threshold = sparsity_threshold
+        return slim
     inputs = layer_inputs(model, family, check_ids(calibration))
     state, count = model.state_dict(), model.config.num_hidden_layers
     rotation = family.rotation(model.config, len(calibration))
@@ -87,9 +99,10 @@ def to_slim(
         if converted.entry.plan != "kv":
             state = {name: one for name, one in state.items() if not name.startswith(prefix)}
             state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
-    slim = build_slim_model(family, model, entries, state)
+    slim = build_slim_model(family, model, entries, state, choice)
     family.fill_buffers(slim, slim.config, model.device)
     slim.tie_weights()
+    slim.config.slim_sparsity_threshold = sparsity_threshold
     return slim
 
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from hf_fastdecode.patches.eight_bits import EIGHT_BITS
-from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, read_layers
+from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, read_layers
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
 from ..cache_errors import CacheError
 from ..layer_plan import LayerPlan, in_eight_bits
@@ -48,18 +48,20 @@ class PlanChoice:
             8 bits that of keys and values in int8.
         cache_dtype: Of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` goes by the model's dtype, ``fp8`` and
             ``int8`` hold for layers where they are accurate enough, and for inputs too.
+        rope: Whether keys are cached before RoPE, ``raw``, or after it, ``unrotate``.
     """
 
     plan: str | tuple[tuple[str, int], ...] = AUTO
     rank: int | None = None
     tolerance: float = 2.0
     cache_dtype: str = AUTO
+    rope: str = "raw"
 
     def __post_init__(self) -> None:
         """Check.
 
         Raises:
-            PlanError: No such plan or cache dtype, a rank or tolerance out of bounds, or both a plan and a rank.
+            PlanError: No such plan, cache dtype or rope, a rank or tolerance out of bounds, or both a plan and a rank.
         """
         if isinstance(self.plan, str) and self.plan not in NAMED:
             raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
@@ -71,6 +73,8 @@ class PlanChoice:
             raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
         if self.cache_dtype not in CACHE_DTYPES:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
+        if self.rope not in ROPES:
+            raise PlanError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
 
     @property
     def eight_bits(self) -> torch.dtype | None:

@@ -6,6 +6,7 @@ nothing. What was written before an interruption stays, and a resumed conversion
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -33,8 +34,8 @@ class ShardWriter:
         resume: Go on with what an interrupted conversion left, if it left anything.
 
     Raises:
-        CheckpointError: The target exists, or an interrupted conversion is there and not to be resumed, or is of
-            other settings.
+        CheckpointError: The target exists, or an interrupted conversion is there and not to be resumed, of other
+            settings, or not as it was left.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -47,6 +48,7 @@ class ShardWriter:
             "groups": 0,
             "shards": [],
             "found": [],
+            "carried": [],
         }
         self._pending: dict[str, Tensor] = {}
         self._pending_groups = 0
@@ -64,12 +66,19 @@ class ShardWriter:
         return int(self.state["groups"])
 
     def carried(self) -> dict[str, Tensor]:
-        """State passed to `add` with the first group that is not on disk; empty at the beginning."""
-        file = self._carried_file(self.groups)
-        if not file.is_file():
+        """State passed to `add` with the first group that is not on disk; empty at the beginning.
+
+        Raises:
+            CheckpointError: It is not on disk.
+        """
+        if not (names := self.state["carried"]):
             return {}
-        with safe_open(file, "pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        file = self._carried_file(self.groups)
+        try:
+            with safe_open(file, "pt") as handle:
+                return {name: handle.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise self._incomplete(file) from error
 
     def add(self, tensors: Mapping[str, Tensor], found: Any, carried: Mapping[str, Tensor]) -> None:
         """Take a group.
@@ -89,8 +98,8 @@ class ShardWriter:
     def flush(self, carried: Mapping[str, Tensor]) -> None:
         """Write what is pending; `carried` belongs to the next group."""
         for part in _parts(self._pending, self.limit):
-            file = f"shard-{len(self.state['shards']) + 1:05d}.safetensors"
-            _save(part, self.folder / file)
+            file, _ = self._shard_files(len(self.state["shards"]) + 1)
+            _save(part, file)
             self.state["shards"].append({name: _nbytes(tensor) for name, tensor in part.items()})
         self.state["groups"] += self._pending_groups
         self.state["found"] += self._pending_found
@@ -101,15 +110,13 @@ class ShardWriter:
         """Give the shards their names and write their index; gives what was told of each group."""
         self.flush({})
         shards = self.state["shards"]
-        total = len(shards)
         places: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
-            file = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            written = self.folder / f"shard-{number:05d}.safetensors"
+            written, file = self._shard_files(number)
             if written.exists():
-                os.replace(written, self.folder / file)
-            places |= dict.fromkeys(names, file)
-        if total > 1:
+                os.replace(written, file)
+            places |= dict.fromkeys(names, file.name)
+        if len(shards) > 1:
             size = sum(sum(names.values()) for names in shards)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
             write_json(self.folder / "model.safetensors.index.json", index)
@@ -134,8 +141,10 @@ class ShardWriter:
             raise CheckpointError(f"a conversion was interrupted; --resume continues it, or remove {self.folder}")
         try:
             state = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.folder} holds no conversion that could be resumed; remove it") from error
+        except (OSError, ValueError):
+            state = None
+        if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
+            raise CheckpointError(f"{self.folder} holds no conversion that could be resumed; remove it")
         if state["settings"] != self.state["settings"]:
             names = sorted(
                 name for name, value in self.state["settings"].items() if state["settings"].get(name) != value
@@ -145,18 +154,42 @@ class ShardWriter:
                 "its command, or remove the folder"
             )
         self.state = state
+        for number, names in enumerate(state["shards"], 1):
+            written, final = self._shard_files(number)
+            file = final if final.exists() else written
+            try:
+                with safe_open(file, "pt") as handle:
+                    whole = set(handle.keys()) == set(names)
+            except (OSError, SafetensorError):
+                whole = False
+            if not whole:
+                raise self._incomplete(file)
+
+    def _incomplete(self, file: Path) -> CheckpointError:
+        return CheckpointError(f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}")
 
     def _save_state(self, carried: Mapping[str, Tensor]) -> None:
         """Write the state last: until then, what it names was there before."""
         if carried:
             _save(dict(carried), self._carried_file(self.groups))
-        write_json(self.folder / _STATE, self.state)
+        self.state["carried"] = sorted(carried)
+        write_json(self.folder / _STATE, self.state | {"sha256": _digest(self.state)})
         for file in self.folder.glob("carried-*.safetensors"):
             if file != self._carried_file(self.groups):
                 file.unlink()
 
+    def _shard_files(self, number: int) -> tuple[Path, Path]:
+        """A shard while there may be more, and under its last name."""
+        total = len(self.state["shards"])
+        last = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        return self.folder / f"shard-{number:05d}.safetensors", self.folder / last
+
     def _carried_file(self, group: int) -> Path:
         return self.folder / f"carried-{group}.safetensors"
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:

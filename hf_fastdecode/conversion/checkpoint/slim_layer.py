@@ -15,7 +15,7 @@ from ..biases import value_constant
 from ..cache_errors import CacheError, relative_error
 from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer, in_eight_bits
 from ..rope import Rotation
-from ..stored_coordinates import StoredValueCoordinates, check_range, store_value_coordinates
+from ..stored_coordinates import StoredValueCoordinates, cached_and_read, check_range, store_value_coordinates
 from ..value_coordinates import ValueCoordinates
 from ..weights import AttentionWeights, bias_or_zero
 from .plan_choice import AUTO, PlanChoice, pick
@@ -116,6 +116,7 @@ def convert_layer(
         cache_dtype=choice.wider,
         eight_bits=choice.eight_bits,
         tolerance=choice.tolerance,
+        unrotate=choice.rope == "unrotate",
         rank_divisors=RANK_DIVISORS if asked[0] == AUTO else (),
         ranks=(asked[1],),
     )
@@ -128,7 +129,8 @@ def convert_layer(
     exact = stored.double()
     error = relative_error(_value_weight(weights.W_K, exact).to(model_dtype).double(), weights.W_V)
     asked_for = chosen.dtype if choice.wider or in_eight_bits(chosen) else None
-    fits = _fits_float16(weights, exact, inputs if encoded is None else encoded)
+    stored_rotation = rotation if choice.rope == "unrotate" else None
+    fits = _fits_float16(weights, exact, inputs if encoded is None else encoded, stored_rotation)
     entry = SlimLayer(chosen.plan, chosen.rank, fits, asked_for)
     return ConvertedLayer(plan, chosen, entry, _tensors(stored), error)
 
@@ -168,9 +170,11 @@ def _value_weight(W_K: Tensor, exact: ValueCoordinates) -> Tensor:
     return W_K @ exact.from_keys + exact.from_inputs @ exact.directions
 
 
-def _fits_float16(weights: AttentionWeights, exact: ValueCoordinates, inputs: Tensor) -> bool:
+def _fits_float16(
+    weights: AttentionWeights, exact: ValueCoordinates, inputs: Tensor, stored_rotation: Rotation | None
+) -> bool:
     try:
-        check_range("keys", exact.cached_keys(weights, inputs), torch.float16)
+        cached_and_read(exact.cached_keys(weights, inputs), torch.float16, weights.head_dim, stored_rotation)
         check_range("V-coordinates", exact.coordinates(inputs), torch.float16)
     except ValueError:
         return False

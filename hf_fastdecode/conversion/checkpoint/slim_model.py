@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from .encoder_decoder.architecture import EncoderDecoder
 from .families import slim_config
 from .family import Family
+from .plan_choice import PlanChoice
 from .slim_layer import matrix_dtype
 
 
@@ -21,6 +22,7 @@ def build_slim_model(
     model: PreTrainedModel,
     entries: Sequence[dict[str, Any]],
     state: Mapping[str, Tensor],
+    choice: PlanChoice,
 ) -> PreTrainedModel:
     """Build the slim form of a model, in eval mode; its weights are not tied yet.
 
@@ -29,8 +31,9 @@ def build_slim_model(
         model: The ordinary model, whose config and generation config are copied.
         entries: Of the slim config, one per layer.
         state: All parameters and buffers that are saved, which the slim model takes without a copy.
+        choice: Of caches.
     """
-    config = slim_config(family, model.config, list(entries), model.dtype, matrix_dtype(model.dtype))
+    config = slim_config(family, model.config, list(entries), model.dtype, matrix_dtype(model.dtype), choice.rope)
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
         slim: PreTrainedModel = family.slim_model(config)

@@ -64,7 +64,8 @@ class SlimStream:
     def finished(self, found: list[Any]) -> Any:
         """The slim model's config, of the reports of all groups."""
         entries = config_entries(found[1:])
-        return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
+        matrices = matrix_dtype(self.dtype)
+        return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
 
     def _outside(self) -> dict[str, Tensor]:
         tensors = outside_layers(self.source, self.family, self.dtype)

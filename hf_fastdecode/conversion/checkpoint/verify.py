@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.patches.eight_bits import EIGHT_BITS
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
 from ..cache_errors import dtype_name
 from .encoder_decoder.architecture import EncoderDecoder

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.patches.slim_values import SlimValues
+from hf_fastdecode.patches.values.slim_values import SlimValues
 
 from ..checkpoint.slim_layer import matrix_dtype
 

@@ -10,8 +10,9 @@ from transformers.models.bart.modeling_bart import (
     BartPreTrainedModel,
 )
 
+from ..attention.decoder_attention import SlimDecoderAttention
 from ..decoder import SlimPreTrainedModel
-from ..encoder_decoder import SlimDecoderAttention, SlimEncoderDecoder
+from ..encoder_decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimBartConfig
 
 

@@ -9,10 +9,10 @@ from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausal
 from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
 
 from ...cache.shared import SharedContextCache
-from ..attention_layer import SlimAttention
-from ..cached_positions import key_positions, visible_slots
+from ..attention.attention_layer import SlimAttention
+from ..attention.cached_positions import key_positions, visible_slots
+from ..attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..slim_configs import SlimCodeGenConfig
 
 
@@ -46,14 +46,16 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `SlimAttention.forward` does, with the cache as `layer_past`, and positions for tables."""
         if isinstance(layer_past, SharedContextCache):
-            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids)
+            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids, unrotates=self.unrotates)
             return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
         cached, slots = 0, hidden_states.shape[1]
         if layer_past is not None:
             cached = layer_past.get_seq_length(self.layer_idx)
             slots, _ = layer_past.get_mask_sizes(slots, self.layer_idx)
-        positions = key_positions(position_ids, visible_slots(attention_mask), cached, slots)
-        kwargs[ROTATION] = Rotation(self.tables(position_ids), self.tables(positions))
+        keys = None
+        if not self.unrotates:
+            keys = self.tables(key_positions(position_ids, visible_slots(attention_mask), cached, slots))
+        kwargs[ROTATION] = Rotation(position_ids, self.tables(position_ids), keys)
         return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)
 
     def tables(self, positions: Tensor) -> Tables:
@@ -78,14 +80,14 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
 
 
 class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
-    """CodeGen's decoder, which rotates keys when it reads them."""
+    """CodeGen's decoder, with slim attention."""
 
     config_class = SlimCodeGenConfig
     slim_attention = SlimCodeGenAttention
     blocks = "h"
     attention = "attn"
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor) -> dict[str, Rotation]:
+    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
         """No argument: layers make their tables."""
         return {}
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import CohereAttention, CohereForCausalLM, CohereModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimCohereConfig
 
@@ -31,7 +31,7 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
 
 
 class SlimCohereModel(SlimRotaryDecoder, CohereModel):
-    """Cohere's decoder, which rotates keys when it reads them."""
+    """Cohere's decoder, with slim attention."""
 
     config_class = SlimCohereConfig
     slim_attention = SlimCohereAttention

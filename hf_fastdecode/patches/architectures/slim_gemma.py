@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaForCausalLM, GemmaModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimGemmaConfig
 
@@ -15,7 +15,7 @@ class SlimGemmaAttention(SlimAttention, GemmaAttention):
 
 
 class SlimGemmaModel(SlimRotaryDecoder, GemmaModel):
-    """Gemma's decoder, which rotates keys when it reads them."""
+    """Gemma's decoder, with slim attention."""
 
     config_class = SlimGemmaConfig
     slim_attention = SlimGemmaAttention

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder
 from ..slim_configs import SlimGPT2Config
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXForCausalLM, GPTNeoXModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimGPTNeoXConfig
 
@@ -33,7 +33,7 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
 
 
 class SlimGPTNeoXModel(SlimRotaryDecoder, GPTNeoXModel):
-    """GPT-NeoX's decoder, which rotates keys when it reads them."""
+    """GPT-NeoX's decoder, with slim attention."""
 
     config_class = SlimGPTNeoXConfig
     slim_attention = SlimGPTNeoXAttention

@@ -1,4 +1,4 @@
-"""Llama with slim attention: layers that cache keys before RoPE, and V-coordinates, in the place of keys and values.
+"""Llama with slim attention: layers that cache keys and V-coordinates, in the place of keys and values.
 
 A model type of its own, rather than a patch of Llama: a checkpoint without value projections must not load into
 classes that would draw them at random. Any cache of transformers serves, as its keys and values.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimLlamaConfig
 
@@ -19,7 +19,7 @@ class SlimLlamaAttention(SlimAttention, LlamaAttention):
 
 
 class SlimLlamaModel(SlimRotaryDecoder, LlamaModel):
-    """Llama's decoder, which rotates keys when it reads them."""
+    """Llama's decoder, with slim attention."""
 
     config_class = SlimLlamaConfig
     slim_attention = SlimLlamaAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoForCausalLM, OlmoModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimOlmoConfig
 
@@ -15,7 +15,7 @@ class SlimOlmoAttention(SlimAttention, OlmoAttention):
 
 
 class SlimOlmoModel(SlimRotaryDecoder, OlmoModel):
-    """OLMo's decoder, which rotates keys when it reads them."""
+    """OLMo's decoder, with slim attention."""
 
     config_class = SlimOlmoConfig
     slim_attention = SlimOlmoAttention

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2ForCausalLM, Olmo2Model
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimOlmo2Config
 
@@ -29,7 +29,7 @@ class SlimOlmo2Attention(SlimAttention, Olmo2Attention):
 
 
 class SlimOlmo2Model(SlimRotaryDecoder, Olmo2Model):
-    """OLMo 2's decoder, which rotates keys when it reads them."""
+    """OLMo 2's decoder, with slim attention."""
 
     config_class = SlimOlmo2Config
     slim_attention = SlimOlmo2Attention

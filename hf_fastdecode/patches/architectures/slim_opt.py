@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoder, OPTForCausalLM, OPTModel, OPTPreTrainedModel
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
 from ..slim_configs import SlimOPTConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimPhi3Config
 
@@ -17,7 +17,7 @@ class SlimPhi3Attention(SlimAttention, Phi3Attention):
 
 
 class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
-    """Phi-3's decoder, which rotates keys when it reads them."""
+    """Phi-3's decoder, with slim attention."""
 
     config_class = SlimPhi3Config
     slim_attention = SlimPhi3Attention

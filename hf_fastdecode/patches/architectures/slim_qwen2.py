@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
 
-from ..attention_layer import SlimAttention
+from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimQwen2Config
 
@@ -15,7 +15,7 @@ class SlimQwen2Attention(SlimAttention, Qwen2Attention):
 
 
 class SlimQwen2Model(SlimRotaryDecoder, Qwen2Model):
-    """Qwen2's decoder, which rotates keys when it reads them."""
+    """Qwen2's decoder, with slim attention."""
 
     config_class = SlimQwen2Config
     slim_attention = SlimQwen2Attention

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
 
+from ..attention.decoder_attention import SlimDecoderAttention
+from ..attention.slim_attention import causal_mask
 from ..decoder import SlimPreTrainedModel
-from ..encoder_decoder import SlimDecoderAttention, SlimEncoderDecoder
+from ..encoder_decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimT5Config
-from ..slim_attention import causal_mask
 from ..slim_layers import SlimLayer
 
 

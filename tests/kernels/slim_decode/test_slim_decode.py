@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.kernels.slim_decode.api import SlimConfig
 from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
-from hf_fastdecode.patches.slim_values import SlimValues
+from hf_fastdecode.patches.values.slim_values import SlimValues
 
 from .problems import Case, Problem, make_problem
 

@@ -45,7 +45,7 @@ def decoder_to_slim(
         entries.append(converted.entry.to_dict())
         tensors = converted.attention(below(prefix, state), family.projection("v"))
         made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
-    slim = build_slim_model(family, model, entries, made)
+    slim = build_slim_model(family, model, entries, made, choice)
     slim.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # fewer where a checkpoint has a head of its own
     slim.tie_weights(recompute_mapping=False)
     return slim

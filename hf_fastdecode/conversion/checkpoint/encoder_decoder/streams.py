@@ -107,7 +107,8 @@ class SlimDecoderStream(DecoderGroups):
     def finished(self, found: list[Any]) -> Any:
         """The slim model's config, of the reports of all groups."""
         entries = config_entries(found[1:])
-        return slim_config(self.family, self.source.config, entries, self.dtype, matrix_dtype(self.dtype))
+        matrices = matrix_dtype(self.dtype)
+        return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
 
     def _measure(self) -> AttentionPlans:
         model = self.family.auto.from_pretrained(self.source.folder, config=self.source.config, dtype=self.dtype)

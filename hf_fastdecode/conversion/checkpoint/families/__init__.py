@@ -60,6 +60,22 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     return family
 
 
+def require_rope(family: Family | EncoderDecoder, rope: str) -> None:
+    """Refuse to cache keys after RoPE where there is none.
+
+    Args:
+        family: Of the model.
+        rope: ``raw`` or ``unrotate``.
+
+    Raises:
+        UnconvertibleError: It is ``unrotate``, and the family has no RoPE.
+    """
+    if rope == "unrotate" and (isinstance(family, EncoderDecoder) or family.rotary is None):
+        raise UnconvertibleError(
+            f"rope 'unrotate' caches keys after RoPE, and {family.architecture} has none; leave it out"
+        )
+
+
 def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
     """The ordinary model type and the family of a slim model's config.
 
@@ -83,10 +99,11 @@ def slim_config(
     entries: list[dict[str, Any]],
     dtype: torch.dtype,
     matrix: torch.dtype,
+    rope: str,
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
-    fields = full_fields(config)
-    made = family.slim_config(**fields, slim_layers=entries, slim_matrix_dtype=str(matrix).removeprefix("torch."))
+    slim = {"slim_layers": entries, "slim_matrix_dtype": str(matrix).removeprefix("torch."), "slim_rope": rope}
+    made = family.slim_config(**full_fields(config), **slim)
     made.architectures = [family.slim_model.__name__]
     made.dtype = dtype
     return made
@@ -96,4 +113,4 @@ def full_fields(config: Any) -> dict[str, Any]:
     """Fields of an ordinary model's config, of its own one or of a slim model's."""
     own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
     fields: dict[str, Any] = config.to_dict()
-    return {name: one for name, one in fields.items() if name not in (*own, "slim_layers", "slim_matrix_dtype")}
+    return {name: one for name, one in fields.items() if name not in own and not name.startswith(_SLIM)}

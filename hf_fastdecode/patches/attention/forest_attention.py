@@ -13,21 +13,21 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..attention.autocast import no_autocast
-from ..attention.interface import SlidingWindow
-from ..attention.kv import ForestKV, Segment
-from ..attention.partial import Partial, merge
-from ..attention.scoring import Scoring
-from ..attention.torch_operators.decode_ops import nodes_attention
-from ..attention.torch_operators.operators import cannot_run
-from ..cache.handles import DecodeKV, PrefillKV
-from ..cache.layer import require_dtype
-from ..cache.shared import SharedContextCache
-from ..cache.slim_storage import SlimStorage
-from ..unsupported import Unsupported
+from ...attention.autocast import no_autocast
+from ...attention.interface import SlidingWindow
+from ...attention.kv import ForestKV
+from ...attention.partial import Partial, merge
+from ...attention.scoring import Scoring
+from ...attention.torch_operators.decode_ops import nodes_attention
+from ...attention.torch_operators.operators import cannot_run
+from ...cache.handles import DecodeKV, PrefillKV
+from ...cache.layer import require_dtype
+from ...cache.shared import SharedContextCache
+from ...cache.slim_storage import SlimStorage
+from ...unsupported import Unsupported
 from .rotation import Rotation, Tables
 from .slim_attention import attention_scores, cache_dtype
-from .slim_tokens import SlimTokens
+from .slim_tokens import CachedTokens, SlimTokens
 
 
 def forest_attention(
@@ -54,19 +54,22 @@ def forest_attention(
         ``[rows, tokens, heads * value_dim]`` in the query's dtype.
 
     Raises:
-        Unsupported: A sliding window hides tokens.
+        Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
         ValueError: The cache holds another dtype or number of rows, or the backend ``triton`` is forced.
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
+    if threshold := layer.config.slim_sparsity_threshold:
+        raise Unsupported(f"a sparsity threshold ({threshold:g}) is for weights of nodes and suffix together")
     dtype = query.dtype
     new = slice(0 if cache.state.packed else None)  # prefill stores nothing slim: the layout alone is needed
-    stored = Segment(*(layer.stored(part[:, :, new], cache_dtype(dtype, layer.layer)) for part in (keys, coordinates)))
-    storage = partial(SlimStorage.of, layer, stored)
     with no_autocast(query.device):
+        stored_dtype = cache_dtype(dtype, layer.layer)
+        stored = layer.stored(keys[:, :, new], coordinates[:, :, new], stored_dtype, rotation)
+        storage = partial(SlimStorage.of, layer, stored)
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.packed:
-            nodes = layer.keys_and_values(keys, coordinates, rotation and rotation.keys, dtype)
+            nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
             handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, token_storage=storage)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
         if cache.state.backend == "triton":
@@ -88,7 +91,7 @@ def forest_attention(
 def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:
     """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
     queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
-    keys, coordinates = (layer.numbers(part[:, :, :longest]) for part in kv.suffix)
+    keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
     if tables is not None:  # which may be of more tokens, where only the device knew the lengths
         tables = tables[0][:, :longest], tables[1][:, :longest]
     lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
@@ -97,7 +100,8 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     if shortest < longest:  # what lies behind a suffix is undefined, and 0 * NaN is NaN
         used = (slot < lengths[:, None])[:, None, :, None]
         keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
-    scores = attention_scores(*layer.score_operands(query, keys, tables), layer.scaling)
+    tokens = layer.read(keys, coordinates, tables)
+    scores = attention_scores(*layer.score_operands(query, tokens), layer.scaling)
     scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    return Partial(layer.values.averaged((scores - lse[..., None]).exp(), keys, coordinates), lse)
+    return Partial(layer.values.averaged((scores - lse[..., None]).exp(), tokens.keys, tokens.coordinates), lse)

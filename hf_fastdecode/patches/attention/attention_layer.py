@@ -6,21 +6,24 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import QuantizedCache
 
-from ..attention.autocast import no_autocast
-from ..cache.shared import SharedContextCache
+from ...attention.autocast import no_autocast
+from ...cache.shared import SharedContextCache
+from ..slim_layers import SlimLayer
+from ..values.input_projections import InputProjection
+from ..values.slim_values import SlimValues
+from ..values.wide_products import KeyProjection
 from .forest_attention import forest_attention
-from .input_projections import InputProjection
 from .rotation import ROTATION, Rotation
 from .slim_attention import cache_dtype, check_trainable, slim_attention
-from .slim_layers import SlimLayer
 from .slim_tokens import SlimTokens
-from .slim_values import SlimValues
-from .wide_products import KeyProjection
 
 
 class SlimAttention(SlimTokens):
-    """Attention that caches keys from before norm and RoPE, and V-coordinates, in the place of keys and values.
+    """Attention that caches keys from before the norm, and V-coordinates, in the place of keys and values.
+
+    Keys are cached before RoPE, or after it, beside their positions (`SlimConfig.slim_rope`).
 
     Or, without norm and RoPE, the layer's inputs (plan ``x``), with all weights as in the ordinary layer.
 
@@ -44,7 +47,7 @@ class SlimAttention(SlimTokens):
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
         super().__init__(config, layer_idx=layer_idx)
-        self.layer = layer
+        self.config, self.layer = config, layer
         bias = getattr(self, self.values_from).bias is not None
         delattr(self, self.values_from)
         inputs, width = config.hidden_size, config.num_attention_heads * self.head_dim
@@ -67,8 +70,9 @@ class SlimAttention(SlimTokens):
         """Attend, with the ordinary layer's arguments, but `slim_rotation` in the place of `position_embeddings`.
 
         Raises:
-            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; or the layer caches
-                in 8 bits, through which no gradients flow, and is being trained.
+            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; the layer caches in
+                8 bits, through which no gradients flow, and is being trained; or a `QuantizedCache` would round
+                positions.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.rotary and rotation is None:
@@ -78,28 +82,34 @@ class SlimAttention(SlimTokens):
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
             check_trainable(stored_dtype, self.layer_idx)
+        if self.unrotates and isinstance(past_key_values, QuantizedCache):
+            raise ValueError(
+                "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set "
+                "model.config.slim_rope to 'raw', or convert with cache dtype int8"
+            )
         exact = self.to_cache(hidden_states)
         if isinstance(past_key_values, SharedContextCache):
             out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)
             return self.output(out), None
-        keys, coordinates = (self.stored(one, stored_dtype) for one in exact)
-        if past_key_values is not None:
-            with no_autocast(keys.device):  # which does not concatenate fp16
+        with no_autocast(query.device):  # which does not concatenate fp16
+            keys, coordinates = self.stored(*exact, stored_dtype, rotation)
+            if past_key_values is not None:
                 keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
-        keys, coordinates = self.numbers(keys), self.numbers(coordinates)
+            tokens = self.read(keys, coordinates, rotation and rotation.keys)
         dropout = self.dropout_share() if self.training else 0.0
         query = self.scored_query(query, rotation and rotation.tokens)
         with no_autocast(query.device):
-            query, scored = self.score_operands(query, keys, rotation and rotation.keys, dropout=dropout)
+            query, scored = self.score_operands(query, tokens, dropout=dropout)
         out, weights = slim_attention(
             query,
             scored,
-            keys,
-            coordinates,
+            tokens.keys,
+            tokens.coordinates,
             self.values,
             attention_mask,
             scaling=self.scaling,
             dropout=dropout,
+            threshold=self.config.slim_sparsity_threshold,
             dtype=dtype,
             weights_wanted=self.weights_wanted(kwargs),
         )

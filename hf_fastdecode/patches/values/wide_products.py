@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attention.autocast import no_autocast
+from ...attention.autocast import no_autocast
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""RoPE of slim layers, which rotate keys when they read them."""
+"""RoPE of slim layers: of keys when they are read, or when they are cached, and back when they are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.direct_pass import require_next
-from ..cache.shared import SharedContextCache
+from ...cache.direct_pass import require_next
+from ...cache.shared import SharedContextCache
 
 ROTATION: Final = "slim_rotation"
 """Argument of the attention layers: a `Rotation`."""
@@ -22,47 +22,57 @@ class Rotation(NamedTuple):
     """Tables of one forward pass.
 
     Attributes:
-        tokens: Of this pass's tokens.
-        keys: Of all keys that layers rotate in this pass.
-        own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at their places in their suffixes.
+        positions: Of this pass's tokens, ``[rows or 1, tokens]``.
+        tokens: Tables of these positions.
+        keys: Of all keys that layers read in this pass; None where positions are cached with the keys.
+        own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at the positions that suffixes
+            count from.
     """
 
+    positions: Tensor
     tokens: Tables
-    keys: Tables
+    keys: Tables | None
     own_tokens: Tables | None = None
 
 
-def forest_rotation(tables: Callable[[Tensor], Tables], cache: SharedContextCache, position_ids: Tensor) -> Rotation:
+def forest_rotation(
+    tables: Callable[[Tensor], Tables], cache: SharedContextCache, position_ids: Tensor, *, unrotates: bool
+) -> Rotation:
     """Tables for a pass over a shared-context cache.
 
     Prefill rotates the keys of its own tokens. A step rotates those of suffixes, and scores depend on differences of
-    positions: counted from a suffix's first token, one table serves the keys of all rows.
+    positions: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are
+    cached after RoPE hold their positions.
 
     Args:
         tables: Makes those of positions ``[rows or 1, tokens]``.
         cache: The cache.
         position_ids: ``[rows or 1, tokens]``, of this pass.
+        unrotates: Whether keys are cached after RoPE.
 
     Raises:
-        ValueError: In a user's own pass, positions that do not follow those of each row's tokens.
+        ValueError: In a user's own pass, positions that do not follow those of each row's tokens, unless they are
+            cached.
     """
     tokens = tables(position_ids)
     if cache.state.packed:
-        return Rotation(tokens, tokens)
+        return Rotation(position_ids, tokens, tokens)
+    if unrotates:
+        return Rotation(position_ids, tokens, None, tokens)
     if cache.checks_masks:
         require_next(cache, position_ids)
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
     slots = torch.arange(before.longest + count, device=device)[None]
-    return Rotation(tokens, tables(slots), tables(places))
+    return Rotation(position_ids, tokens, tables(slots), tables(places))
 
 
 def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
     """RoPE of the first coordinates.
 
     Args:
-        x: ``[rows, heads, tokens, head_dim]``.
+        x: ``[rows, heads, tokens, head_dim]``; one row or token is rotated to all positions.
         tables: Of as many coordinates as are rotated; the others pass.
         interleaved: Pair coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
     """
@@ -76,4 +86,13 @@ def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
         low, high = first.chunk(2, -1)
         turned = torch.cat([-high, low], -1)
     first = first * cos + turned * sin
-    return first if rotated == x.shape[-1] else torch.cat([first, x[..., rotated:]], -1)
+    if rotated == x.shape[-1]:
+        return first
+    return torch.cat([first, x[..., rotated:].expand(*first.shape[:-1], -1)], -1)
+
+
+def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
+    """Inverse of `rotate`, with its arguments; division undoes attention factors in the tables, as YaRN's."""
+    cos, sin = (table.to(x.dtype) for table in tables)
+    norm = cos.square() + sin.square()
+    return rotate(x, (cos / norm, -sin / norm), interleaved=interleaved)

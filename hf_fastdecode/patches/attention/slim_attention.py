@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.autocast import no_autocast
-from .eight_bits import EIGHT_BITS
-from .slim_layers import SlimLayer
-
-
-class CachedValues(Protocol):
-    """Values that follow from what a layer caches: `slim_values.SlimValues`, `input_projections.InputValues`."""
-
-    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
-
-    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1."""
+from ...attention.autocast import no_autocast
+from ..slim_layers import SlimLayer, check_threshold
+from ..values.eight_bits import EIGHT_BITS
+from .cached_values import CachedValues
+from .sparsity import QUERIES, averaged, without_small
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
@@ -60,6 +52,7 @@ def slim_attention(
     *,
     scaling: float,
     dropout: float = 0.0,
+    threshold: float = 0.0,
     dtype: torch.dtype,
     weights_wanted: bool = False,
     causal: bool = True,
@@ -80,6 +73,7 @@ def slim_attention(
             query's own, or simply all.
         scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
+        threshold: Weights below it count as 0, see `sparsity`; 0 for none.
         dtype: Of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not have.
         causal: Without a mask: whether queries, the last ones of the tokens, see none after themselves.
@@ -87,13 +81,14 @@ def slim_attention(
     Returns:
         ``[rows, queries, heads * value_dim]``, and the weights ``[rows, heads, queries, tokens]`` in fp32 or None.
     """
+    check_threshold(threshold)
     heads, queries, head_dim = query.shape[1:]
     with no_autocast(query.device):
         average_first = queries < head_dim and not dropout  # weights that were dropped no longer sum to 1
         per_head = None
         if not average_first:
             per_head = values.per_token(keys, coordinates).unflatten(-1, (heads, -1)).transpose(1, 2)
-            if not weights_wanted:
+            if not weights_wanted and not threshold:
                 out = F.scaled_dot_product_attention(
                     query.to(dtype),
                     rotated_keys.to(dtype),
@@ -104,12 +99,25 @@ def slim_attention(
                     scale=scaling,
                 )
                 return out.transpose(1, 2).flatten(2), None
-        probabilities = F.dropout(_probabilities(query, rotated_keys, mask, scaling, causal), dropout)
-        if per_head is None:
-            out = values.averaged(probabilities, keys, coordinates)
-        else:
-            out = probabilities @ per_head
-    return out.transpose(1, 2).flatten(2).to(dtype), probabilities if weights_wanted else None
+        if mask is None and causal:
+            mask = causal_mask(queries, keys.shape[2], query.device)
+        outs, weights = [], []
+        at_once = QUERIES if threshold else queries
+        for part, hidden in zip(query.split(at_once, 2), _split_mask(mask, queries, at_once)):
+            probabilities = _probabilities(part, rotated_keys, hidden, scaling)
+            if threshold:
+                probabilities = without_small(probabilities, threshold)
+            probabilities = F.dropout(probabilities, dropout)
+            if per_head is not None:
+                outs.append(probabilities @ per_head.to(probabilities.dtype))
+            elif threshold:
+                outs.append(averaged(values, probabilities, keys, coordinates))
+            else:
+                outs.append(values.averaged(probabilities, keys, coordinates))
+            if weights_wanted:
+                weights.append(probabilities)
+    out = torch.cat(outs, 2).transpose(1, 2).flatten(2).to(dtype)
+    return out, torch.cat(weights, 2) if weights_wanted else None
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
@@ -124,12 +132,17 @@ def attention_scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     return query @ keys.mT * scaling
 
 
-def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
+def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     scores = attention_scores(query, keys, scaling)
     if mask is None:
-        if not causal:
-            return scores.softmax(-1)
-        mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
+        return scores.softmax(-1)
     if mask.dtype == torch.bool:  # a row of padding sees nothing, and must not become NaN
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
     return (scores + mask).softmax(-1)
+
+
+def _split_mask(mask: Tensor | None, queries: int, at_once: int) -> Iterable[Tensor | None]:
+    """Parts of a mask, ``[..., queries, tokens]`` or for all queries alike, one per part of the queries."""
+    if mask is None or mask.shape[-2] == 1:
+        return [mask] * -(-queries // at_once)
+    return mask.split(at_once, -2)

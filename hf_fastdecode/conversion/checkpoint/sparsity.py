@@ -1,0 +1,185 @@
+"""`measure_sparsity`: how many attention weights a threshold skips, and at which error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_fastdecode.patches.attention.attention_layer import SlimAttention
+from hf_fastdecode.patches.attention.decoder_attention import SlimDecoderAttention
+from hf_fastdecode.patches.attention.sparsity import counted
+from hf_fastdecode.patches.config_base import SlimConfig
+from hf_fastdecode.patches.slim_layers import check_threshold
+from hf_fastdecode.wrappers import unwrapped
+
+from ..cache_errors import relative_error
+from .calibration import calibration_ids, check_ids
+from .encoder_decoder.architecture import EncoderDecoder
+from .encoder_decoder.calibration_pass import model_inputs, on_device
+from .families import family_of_slim
+from .family import attention_inputs, longest_text
+
+
+@dataclass(frozen=True)
+class LayerSparsity:
+    """Effect of a threshold on one attention, whose inputs are those without a threshold.
+
+    Attributes:
+        name: Of the attention, such as ``model.layers.0.self_attn``.
+        weights: Attention weights of tokens that queries see, in all heads.
+        skipped: Share of them that is below the threshold.
+        output_error: Relative error of the attention's output in the Frobenius norm.
+    """
+
+    name: str
+    weights: int
+    skipped: float
+    output_error: float
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """Effect of a threshold on a slim model, on one text; its `str` is a table.
+
+    Attributes:
+        threshold: Bound on attention weights.
+        tokens: Of the text.
+        skipped: Share of the weights of all slim layers that is below the threshold.
+        logits_error: Relative error of the logits in the Frobenius norm, against no threshold.
+        same_tokens: Share of positions where the most likely token is the same.
+        layers: Slim attentions, one by one.
+    """
+
+    threshold: float
+    tokens: int
+    skipped: float
+    logits_error: float
+    same_tokens: float
+    layers: tuple[LayerSparsity, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
+
+    def __str__(self) -> str:
+        width = max(len("attention"), *(len(layer.name) for layer in self.layers))
+        lines = [f"{'attention':{width}}  skipped  error of its output"]
+        lines += [f"{one.name:{width}}  {one.skipped:7.1%}  {one.output_error:.2e}" for one in self.layers]
+        lines.append(
+            f"Threshold {self.threshold:g}: {self.skipped:.1%} of the weights skipped on {self.tokens:,} tokens; "
+            f"logits are off by {self.logits_error:.2e}, and {self.same_tokens:.1%} of the most likely tokens agree."
+        )
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def measure_sparsity(
+    model: PreTrainedModel,
+    threshold: float,
+    calibration: Tensor | None = None,
+    *,
+    features: Tensor | None = None,
+    tokenizer: Any = None,
+) -> SparsityReport:
+    """Measure what ``sparsity_threshold`` skips in a slim model, and the error that it makes.
+
+    Slim attention, section 3: tokens whose attention weight is below the threshold add nothing to the values, and
+    weights are not renormalised. Layers that keep keys and values have no threshold. The model runs the text in one
+    pass, and comes back with the threshold that it has.
+
+    Args:
+        model: A slim model, on any device.
+        threshold: To be measured, at least 0 and below 1.
+        calibration: Ids of a text typical of what the model will read, ``[tokens]``, of which the first are taken, as
+            many as the model's context or sliding window holds; without, `tokenizer` makes them of a built-in text of
+            English and Python.
+        features: For Whisper, as in `to_slim`.
+        tokenizer: Of the model.
+
+    Raises:
+        ValueError: The model has no slim layers, the threshold is out of its bounds, or there is no usable text.
+        TypeError: `model` neither is nor wraps a transformers model.
+    """
+    check_threshold(threshold)
+    model = unwrapped(model)
+    kinds = (SlimAttention, SlimDecoderAttention)
+    attentions = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    if not isinstance(model.config, SlimConfig) or not attentions:
+        raise ValueError(
+            f"a sparsity threshold is for slim layers, and this {type(model).__name__} has none; pass a model that "
+            "to_slim or convert-checkpoint made"
+        )
+    if calibration is None:
+        if tokenizer is None:
+            raise ValueError("measure_sparsity needs a text: pass ids as calibration=, or the model's tokenizer=")
+        calibration = calibration_ids(tokenizer)
+    ids = check_ids(calibration)[: longest_text(model.config)]
+    _, family = family_of_slim(model.config)
+    inputs = {"input_ids": ids[None]}
+    if isinstance(family, EncoderDecoder):
+        inputs = model_inputs(family, model.config, ids, features)
+    inputs = on_device(model, inputs)
+
+    found: list[LayerSparsity] = []
+    hooks = []
+    training = model.training
+    try:
+        model.eval()
+        with _threshold(model, 0.0):
+            for name, attention in attentions.items():
+                hook = _measure_into(found, model, name, threshold)
+                hooks.append(attention.register_forward_hook(hook, with_kwargs=True))
+            dense = model(**inputs, use_cache=False).logits.double()
+        while hooks:
+            hooks.pop().remove()
+        with _threshold(model, threshold):
+            sparse = model(**inputs, use_cache=False).logits.double()
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    weights = sum(layer.weights for layer in found)
+    return SparsityReport(
+        threshold=threshold,
+        tokens=len(ids),
+        skipped=sum(layer.skipped * layer.weights for layer in found) / weights,
+        logits_error=relative_error(sparse, dense),
+        same_tokens=(sparse.argmax(-1) == dense.argmax(-1)).double().mean().item(),
+        layers=tuple(found),
+    )
+
+
+def _measure_into(found: list[LayerSparsity], model: PreTrainedModel, name: str, threshold: float) -> Any:
+    """A hook that runs an attention again with the threshold."""
+
+    def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        with _threshold(model, threshold), counted() as counts:
+            sparse = module.forward(*args, **kwargs)[0]
+        queries = len(attention_inputs(args, kwargs))
+        encoded = kwargs.get("key_value_states")
+        heads = module.heads if isinstance(module, SlimAttention) else module.num_heads
+        if encoded is None:  # causal
+            weights, hidden = heads * queries * (queries + 1) // 2, heads * queries * (queries - 1) // 2
+        else:
+            weights, hidden = heads * queries * encoded.shape[1], 0
+        below = int(sum(count.item() for count in counts)) - hidden if counts else 0
+        error = relative_error(sparse.double(), output[0].double())
+        found.append(LayerSparsity(name, weights, below / weights, error))
+
+    return measure
+
+
+@contextmanager
+def _threshold(model: PreTrainedModel, threshold: float) -> Iterator[None]:
+    before = model.config.slim_sparsity_threshold
+    model.config.slim_sparsity_threshold = threshold
+    try:
+        yield
+    finally:
+        model.config.slim_sparsity_threshold = before

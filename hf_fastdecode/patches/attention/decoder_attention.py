@@ -1,0 +1,176 @@
+"""Self-attention and cross-attention of slim decoders with an encoder (Slim attention, section 7).
+
+A decoder layer has two attentions, each with a plan of its own:
+
+| plan | attention | cached per token |
+|---|---|---|
+| ``kv`` | both | keys and values, as in the ordinary model |
+| ``k``, ``k+r`` | both | keys, and r V-coordinates: option 1 of the paper for cross-attention |
+| ``x`` | self-attention | the layer's inputs |
+| ``e`` | cross-attention | nothing: option 2 of the paper |
+
+With ``e``, layers read the encoder's output where generation passes it to every step, and transformers repeats it for
+beams and for `num_return_sequences`. It is stored once for all layers, outside the cache, in ordinary models too, so
+that it does not count as bytes of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
+
+from ...attention.autocast import no_autocast
+from ..slim_layers import SlimLayer
+from ..values.eight_bits import load, store
+from ..values.input_projections import InputProjection, InputValues, score_operands
+from ..values.slim_values import SlimValues
+from ..values.wide_products import KeyProjection, wide
+from .cached_values import CachedValues
+from .slim_attention import cache_dtype, check_trainable, slim_attention
+
+
+class SlimDecoderAttention(nn.Module):
+    """Self-attention or cross-attention of a decoder, without RoPE, that does not cache keys and values.
+
+    A base class that precedes an architecture's own, of which it keeps the projections of queries and of the output,
+    biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are those of the ordinary layer.
+
+    Args:
+        layer: What it caches, not ``kv``.
+        cross: Whether keys and values are of the encoder's output.
+        ordinary: Arguments of the architecture's own class.
+
+    Attributes:
+        projections: Names of the projections of queries, keys, values and output.
+    """
+
+    projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    config: Any
+    layer_idx: int
+    num_heads: int
+    scaling: float
+    dropout: float
+
+    def __init__(self, layer: SlimLayer, cross: bool, **ordinary: Any) -> None:
+        super().__init__(**ordinary)
+        self.layer, self.cross = layer, cross
+        _, key, value, _ = self.projections
+        projection = getattr(self, key)
+        inputs, width, bias = projection.in_features, projection.out_features, projection.bias is not None
+        if layer.plan in ("x", "e"):
+            setattr(self, key, InputProjection(inputs, width, bias=bias))
+            setattr(self, value, InputProjection(inputs, width, bias=getattr(self, value).bias is not None))
+        else:
+            setattr(self, key, KeyProjection(inputs, width, bias=bias))
+            delattr(self, value)
+            self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, self.config.slim_matrix_dtype))
+
+    @classmethod
+    def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
+        """A slim layer with the sizes of an ordinary one, by BART's and Whisper's arguments."""
+        return cls(
+            layer,
+            cross,
+            embed_dim=ordinary.embed_dim,
+            num_heads=ordinary.num_heads,
+            dropout=ordinary.dropout,
+            is_decoder=True,
+            is_causal=ordinary.is_causal,
+            config=ordinary.config,
+            layer_idx=ordinary.layer_idx,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, with the arguments of BART's and Whisper's attention."""
+        return self.attend(hidden_states, key_value_states, past_key_values, attention_mask)
+
+    def attend(
+        self, hidden_states: Tensor, encoded: Tensor | None, cache: Any, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention, from a layer's inputs to its output projection.
+
+        Args:
+            hidden_states: ``[rows, queries, d]``.
+            encoded: The encoder's output, ``[rows, tokens, key_d]``, for cross-attention.
+            cache: An `EncoderDecoderCache`; any cache for self-attention; or None.
+            mask: As `slim_attention` has it.
+
+        Returns:
+            ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.
+        """
+        query_name, key_name, value_name, output_name = self.projections
+        query = getattr(self, query_name)(hidden_states)
+        dtype = query.dtype  # under autocast that of its products
+        query = query.to(wide(dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        inputs, group = hidden_states if encoded is None else encoded, query.shape[-1]
+        stored_dtype = cache_dtype(dtype, self.layer)
+        if self.training:
+            check_trainable(stored_dtype, self.layer_idx)
+        values: CachedValues
+        if self.layer.plan in ("x", "e"):
+            keys = inputs.to(dtype)[:, None]
+            coordinates = keys[..., :0]
+            if self.layer.plan == "x":
+                keys, _ = self._update(cache, store(keys, stored_dtype, group), coordinates)
+                keys = load(keys, stored_dtype, group)
+            elif self._filled(cache) is None:  # empty tensors: Whisper's `generate` reads those of every layer
+                self._update(cache, keys[:, :, :0, :0], coordinates[:, :, :0])
+            absorb = query.shape[2] < min(query.shape[-1], keys.shape[-1]) and not dropout
+            values = InputValues(getattr(self, value_name), self.num_heads, self.num_heads)
+            with no_autocast(query.device):
+                query, scored = score_operands(query, keys, getattr(self, key_name), self.num_heads, absorb=absorb)
+        else:
+            values = self.slim
+            stored = self._filled(cache)
+            if stored is None:
+                exact = self.slim.to_cache(inputs, getattr(self, key_name)(inputs))
+                stored = self._update(cache, *(store(one, stored_dtype, group) for one in exact))
+            keys, coordinates = (load(one, stored_dtype, group) for one in stored)
+            # The offset adds one number to all scores of a query, which the softmax ignores.
+            scored = keys[:, 0].to(wide(keys.dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        out, weights = slim_attention(
+            query,
+            scored,
+            keys,
+            coordinates,
+            values,
+            mask,
+            scaling=self.scaling,
+            dropout=dropout,
+            threshold=self.config.slim_sparsity_threshold,
+            dtype=dtype,
+            weights_wanted=self.config._attn_implementation == "eager",
+            causal=not self.cross,
+        )
+        return getattr(self, output_name)(out), weights
+
+    def _filled(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """What cross-attention cached of the encoder's output in an earlier pass."""
+        if not (self.cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.layer_idx)):
+            return None
+        layer = cache.cross_attention_cache.layers[self.layer_idx]
+        return layer.keys, layer.values
+
+    def _update(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add to the cache, and give all of it; cross-attention caches in an `EncoderDecoderCache` only."""
+        part = None if self.cross else cache
+        if isinstance(cache, EncoderDecoderCache):
+            part = cache.cross_attention_cache if self.cross else cache.self_attention_cache
+        if part is None:
+            return keys, values
+        with no_autocast(keys.device):  # which does not concatenate fp16
+            stored: tuple[Tensor, Tensor] = part.update(keys, values, self.layer_idx)
+        if self.cross:
+            cache.is_updated[self.layer_idx] = True
+        return stored

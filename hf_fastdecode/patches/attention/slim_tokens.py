@@ -1,0 +1,202 @@
+"""Converts a slim layer's cached tokens to keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.kv import Segment
+from ..slim_layers import SlimLayer
+from ..values.eight_bits import load, store
+from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
+from ..values.slim_values import SlimValues
+from ..values.stored_positions import with_positions, without_positions
+from ..values.wide_products import wide
+from .cached_values import CachedValues
+from .rotation import Rotation, Tables, rotate, unrotate
+from .slim_attention import cache_dtype
+
+
+class CachedTokens(NamedTuple):
+    """Tokens as they are read from a cache.
+
+    Attributes:
+        keys: ``[rows, 1, tokens, heads * head_dim]`` before norm and RoPE, less the offset; or inputs.
+        coordinates: ``[rows, 1, tokens, r]``.
+        tables: Of their positions; None without RoPE.
+        rotated: Keys after RoPE, less the rotated offset, where they were cached so and need no norm.
+    """
+
+    keys: Tensor
+    coordinates: Tensor
+    tables: Tables | None
+    rotated: Tensor | None = None
+
+
+class SlimTokens(nn.Module):
+    """Base class of slim attention layers: what they cache, and the keys and values that follow from it.
+
+    With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0. Neither
+    norm nor RoPE is in such layers.
+
+    Attributes:
+        rotary: Whether RoPE stands between projections and scores.
+        interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
+        tables: Makes the tables of positions ``[rows or 1, tokens]``; the decoder sets it if there is RoPE.
+        layer: What the layer caches.
+        slim: Values of cached keys and V-coordinates.
+        v_proj: That of the ordinary layer, for cached inputs.
+    """
+
+    rotary: ClassVar[bool] = True
+    interleaved: ClassVar[bool] = False
+    tables: Callable[[Tensor], Tables]
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    q_proj: nn.Linear
+    k_proj: Any  # a KeyProjection, with plan x an InputProjection
+    v_proj: InputProjection
+    layer: SlimLayer
+    slim: SlimValues
+
+    @property
+    def heads(self) -> int:
+        """Number of heads, the same for queries and for keys and values."""
+        count: int = self.config.num_attention_heads
+        return count
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether keys are cached after RoPE, beside their positions, and un-rotated when they are read.
+
+        Raises:
+            ValueError: The config says so, and there is no RoPE.
+        """
+        unrotates = bool(self.config.slim_rope == "unrotate")
+        if unrotates and not self.rotary:
+            raise ValueError(
+                f"slim_rope 'unrotate' needs RoPE, and {self.config.model_type} has none; set it to 'raw'"
+            )
+        return unrotates
+
+    @property
+    def values(self) -> CachedValues:
+        """Module that makes values of cached tokens."""
+        if self.layer.plan == "x":
+            return InputValues(self.v_proj, self.heads, self.heads)
+        return self.slim
+
+    def to_cache(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding."""
+        if self.layer.plan == "x":
+            return inputs[:, None], inputs[:, None, :, :0]
+        return self.slim.to_cache(inputs, self.k_proj(inputs))
+
+    def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:
+        """Tokens as they are cached.
+
+        Args:
+            keys: ``[rows, 1, tokens, heads * head_dim]`` before RoPE, or inputs.
+            coordinates: ``[rows, 1, tokens, r]``.
+            dtype: Of the cache; in 8 bits scales follow the numbers.
+            rotation: Of the pass, whose first tokens these are; None without RoPE.
+
+        Returns:
+            Both rounded; of keys after RoPE, with positions beside the coordinates.
+        """
+        if not self.unrotates or rotation is None:
+            return Segment(store(keys, dtype, self.head_dim), store(coordinates, dtype, self.head_dim))
+        count = keys.shape[2]
+        cos, sin = (table[:, :count] for table in rotation.tokens)
+        keys = rotate(self._heads(keys[:, 0]), (cos, sin), interleaved=self.interleaved)
+        beside = with_positions(store(coordinates, dtype, self.head_dim), rotation.positions[:, :count])
+        return Segment(store(self._joined(keys), dtype, self.head_dim), beside)
+
+    def read(self, keys: Tensor, coordinates: Tensor, tables: Tables | None) -> CachedTokens:
+        """Inverse of `stored`.
+
+        Args:
+            keys: As cached.
+            coordinates: As cached.
+            tables: Of their positions, where these are not cached; None without RoPE.
+        """
+        dtype = cache_dtype(self.q_proj.weight.dtype, self.layer)
+        if not self.unrotates:
+            return CachedTokens(load(keys, dtype, self.head_dim), load(coordinates, dtype, self.head_dim), tables)
+        coordinates, positions = without_positions(coordinates)
+        tables = self.tables(positions)
+        keys = load(keys, dtype, self.head_dim)[:, 0]
+        rotated = self._heads(keys.to(wide(keys.dtype)))
+        plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
+        normed = type(self).key_norm is not SlimTokens.key_norm
+        numbers = load(coordinates, dtype, self.head_dim)
+        return CachedTokens(plain, numbers, tables, None if normed else rotated)
+
+    def query_norm(self, query: Tensor) -> Tensor:
+        """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""
+        return query
+
+    def key_norm(self, keys: Tensor) -> Tensor:
+        """QK-norm of projected keys, ``[rows, tokens, heads * head_dim]`` in fp32; they are cached before it."""
+        return keys
+
+    def scored_query(self, query: Tensor, tables: Tables | None) -> Tensor:
+        """Queries, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32.
+
+        Args:
+            query: ``[rows, tokens, heads * head_dim]`` as projected.
+            tables: Of their positions; None without RoPE.
+        """
+        query = self._heads(self.query_norm(query).to(wide(query.dtype)))
+        return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
+
+    def scored_keys(self, tokens: CachedTokens) -> Tensor:
+        """Keys, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32."""
+        keys, _, tables, rotated = tokens
+        if self.layer.plan == "x":
+            return input_keys(keys, self.k_proj, self.heads, self.heads)
+        if tables is None:  # the key offset may stay away: it adds one number to all scores of a query
+            return self._heads(keys[:, 0].to(wide(keys.dtype)))
+        if rotated is not None:
+            offset = self._heads(self.slim.key_offset[None, None])
+            return rotated + rotate(offset, tables, interleaved=self.interleaved)
+        return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
+
+    def score_operands(self, query: Tensor, tokens: CachedTokens, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Operands of the scores: few queries meet cached inputs as they are, rather than keys made of all of them.
+
+        Args:
+            query: From `scored_query`.
+            tokens: From `read`.
+            dropout: Share of the attention weights that is dropped, which takes the values of each token.
+
+        Returns:
+            Queries and keys, or queries and inputs, as `slim_attention` takes them.
+        """
+        if self.layer.plan != "x":
+            return query, self.scored_keys(tokens)
+        absorb = query.shape[2] < self.head_dim and not dropout
+        return score_operands(query, tokens.keys, self.k_proj, self.heads, absorb=absorb)
+
+    def keys_and_values(self, tokens: CachedTokens, dtype: torch.dtype) -> Segment:
+        """Make the keys and values that an ordinary layer caches, ``[rows, heads, tokens, head_dim]``."""
+        scored = self.scored_keys(tokens)
+        values = self.values.per_token(tokens.keys, tokens.coordinates)
+        return Segment(scored.to(dtype), values.unflatten(-1, (scored.shape[1], -1)).transpose(1, 2).to(dtype))
+
+    def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
+        """Make keys and values of cached tokens, see `MakesNodes.as_nodes`."""
+        tables = self.tables(positions) if self.rotary and not self.unrotates else None
+        return self.keys_and_values(self.read(keys, coordinates, tables), dtype or self.q_proj.weight.dtype)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """``[rows, heads, tokens, head_dim]`` to ``[rows, 1, tokens, heads * head_dim]``."""
+        return x.transpose(1, 2).flatten(2)[:, None]

@@ -1,0 +1,1 @@
+"""What slim layers cache, in which dtype, and the values that follow from it."""

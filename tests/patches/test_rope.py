@@ -1,0 +1,256 @@
+"""Keys that are cached after RoPE, beside their positions, against ordinary models; tokens are the same."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import QuantizedCache
+
+import hf_fastdecode as fd
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.attention.kv import SuffixLengths
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.patches.values.stored_positions import DIGITS, position_bytes, with_positions, without_positions
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .family_models import FAMILIES, WITH_INPUTS, family_condition, family_model, family_pair
+from .slim_models import PLANS, TEXT, condition, pair, relative
+
+EPS = torch.finfo(torch.float32).eps
+PROMPTS = ragged_prompts(40, 9, 31)
+ROTARY = [name for name in FAMILIES if name not in WITH_INPUTS]
+
+
+@lru_cache
+def unrotating(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An ordinary Llama and its slim form that caches keys after RoPE; not to be changed."""
+    model = pair(plan, variant)[0]
+    return model, to_slim(model, TEXT, plan=PLANS[plan], rope="unrotate")
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Any:
+    settings = {"max_new_tokens": 24, "do_sample": False, **PROMPTS, **options}
+    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_positions_are_exact(dtype: torch.dtype) -> None:
+    positions = torch.tensor([[0, 1, 255, 256, 257], [2047, 2049, 65535, 131071, 2**24 - 1]])
+    stored = torch.arange(30).view(2, 1, 5, 3).to(dtype)
+    kept, read = without_positions(with_positions(stored, positions))
+    assert torch.equal(kept, stored)
+    assert torch.equal(read, positions)
+    _, shared = without_positions(with_positions(stored, positions[:1]))
+    assert torch.equal(shared, positions[:1].expand(2, -1))
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_greedy_over_padded_rows(name: str) -> None:
+    model = family_model(name)
+    slim = to_slim(model, TEXT, plan=PLANS["k+r"], rope="unrotate")
+    expected = generate(model, max_new_tokens=64)
+    found = generate(slim, max_new_tokens=64, past_key_values=DynamicCache(config=slim.config))
+    assert torch.equal(found.sequences, expected.sequences)
+    error = relative(torch.stack(found.logits), torch.stack(expected.logits))
+    assert error < family_condition(slim) * EPS
+    assert [layer.values.shape[-1] for layer in found.past_key_values.layers] == [4 + DIGITS, 9 + DIGITS]
+    with fd.enabled(slim):
+        samples = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
+        shared = generate(slim, **samples).sequences
+        assert fd.explain(slim).last_call.path == ("stock" if name == "phi3-window" else "shared")
+    assert torch.equal(shared, generate(model, **samples).sequences)
+
+
+@pytest.mark.parametrize("variant", ["biases", "yarn", "wide-heads"])
+@pytest.mark.parametrize("plan", ["k", "mixed"])
+def test_llama(plan: str, variant: str) -> None:
+    """YaRN's tables have an attention factor, which un-rotation divides by."""
+    expected, found = (generate(model) for model in unrotating(plan, variant))
+    assert torch.equal(found.sequences, expected.sequences)
+    error = relative(torch.stack(found.logits), torch.stack(expected.logits))
+    assert error < condition(pair(plan, variant)[0]) * EPS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"prefill_chunk_size": 7},
+        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
+        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "assistant_model": "other"},
+    ],
+    ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
+)
+def test_other_ways_to_generate(options: dict[str, Any]) -> None:
+    if "assistant_model" in options:
+        options = {**options, "assistant_model": tiny_model("llama-mha", seed=1)}
+    expected, found = (generate(model, **options).sequences for model in unrotating())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["phi3-window", "codegen"])
+def test_static_caches(name: str) -> None:
+    model, slim = family_pair(name, "k+r")
+    slim = deepcopy(slim)
+    slim.config.slim_rope = "unrotate"  # of a model that was converted otherwise: no weight differs
+    options = {**ragged_prompts(30, 70), "cache_implementation": "static"}
+    assert torch.equal(generate(slim, **options).sequences, generate(model, **options).sequences)
+
+
+JUMPS = [torch.arange(20), torch.arange(7), torch.tensor([60, 61, 61, 62, 400]), torch.tensor([5])]
+"""Positions of four passes: they begin again, repeat, jump and go back."""
+
+
+def in_passes(model: PreTrainedModel, cache: Any, passes: list[Tensor], rows: int = 1) -> Tensor:
+    texts = TEXT[: sum(map(len, passes)) * rows].view(rows, -1).split([len(one) for one in passes], 1)
+    logits = [model(ids, past_key_values=cache, position_ids=one[None]).logits for ids, one in zip(texts, passes)]
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [[], [torch.cat([torch.arange(20), torch.arange(20)])]], ids=["passes", "packed"])
+def test_any_positions(first: list[Tensor]) -> None:
+    """Keys are rotated when they are cached, so that no later pass needs to count their positions."""
+    model, slim = unrotating()
+    passes = [*first, *JUMPS]
+    expected, found = (in_passes(one, DynamicCache(config=one.config), passes) for one in (model, slim))
+    assert relative(found, expected) < condition(model) * EPS
+    if first:
+        with pytest.raises(ValueError, match=r"position_ids must rise by 1"):
+            in_passes(pair()[1], DynamicCache(), passes)
+
+
+@torch.no_grad()
+def test_any_positions_of_suffixes() -> None:
+    """In shared-context caches too, also after suffixes have become nodes."""
+    model, slim = unrotating()
+    expected = in_passes(model, DynamicCache(config=model.config), JUMPS)
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        ids = TEXT[None, 20:33].split([len(one) for one in JUMPS[1:]], 1)
+        found = []
+        for part, positions in zip(ids, JUMPS[1:]):
+            found.append(slim(part, past_key_values=cache, position_ids=positions[None]).logits)
+            cache = cache.fork()
+    assert relative(torch.cat(found, 1), expected[:, 20:]) < condition(model) * EPS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_suffixes_of_different_lengths(cache_dtype: str) -> None:
+    """What lies behind a suffix is undefined: no number of it, and no position, may be read."""
+    model = pair()[0]
+    slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9, rope="unrotate")
+    found = []
+    with fd.enabled(slim):
+        for poison in (False, True):
+            cache = fd.prefill(slim, TEXT[None, :20])
+            cache.batch_repeat_interleave(3)
+            slim(TEXT[20:32].view(3, 4), past_key_values=cache)
+            cache.drop_last([1, 3, 2])
+            if poison:
+                lengths = cache.state.suffixes.lengths
+                cache.state.suffixes.lengths = SuffixLengths(4, lengths.per_row)
+                for layer in cache.layers:
+                    for part in layer.storage.suffix:
+                        for row, length in enumerate((3, 1, 2)):
+                            part[row, :, length:] = 255 if part.dtype == torch.uint8 else torch.nan
+            found.append(slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1])
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+    if cache_dtype == "auto":
+        for row, kept in enumerate((3, 1, 2)):
+            text = torch.cat([TEXT[:20], TEXT[20 + 4 * row :][:kept], TEXT[40 + 2 * row : 42 + 2 * row]])
+            torch.testing.assert_close(found[0][row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_errors_are_alike_and_as_planned(cache_dtype: str) -> None:
+    """Rotation keeps norms, and the plan measures what is cached: its bytes, positions included, and its errors."""
+    model = family_model("qwen2").bfloat16()
+    choice: dict[str, Any] = {"plan": PLANS["k+r"], "cache_dtype": cache_dtype, "tolerance": 1e9}
+    oracle = logits(deepcopy(model).double())
+    errors = {}
+    for rope in ("raw", "unrotate"):
+        slim = to_slim(model, TEXT, rope=rope, **choice)
+        cache = DynamicCache(config=slim.config)
+        errors[rope] = relative(logits(slim, cache), oracle)
+        tokens = cache.get_seq_length()
+        found = [(layer.keys.nbytes + layer.values.nbytes) // tokens for layer in cache.layers]
+        dtype = torch.int8 if cache_dtype == "int8" else torch.float16
+        scales = 2 * (4 + 1) if cache_dtype == "int8" else 0
+        beside = position_bytes(dtype) if rope == "unrotate" else 0
+        assert found == [(64 + rank) * dtype.itemsize + scales + beside for rank in (4, 9)]
+    assert 0.5 < errors["unrotate"] / errors["raw"] < 2
+
+
+def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:96].split(90)], 1)
+
+
+def test_autocast_and_gradients() -> None:
+    model, slim = unrotating()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, stock = logits(slim), logits(model)
+    oracle = logits(model)
+    assert relative(found, oracle) < 2 * relative(stock, oracle)
+    gradients = []
+    for one in (model, slim):
+        trained = deepcopy(one).train()
+        trained(TEXT[None, :40], labels=TEXT[None, :40]).loss.backward()
+        gradients.append(trained.get_input_embeddings().weight.grad)
+    assert relative(gradients[1], gradients[0]) < condition(model) * EPS * 10
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = family_model("gpt_neox", vocab_size=len(tokenizer))
+    source, folder, back = (tmp_path / one for one in ("source", "slim", "full"))
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    reports = {}
+    for rope, target in (("raw", None), ("unrotate", folder)):
+        choice = PlanChoice(rank=5, rope=rope)
+        reports[rope] = convert_checkpoint(Settings(str(source), target, choice=choice, verify=target is not None))
+    sizes = [report["bytes_per_token"] for report in reports.values()]
+    assert sizes[1] - sizes[0] == 2 * position_bytes(torch.float32)
+    for raw, other in zip(*(report["layers"] for report in reports.values())):
+        assert raw["value_error"] != other["value_error"]
+        assert 0.5 < other["output_error"] / raw["output_error"] < 2
+    slim = AutoModelForCausalLM.from_pretrained(folder)
+    assert slim.config.slim_rope == "unrotate"
+    assert torch.equal(generate(slim).sequences, generate(model).sequences)
+    convert_checkpoint(Settings(str(folder), back, format="full"))
+    assert not any(name.startswith("slim_") for name in AutoConfig.from_pretrained(back).to_dict())
+
+
+@torch.no_grad()
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"rope must be one of raw, unrotate, got 'both'"):
+        to_slim(pair()[0], TEXT, rope="both")
+    with pytest.raises(ValueError, match=r"slim_rope must be one of raw, unrotate, got 'both'"):
+        AutoConfig.for_model("slim_llama", slim_rope="both")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has none; leave it out"):
+        to_slim(family_model("gpt2"), TEXT, rope="unrotate")
+    with pytest.raises(ValueError, match=r"slim_t5 has none; set it to 'raw'"):
+        AutoConfig.for_model("slim_t5", slim_rope="unrotate")
+    slim = deepcopy(family_pair("gpt2", "x")[1])
+    slim.config.slim_rope = "unrotate"
+    with pytest.raises(ValueError, match=r"slim_gpt2 has none; set it to 'raw'"):
+        slim(TEXT[None, :4])
+    cache = DynamicCache()
+    cache.__class__ = QuantizedCache  # whose backends are not installed
+    with pytest.raises(ValueError, match="a QuantizedCache rounds the positions"):
+        unrotating()[1](TEXT[None, :4], past_key_values=cache)
