@@ -205,6 +205,11 @@ def model_name(renamed: Mapping[str, str], stored: str) -> str:
     return stored
 
 
+def language_config(config: Any) -> Any:
+    """Config of the language model; of multimodal models it is a part of the model's own."""
+    return getattr(config, "text_config", None) or config
+
+
 def kv_heads(config: Any) -> int:
     """Key and value heads; as many as query heads where a config does not tell."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .families import slim_config
-from .family import Family, attention_inputs
+from .family import Family, attention_inputs, language_config
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype
 from .source import Checkpoint
@@ -34,8 +34,8 @@ class SlimStream:
         self, source: Checkpoint, family: Family, choice: PlanChoice, dtype: torch.dtype, ids: Tensor
     ) -> None:
         self.source, self.family, self.choice, self.dtype, self.ids = source, family, choice, dtype, ids
-        self.layers: int = source.config.num_hidden_layers
-        self.config = deepcopy(source.config)
+        self.config = deepcopy(language_config(source.config))
+        self.layers: int = self.config.num_hidden_layers
         self.config._attn_implementation = "sdpa"
         self.rotary = None if family.rotary is None else family.rotary(self.config)
         self.hidden: Tensor | None = None
@@ -116,7 +116,7 @@ class SlimStream:
 def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
     """Embeddings, the last norm and the head, cast; a head that is the embedding is not stored twice."""
     names = sorted(name for name in source.names() if not name.startswith(family.layers))
-    if source.config.tie_word_embeddings:
+    if getattr(source.config, "tie_word_embeddings", False):
         names = [name for name in names if name != "lm_head.weight"]
     return {name: cast(source.tensor(name), dtype) for name in names}
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from importlib import import_module
 from typing import Any, Final
 
 import torch
+from transformers import AutoConfig
 
 from ..encoder_decoder.architecture import EncoderDecoder
-from ..family import Family, kv_heads
+from ..family import Family, kv_heads, language_config
+from .multimodal import MULTIMODAL, multimodal_family
 
 FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", "qwen2", "gemma", "cohere", "codegen")
 """Model types of ordinary configs, and files of this folder."""
@@ -30,10 +33,10 @@ def family_of(config: Any) -> Family | EncoderDecoder:
         UnconvertibleError: Models of this config have no slim form.
     """
     model_type = config.model_type
-    if model_type.removeprefix(_SLIM) != model_type:
+    if _is_slim(config):
         raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
-    if model_type not in (*FAMILIES, *ENCODER_DECODERS):
-        known = ", ".join((*FAMILIES, *ENCODER_DECODERS))
+    if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
+        known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
         raise UnconvertibleError(
             f"there is no slim form of {model_type} models so far, only of {known}; keep it as it is"
         )
@@ -42,6 +45,11 @@ def family_of(config: Any) -> Family | EncoderDecoder:
             "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
             "in float16 or bfloat16, and quantise the result"
         )
+    if model_type in MULTIMODAL:
+        language = family_of(language_config(config))
+        if not isinstance(language, Family):
+            raise UnconvertibleError(f"the language model of {model_type} has an encoder, and only decoders are converted")
+        return multimodal_family(config, language)
     if (heads := config.num_attention_heads) != kv_heads(config):
         raise UnconvertibleError(
             "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
@@ -61,15 +69,24 @@ def family_of(config: Any) -> Family | EncoderDecoder:
 
 
 def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
-    """The ordinary model type and the family of a slim model's config.
+    """The ordinary model type, of a multimodal model that of its language model, and the family of a slim config.
 
     Raises:
         UnconvertibleError: The model is not slim.
     """
-    name = config.model_type.removeprefix(_SLIM)
-    if name == config.model_type:
+    if not _is_slim(config):
         raise UnconvertibleError(f"the model is no slim one but of type {config.model_type}; it is full already")
-    return name, _load(name)
+    name = language_config(config).model_type.removeprefix(_SLIM)
+    family = _load(name)
+    if config.model_type in MULTIMODAL:
+        assert isinstance(family, Family)
+        family = multimodal_family(config, family)
+    return name, family
+
+
+def _is_slim(config: Any) -> bool:
+    kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
+    return kind.startswith(_SLIM)
 
 
 def _load(model_type: str) -> Family | EncoderDecoder:
@@ -85,14 +102,37 @@ def slim_config(
     matrix: torch.dtype,
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
-    fields = full_fields(config)
+    fields = _full_fields(language_config(config))
     made = family.slim_config(**fields, slim_layers=entries, slim_matrix_dtype=str(matrix).removeprefix("torch."))
-    made.architectures = [family.slim_model.__name__]
+    return _complete(config, made, family.slim_model.__name__, dtype)
+
+
+def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, dtype: torch.dtype) -> Any:
+    """The config of an ordinary model, of a slim one's.
+
+    Args:
+        family: Of both.
+        config: Of the slim model.
+        model_type: From `family_of_slim`.
+        dtype: Of the ordinary model.
+    """
+    made = AutoConfig.for_model(model_type, **_full_fields(language_config(config)))
+    return _complete(config, made, family.architecture, dtype)
+
+
+def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype) -> Any:
+    """The config of a whole model, from that of its language model; which is the same but for multimodal models."""
+    made = language
+    if config.model_type in MULTIMODAL:
+        made = deepcopy(config)
+        language.dtype = dtype
+        made.text_config = language
+    made.architectures = [architecture]
     made.dtype = dtype
     return made
 
 
-def full_fields(config: Any) -> dict[str, Any]:
+def _full_fields(config: Any) -> dict[str, Any]:
     """Fields of an ordinary model's config, of its own one or of a slim model's."""
     own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
     fields: dict[str, Any] = config.to_dict()
