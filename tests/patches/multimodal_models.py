@@ -36,15 +36,22 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 """Model type -> config arguments; configs that name no type of the language model have Llama, or Qwen2 for sounds."""
 
 
+_SPECIAL = ("video_token_id", "image_token_id", "audio_token_id")
+
+
 def multimodal_model(model_type: str, language: dict[str, Any] | None = None) -> PreTrainedModel:
-    """A random fp32 model in eval mode; the last id of the vocabulary stands for a token of an image or a sound."""
+    """A random fp32 model in eval mode; the last id of the vocabulary stands for a token of an image, video or sound.
+
+    Args:
+        model_type: Of the whole model.
+        language: Fields of the language model's config.
+    """
     torch.manual_seed(0)
     text = {**LANGUAGE, "vocab_size": VOCABULARY, **(language or {})}
     text.setdefault("model_type", "qwen2" if model_type == "qwen2_audio" else "llama")
     config = AutoConfig.for_model(model_type, text_config=text, **MULTIMODAL[model_type])
-    for name in ("image_token_id", "audio_token_id"):
-        if hasattr(config, name):
-            setattr(config, name, text["vocab_size"] - 1)
+    for place, name in enumerate(name for name in _SPECIAL if hasattr(config, name)):
+        setattr(config, name, text["vocab_size"] - 1 - place)
     model = AutoModelForMultimodalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +66,7 @@ def multimodal_model(model_type: str, language: dict[str, Any] | None = None) ->
 
 
 def inputs(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
-    """Two rows, each of an image or a sound and text; the first is padded."""
+    """Two rows, each of an image, a video or a sound within text; the first is padded."""
     kind, generator = model.config.model_type, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -74,18 +81,14 @@ def inputs(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
         given, tokens = {"pixel_values": random(2, 1, 3, 28, 28)}, 1  # 2 * 2 patches are joined
     elif kind == "llava":
         given = {"pixel_values": random(2, 3, 28, 28)}
+    elif kind == "llava_next_video":
+        given, tokens = {"pixel_values_videos": random(2, 3, 3, 28, 28)}, 3  # of each frame 2 * 2 patches are joined
     else:
         given = {"pixel_values": random(2, 2, 3, 28, 28), "image_sizes": torch.tensor([[28, 28]] * 2)}
         tokens = 4 + 4 + 2  # the whole image, its one tile, and the ends of the tile's lines
-    special = language_vocabulary(model) - 1
-    ids = torch.randint(3, special, (2, 9 + tokens), generator=generator)
+    special = model.config.text_config.vocab_size - 1
+    ids = torch.randint(3, special - 1, (2, 9 + tokens), generator=generator)
     ids[:, 4 : 4 + tokens] = special
     mask = torch.ones_like(ids)
     mask[0, :3], ids[0, :3] = 0, 0
     return {"input_ids": ids, "attention_mask": mask, **given}
-
-
-def language_vocabulary(model: PreTrainedModel) -> int:
-    """Tokens of the language model."""
-    count: int = model.config.text_config.vocab_size
-    return count

@@ -48,7 +48,9 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     if model_type in MULTIMODAL:
         language = family_of(language_config(config))
         if not isinstance(language, Family):
-            raise UnconvertibleError(f"the language model of {model_type} has an encoder, and only decoders are converted")
+            raise UnconvertibleError(
+                f"the language model of {model_type} has an encoder, and only decoders are converted"
+            )
         return multimodal_family(config, language)
     if (heads := config.num_attention_heads) != kv_heads(config):
         raise UnconvertibleError(
@@ -125,8 +127,9 @@ def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype)
     made = language
     if config.model_type in MULTIMODAL:
         made = deepcopy(config)
-        language.dtype = dtype
         made.text_config = language
+        for part in made.sub_configs:
+            getattr(made, part).dtype = dtype
     made.architectures = [architecture]
     made.dtype = dtype
     return made
