@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
@@ -107,7 +107,7 @@ class Family:
     """
 
     architecture: str
-    slim_model: type
+    slim_model: type[PreTrainedModel]
     slim_config: type[SlimConfig]
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None

@@ -49,7 +49,8 @@ def family_of(config: Any) -> Family | EncoderDecoder:
         language = family_of(language_config(config))
         if not isinstance(language, Family):
             raise UnconvertibleError(
-                f"the language model of {model_type} has an encoder, and only decoders are converted"
+                f"the language model of this {model_type} is of type {config.text_config.model_type}, with an encoder; "
+                "only decoders are converted in multimodal models"
             )
         return multimodal_family(config, language)
     if (heads := config.num_attention_heads) != kv_heads(config):

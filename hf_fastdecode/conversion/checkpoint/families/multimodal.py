@@ -1,7 +1,7 @@
 """Multimodal models: their language models are converted, and all else stays as it is.
 
-transformers makes the language model of a ``text_config`` by the Auto classes. So a slim multimodal model is one of the
-ordinary class, whose ``text_config`` is that of a slim language model.
+transformers makes the language model of a ``text_config`` by the Auto classes. So a slim multimodal model is of the
+ordinary class, and its ``text_config`` is that of a slim language model.
 """
 
 from __future__ import annotations
