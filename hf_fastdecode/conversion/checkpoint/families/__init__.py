@@ -33,7 +33,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
         UnconvertibleError: Models of this config have no slim form.
     """
     model_type = config.model_type
-    if _is_slim(config):
+    if is_slim(config):
         raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
     if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
         known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
@@ -49,7 +49,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
         language = family_of(language_config(config))
         if not isinstance(language, Family):
             raise UnconvertibleError(
-                f"the language model of this {model_type} is of type {config.text_config.model_type}, with an encoder; "
+                f"the language model of this {model_type} has an encoder ({config.text_config.model_type}); "
                 "only decoders are converted in multimodal models"
             )
         return multimodal_family(config, language)
@@ -77,7 +77,7 @@ def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
     Raises:
         UnconvertibleError: The model is not slim.
     """
-    if not _is_slim(config):
+    if not is_slim(config):
         raise UnconvertibleError(f"the model is no slim one but of type {config.model_type}; it is full already")
     name = language_config(config).model_type.removeprefix(_SLIM)
     family = _load(name)
@@ -87,7 +87,8 @@ def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
     return name, family
 
 
-def _is_slim(config: Any) -> bool:
+def is_slim(config: Any) -> bool:
+    """Whether a config is of a slim model."""
     kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
     return kind.startswith(_SLIM)
 
@@ -121,6 +122,16 @@ def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, d
     """
     made = AutoConfig.for_model(model_type, **_full_fields(language_config(config)))
     return _complete(config, made, family.architecture, dtype)
+
+
+def ordinary_config(config: Any) -> Any:
+    """The config of the ordinary model that a slim one stands for.
+
+    Raises:
+        UnconvertibleError: The config is not of a slim model.
+    """
+    model_type, family = family_of_slim(config)
+    return full_config(family, config, model_type, config.dtype)
 
 
 def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype) -> Any:
