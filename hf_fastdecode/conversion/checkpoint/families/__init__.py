@@ -59,13 +59,13 @@ def family_of(config: Any) -> Family | EncoderDecoder:
             f"{kv_heads(config)} != {heads}: keys do not determine the values of grouped-query attention; an int8 KV "
             "cache may serve this model better"
         )
+    family = _load(model_type)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
+    if rope == "dynamic" or (rope == "longrope" and not getattr(family, "longrope", False)):
         raise UnconvertibleError(
             f"RoPE of type {rope!r} changes with the length of the text, and keys cached before it would change with "
             "it; convert models with fixed frequencies (default, linear, llama3, yarn)"
         )
-    family = _load(model_type)
     if reason := family.refusal(config):
         raise UnconvertibleError(reason)
     return family
