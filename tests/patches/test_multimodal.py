@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_fastdecode.conversion.checkpoint.source import Checkpoint
 from hf_fastdecode.generation.steps.cuda_graph import capture_reason
 
 from ..commands.command_line import run
+from ..test_layout import ROOT
 from .multimodal_models import MULTIMODAL, inputs, multimodal_model
 from .slim_models import TEXT, relative
 
@@ -50,8 +52,12 @@ def loaded(folder: Path, auto: Any = AutoModelForMultimodalLM) -> PreTrainedMode
     return model
 
 
-def test_every_architecture_is_tested() -> None:
+def test_every_architecture_is_tested_and_listed() -> None:
     assert list(MULTIMODAL) == list(SUPPORTED)
+    page = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8")
+    table = page.partition("| multimodal | such as |")[2].partition("\n\n")[0]
+    first = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert re.findall(r"`(\w+)`", first) == list(SUPPORTED)
 
 
 @pytest.mark.parametrize("plan", ["k", MIXED], ids=["k", "mixed"])

@@ -16,7 +16,7 @@ from .families import slim_config
 from .family import Family, attention_inputs, language_config
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype
-from .source import Checkpoint
+from .source import Checkpoint, CheckpointError
 
 
 class SlimStream:
@@ -96,6 +96,11 @@ class SlimStream:
         """Run the text through a layer, in fp32; gives what its projections saw, ``[tokens, d]``."""
         with torch.device("meta"):
             layer = self.family.decoder_layer(self.config, index)
+        if unknown := sorted(tensors.keys() - layer.state_dict().keys()):
+            raise CheckpointError(
+                f"layer {index} has a tensor {unknown[0]}, which layers of {self.config.model_type} have not: the "
+                "checkpoint is of another architecture, whose classes come with it"
+            )
         layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         self.family.fill_buffers(layer, self.config)
         seen: list[Tensor] = []

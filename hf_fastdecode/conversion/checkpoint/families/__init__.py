@@ -21,6 +21,11 @@ ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
 
 _SLIM: Final = "slim_"
 
+_NEVER: Final = {
+    "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys",
+}
+"""Model types that cannot have a slim form, with the reason."""
+
 
 class UnconvertibleError(ValueError):
     """A model that has no slim form, with the reason."""
@@ -35,6 +40,8 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     model_type = config.model_type
     if is_slim(config):
         raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
+    if model_type in _NEVER:
+        raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
     if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
         known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
         raise UnconvertibleError(
