@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_compensated_keys_alone_serve_trained_layers() -> None:
     """The paper's cache, half the bytes, in fp16: where rounding to nearest spoils layers, this spoils none."""
     layers, rotation = embedded()
     for (weights, inputs), plain in zip(layers, embedded_plans()):
-        plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(), compensated=True)
+        plan = plan_layer(weights, inputs, rotation=rotation, rank_shares=(), compensated=True)
         assert [(one.plan, one.compensated) for one in plan.candidates] == [("k", True), ("kv", False)]
         assert errors(plan)[0] < errors(plain)[0] / 2
         assert plan.chosen.plan == "k"
@@ -233,7 +234,7 @@ def test_full_rank_is_an_ordinary_cache() -> None:
     """With all coordinates in the cache, values carry the rounding of the cache's dtype and that of W_V's storage."""
     layers, rotation = embedded()
     weights, inputs = layers[-1]
-    plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(1,))
+    plan = plan_layer(weights, inputs, rotation=rotation, rank_shares=(Fraction(1),))
     full = next(one for one in plan.candidates if one.rank == 256)
     assert full.bytes_per_token == plan.ordinary.bytes_per_token
     measured = CacheErrors(weights, inputs[256:], rotation=rotation.tokens(slice(256, None)))
