@@ -5,7 +5,7 @@ Each entry says what would replace it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 AnyDropout = _DropoutNd
 """Base class of all dropout modules; replace it if torch names a public one."""
@@ -87,3 +89,15 @@ def pad_token(config: GenerationConfig) -> Tensor | None:
     """Pad token of a `generate` call, by default its end token; replace it if it is passed to ``custom_generate``."""
     token: Tensor | None = config._pad_token_tensor
     return token
+
+
+def loading_names(model: PreTrainedModel) -> list[WeightRenaming]:
+    """How names in checkpoints change when this model is loaded; replace it if transformers makes that public."""
+    return [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+
+
+def loaded_name(renamings: Iterable[WeightRenaming], stored: str) -> str:
+    """The name in the model of a checkpoint's tensor, up to the prefix of a base model."""
+    for renaming in renamings:
+        stored, _ = renaming.rename_source_key(stored)
+    return stored

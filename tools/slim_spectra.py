@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_fastdecode.bench.markdown import head, line
 from hf_fastdecode.conversion import (
-    RANK_DIVISORS,
+    RANK_SHARES,
     AttentionWeights,
     CacheError,
     CacheErrors,
@@ -31,6 +31,7 @@ from hf_fastdecode.conversion import (
     key_statistics,
 )
 from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
+from hf_fastdecode.conversion.layer_plan import share_name
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
 from .pages import DOCS, replace_table
@@ -84,7 +85,9 @@ def measure(
     plan, statistics = fit_layer(weights, known, rotation=rotation.tokens(slice(calibration)), tolerance=TOLERANCE)
     errors = CacheErrors(weights, unseen, rotation=rotation.tokens(slice(measured)))
     ordinary, bare = errors.ordinary(torch.bfloat16), CacheErrors(weights, unseen)
-    ranks = {KEYS[1]: 0} | {f"keys + d/{part} V-coordinates, fp16": width // part for part in RANK_DIVISORS}
+    ranks = {KEYS[1]: 0} | {
+        f"keys + {share_name(share)} V-coordinates, fp16": int(width * share) for share in RANK_SHARES
+    }
     of_fp16 = statistics["float16"]
     in_fp16 = {name: errors.value_coordinates(of_fp16, rank, torch.float16) for name, rank in ranks.items()}
     of_bf16 = key_statistics(weights, known[: calibration // 2], torch.bfloat16)

@@ -11,7 +11,13 @@ from rich.text import Text
 from .console import bytes_text
 
 _EIGHT_BITS: Final = ("int8", "float8_e4m3fn")
-_DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8"}
+SHORT_DTYPES: Final = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8",
+    "int8": "int8",
+}
 
 
 def conversion_text(report: dict[str, Any]) -> RenderableType:
@@ -31,8 +37,8 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         judge = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
             _place(report, index),
-            _name(layer),
-            _DTYPES[layer["dtype"]],
+            cache_name(layer),
+            SHORT_DTYPES[layer["dtype"]],
             _number(measured["condition"]),
             _number(measured["largest_key_to_value"]),
             f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
@@ -96,15 +102,15 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         tried = [
             one
             for one in layer["measured"]["candidates"]
-            if one["dtype"] in _EIGHT_BITS and (not asked or _name(one) == _name(layer))
+            if one["dtype"] in _EIGHT_BITS and (not asked or cache_name(one) == cache_name(layer))
         ]
         if layer["dtype"] in _EIGHT_BITS or not tried:
             continue
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {_place(report, index)}: no {_DTYPES[best['dtype']]}, which has at best {ratio} the error "
-            f"of int8 keys and values ({_name(best)}).",
+            f"\nLayer {_place(report, index)}: no {SHORT_DTYPES[best['dtype']]}, which has at best {ratio} the error "
+            f"of int8 keys and values ({cache_name(best)}).",
             style="yellow",
         )
 
@@ -118,7 +124,7 @@ def _full(report: dict[str, Any]) -> RenderableType:
         error = layer["recovered_error"]
         table.add_row(
             _place(report, index),
-            _name(layer),
+            cache_name(layer),
             "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
     closing = Text(
@@ -129,7 +135,8 @@ def _full(report: dict[str, Any]) -> RenderableType:
     return Group(table, closing)
 
 
-def _name(layer: dict[str, Any]) -> str:
+def cache_name(layer: dict[str, Any]) -> str:
+    """What a layer caches, of its plan and rank."""
     names = {"k": "keys", "kv": "keys, values", "k+r": f"keys+{layer['rank']}", "x": "inputs", "e": "nothing"}
     return names[layer["plan"]]
 

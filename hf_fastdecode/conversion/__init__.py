@@ -12,7 +12,7 @@ from .cross_attention import CrossCache, cross_cache_width, hybrid_layers
 from .feedback_rounding import RoundingFeedback, round_with_feedback, rounding_feedback
 from .inputs_cache import absorbed_queries, inputs_cache_output
 from .key_to_value import KeyToValue, SingularKeysError, solve_key_to_value
-from .layer_plan import RANK_DIVISORS, LayerPlan, fit_layer
+from .layer_plan import RANK_SHARES, LayerPlan, fit_layer
 from .reference_attention import attention_output
 from .rope import RopeLayout, Rotation
 from .stored_coordinates import KeyStatistics, StoredValueCoordinates, key_statistics, store_value_coordinates
@@ -21,7 +21,7 @@ from .value_coordinates import ValueCoordinates, noisiest_directions, value_coor
 from .weights import AttentionWeights, require_linear_scores, require_multi_head
 
 __all__ = [
-    "RANK_DIVISORS",
+    "RANK_SHARES",
     "AttentionWeights",
     "CacheError",
     "CacheErrors",

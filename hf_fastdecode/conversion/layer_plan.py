@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,13 @@ from .rope import Rotation
 from .stored_coordinates import KeyStatistics, key_statistics
 from .weights import AttentionWeights, require_multi_head
 
-RANK_DIVISORS: Final = (32, 16, 8, 4, 2)
-"""Ranks of V-coordinates that are tried, as parts of the width of the values."""
+RANK_SHARES: Final = (*(Fraction(1, part) for part in (32, 16, 8, 4)), Fraction(3, 8), Fraction(1, 2))
+"""Ranks of V-coordinates that are tried, as shares of the width of the values."""
+
+
+def share_name(share: Fraction) -> str:
+    """Name of a share of the width d, such as ``3d/8``."""
+    return f"{'' if share.numerator == 1 else share.numerator}d/{share.denominator}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def fit_layer(
     model_dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
-    rank_divisors: Sequence[int] = RANK_DIVISORS,
+    rank_shares: Sequence[Fraction] = RANK_SHARES,
     ranks: Sequence[int] = (),
     compensated: bool = False,
     eight_bits: torch.dtype | None = None,
@@ -123,7 +129,7 @@ def fit_layer(
         cache_dtype: Of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same bytes),
             else the model's.
         tolerance: How many times the output error of an ordinary cache is acceptable.
-        rank_divisors: Ranks to try, as parts of the width of the values.
+        rank_shares: Ranks to try, as shares of the width of the values.
         ranks: Further ranks to try.
         compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
         unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
@@ -187,7 +193,7 @@ def fit_layer(
             continue
         solved = fit.key_to_value
         width = solved.matrix.shape[1]
-        for rank in sorted({width // divisor for divisor in rank_divisors} | {0, *ranks}):
+        for rank in sorted({int(width * share) for share in rank_shares} | {0, *ranks}):
             try:
                 candidates.append(
                     errors.value_coordinates(fit, rank, dtype, compensated=compensated, matrix_dtype=matrix_dtype)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ..conversion.checkpoint.checkpoints import save_multi_head
 from .command_line import needs_weights, run
@@ -15,7 +16,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_
 WHISPER = {"model_type": "whisper", "d_model": 384, "encoder_layers": 1, "decoder_layers": 4}
 
 
-def config_file(folder: Path, name: str, fields: dict[str, Any]) -> Path:
+def config_file(folder: Path, name: str, fields: Any) -> Path:
     file = folder / f"{name}.json"
     file.write_text(json.dumps(fields))
     return file
@@ -61,6 +62,66 @@ def test_the_reason_is_the_converters(tmp_path: Path) -> None:
     refused = run("convert-checkpoint", grouped, "--dry-run").stderr.removeprefix("hf-fastdecode: ").strip()
     assert "got 2 != 4" in refused
     assert f"refused: {refused}" in words(grouped)
+
+
+def test_slim_checkpoints(tmp_path: Path) -> None:
+    """What `convert-checkpoint` reported of each layer is what its config tells `inspect`."""
+    source = save_multi_head(tmp_path / "source", torch.bfloat16)
+    plan = config_file(tmp_path, "plan", [{"plan": "kv"}, {"plan": "k"}, {"plan": "k+r", "rank": 5}])
+    for dtype in ("auto", "int8"):
+        command = ["convert-checkpoint", source, tmp_path / dtype, "--plan", plan, "--cache-dtype", dtype]
+        report = json.loads(run(*command, "--tolerance", 1e9, "--json").stdout)
+        found = json.loads(run("inspect", tmp_path / dtype, "--context", 10, "--json").stdout)
+        expected = [{key: one[key] for key in found["slim_layers"][0]} for one in report["layers"]]
+        assert found["slim_layers"] == expected
+        kv, slim, int8 = found["caches"][0]["sizes"]
+        assert (kv["cache"], slim["cache"], int8["cache"]) == ("keys and values", "slim", "int8")
+        assert slim["bytes"] == 10 * report["bytes_per_token"]
+        assert kv["bytes"] == 10 * report["ordinary_bytes_per_token"]
+        assert slim["per_token"][0]["bytes_read"] == slim["bytes"] + slim["matrix_bytes"]
+        assert "rows" not in found
+    text = words(tmp_path / "auto")
+    for cells in ("│ 0 │ keys, values │ bf16 │", "│ 1 │ keys │ fp16 │ 64 │", "│ 2 │ keys+5 │ fp16 │ 74 │"):
+        assert cells in text
+    assert "│ slim │" in text
+    assert "bounds from sizes" not in text
+
+
+def test_slim_encoder_decoders(tmp_path: Path) -> None:
+    """Cross-attention reads the encoder's output, which is counted on chip and read, as for ordinary configs."""
+    layers = [{"plan": "x"}, {"plan": "e"}] * 4
+    slim = config_file(tmp_path, "slim", WHISPER | {"model_type": "slim_whisper", "slim_layers": layers})
+    found = json.loads(run("inspect", slim, "--dtype", "float16", "--json").stdout)
+    ordinary = json.loads(
+        run("inspect", config_file(tmp_path, "plain", WHISPER), "--dtype", "float16", "--json").stdout
+    )
+    kv, on_chip, read, _ = found["caches"][0]["sizes"]
+    assert kv == ordinary["caches"][0]["sizes"][0]
+    assert on_chip["bytes_read"] == 448 * 4 * 384 * 2
+    assert on_chip["bytes"] == read["bytes"] == on_chip["bytes_read"] + 1500 * 384 * 2
+    assert read["bytes_read"] == on_chip["bytes_read"] + 4 * 1500 * 384 * 2
+    assert on_chip["matrix_bytes"] == kv["matrix_bytes"] + 4 * 2 * 384 * 384 * 2
+    text = words(slim, "--dtype", "float16")
+    for cells in (
+        "│ self 0 to 3 │ inputs │ fp16 │ 768 │",
+        "│ cross 0 to 3 │ nothing │ - │ 0 │",
+        "│ slim, E on chip │",
+    ):
+        assert cells in text
+
+
+def test_multimodal_models(tmp_path: Path) -> None:
+    """The language model is what is counted."""
+    text = LLAMA | {"num_key_value_heads": 8}
+    files = [
+        config_file(tmp_path, name, fields)
+        for name, fields in (("llava", {"model_type": "llava", "text_config": text}), ("llama", text))
+    ]
+    llava, llama = (
+        json.loads(run("inspect", file, "--dtype", "float16", "--context", 100, "--json").stdout) for file in files
+    )
+    assert llava["slim_refused"] is None
+    assert llava["caches"] == llama["caches"]
 
 
 @needs_weights

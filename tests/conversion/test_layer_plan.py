@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -40,12 +41,12 @@ def test_the_smallest_that_is_accurate_enough_is_chosen() -> None:
 
 def test_candidates_and_their_bytes() -> None:
     plan = plan_layer(layer(), text(126))
-    ranks = (1, 3, 6, 12, 24)
+    ranks = (1, 3, 6, 12, 18, 24)
     assert caches(plan) == {("kv", 0), ("x", 0), ("k", 0), *(("k+r", rank) for rank in ranks)}
     sizes = {(one.plan, one.rank): one.bytes_per_token for one in plan.candidates}
     assert sizes[("kv", 0)] == 192
     assert sizes[("x", 0)] == sizes[("k", 0)] == 96
-    assert [sizes[("k+r", rank)] for rank in ranks] == [98, 102, 108, 120, 144]
+    assert [sizes[("k+r", rank)] for rank in ranks] == [98, 102, 108, 120, 132, 144]
     assert (plan.cache_dtype, plan.model_dtype) == ("float16", "bfloat16")
     assert plan.condition == pytest.approx(100)
     assert len(plan.singular_values) == 48
@@ -76,7 +77,7 @@ def test_caches_in_8_bits_are_held_to_int8_keys_and_values(
     assert judge not in plan.candidates
     eight = [one for one in plan.candidates if one.dtype == str(dtype).removeprefix("torch.")]
     sizes = {one.rank: one.bytes_per_token for one in eight}
-    assert sizes == {rank: 48 + 4 * 2 + rank + -(-rank // 12) * 2 for rank in (0, 1, 3, 6, 12, 24)}
+    assert sizes == {rank: 48 + 4 * 2 + rank + -(-rank // 12) * 2 for rank in (0, 1, 3, 6, 12, 18, 24)}
     assert [one for one in plan.candidates if one not in eight] == list(before.candidates)
     enough = [one for one in eight if one.output_error <= tolerance * judge.output_error]
     assert plan.chosen == (enough[0] if enough else before.chosen)
@@ -184,7 +185,7 @@ def test_compensated_keys_alone_serve_trained_layers() -> None:
     """The paper's cache, half the bytes, in fp16: where rounding to nearest spoils layers, this spoils none."""
     layers, rotation = embedded()
     for (weights, inputs), plain in zip(layers, embedded_plans()):
-        plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(), compensated=True)
+        plan = plan_layer(weights, inputs, rotation=rotation, rank_shares=(), compensated=True)
         assert [(one.plan, one.compensated) for one in plan.candidates] == [("k", True), ("kv", False)]
         assert errors(plan)[0] < errors(plain)[0] / 2
         assert plan.chosen.plan == "k"
@@ -199,10 +200,11 @@ def test_an_eighth_of_v_coordinates_in_fp16_is_as_accurate_as_values_in_bf16() -
         assert eighth.bytes_per_token == plan.ordinary.bytes_per_token * 9 // 16
 
 
-def test_more_coordinates_make_less_error_on_trained_layers() -> None:
+def test_twice_the_coordinates_make_less_error_on_trained_layers() -> None:
     for plan in embedded_plans():
         by_rank = errors(plan)
-        ordered = [by_rank[rank] for rank in sorted(by_rank)]
+        assert sorted(by_rank) == [0, 8, 16, 32, 64, 96, 128]
+        ordered = [by_rank[rank] for rank in (0, 8, 16, 32, 64, 128)]
         assert ordered == sorted(ordered, reverse=True)
 
 
@@ -233,7 +235,7 @@ def test_full_rank_is_an_ordinary_cache() -> None:
     """With all coordinates in the cache, values carry the rounding of the cache's dtype and that of W_V's storage."""
     layers, rotation = embedded()
     weights, inputs = layers[-1]
-    plan = plan_layer(weights, inputs, rotation=rotation, rank_divisors=(1,))
+    plan = plan_layer(weights, inputs, rotation=rotation, rank_shares=(Fraction(1),))
     full = next(one for one in plan.candidates if one.rank == 256)
     assert full.bytes_per_token == plan.ordinary.bytes_per_token
     measured = CacheErrors(weights, inputs[256:], rotation=rotation.tokens(slice(256, None)))

@@ -15,6 +15,10 @@ from .slim_models import TEXT
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 _GATED = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 4}
+_LONGROPE = {  # of a head's 8 pairs of coordinates
+    **{"rope_type": "longrope", "rope_theta": 10000.0},
+    **{"short_factor": [1.0 + 0.1 * at for at in range(8)], "long_factor": [2.0 + at for at in range(8)]},
+}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _OPT = {**_SIZES, "ffn_dim": 96}
 
@@ -22,6 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _GATED),
     "phi3-window": ("phi3", {**_GATED, "sliding_window": 40}),
     "phi3-partial": ("phi3", {**_GATED, "partial_rotary_factor": 0.5}),
+    "phi3-long": ("phi3", {**_GATED, "original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
     "olmo": ("olmo", _GATED),
     "olmo2": ("olmo2", _GATED),
     "gpt_neox": ("gpt_neox", {**_SIZES, "intermediate_size": 96}),
@@ -45,6 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> model type and config arguments."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2-long": ("qwen2", {"rope_parameters": _LONGROPE}, "RoPE of type 'longrope'"),
     "phi3-gqa": ("phi3", {"num_key_value_heads": 2}, "got 2 != 4"),
     "olmo-gqa": ("olmo", {"num_key_value_heads": 2}, "got 2 != 4"),
     "olmo-clipped": ("olmo", {"clip_qkv": 8.0}, r"clipped to 8 \(clip_qkv\)"),

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion import attention_output
@@ -105,6 +113,32 @@ def test_prompts_longer_than_the_window(cache: dict[str, Any]) -> None:
     options = {**ragged_prompts(30, 70), **cache, "max_new_tokens": 24}
     expected, found = (generate(model, **options) for model in family_pair("phi3-window", "k"))
     assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=str)
+def test_frequencies_that_change_with_length(cache: dict[str, Any]) -> None:
+    """Rows that reach 64 tokens have their caches made anew by the model, with other frequencies."""
+    model, slim = family_pair("phi3-long", "k")
+    options = {**ragged_prompts(30, 50), **cache}
+    expected, found = generate(model, **options), generate(slim, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    error = relative(torch.stack(found.logits), torch.stack(expected.logits))
+    assert error < family_condition(slim) * EPS
+    frequencies = model.model.rotary_emb
+    assert not torch.equal(frequencies.inv_freq, frequencies.original_inv_freq)
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3-long", "gpt2"])
+def test_static_cache_without_masks_and_positions(name: str) -> None:
+    """Fewer queries than a head has coordinates, and more slots than the frequencies of short texts serve."""
+    found = []
+    for model in family_pair(name, "k"):
+        cache = StaticCache(config=model.config, max_cache_len=100)
+        with torch.no_grad():
+            found.append(
+                torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:20].split(10)], 1)
+            )
+    assert relative(found[1], found[0]) < family_condition(family_pair(name, "k")[1]) * EPS
 
 
 def logits(model: PreTrainedModel) -> Tensor:

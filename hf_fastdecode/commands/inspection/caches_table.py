@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
+
 from ..console import bytes_text
+from ..convert_table import SHORT_DTYPES, cache_name
 from .report import ContextCaches, ModelReport
 
-_CAPTION: Final = (
-    "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. These are "
-    "bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
+_CAPTION: Final = "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices."
+_BOUNDS: Final = (
+    "These are bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
 )
 _COORDINATES: Final = "keys + d/32: and as many V-coordinates, d being the width of the values."
 _ENCODER: Final = (
@@ -32,6 +37,8 @@ def caches_text(reports: Sequence[ModelReport], batches: Sequence[int]) -> Rende
     """
     parts: list[RenderableType] = []
     for report in reports:
+        if report.slim_layers is not None:
+            parts += [_layers(report, report.slim_layers), Text()]
         parts += [_table(report, caches, batches) for caches in report.caches]
         if report.refused is not None:
             parts.append(Text(f"refused: {report.refused}", style="yellow"))
@@ -41,10 +48,33 @@ def caches_text(reports: Sequence[ModelReport], batches: Sequence[int]) -> Rende
 
 def _notes(reports: Sequence[ModelReport]) -> Iterator[str]:
     yield _CAPTION
+    if any(report.slim_layers is None for report in reports):
+        yield _BOUNDS
     if any(report.sharing is not None and report.refused is None for report in reports):
         yield _COORDINATES
-    if any(report.sharing is None for report in reports):
+    if any(caches.encoder_tokens is not None for report in reports for caches in report.caches):
         yield _ENCODER
+
+
+def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
+    """What the layers of a slim checkpoint cache; neighbours that cache the same in one line."""
+    table = Table(title=Text(f"{report.model}: what its layers cache", style="bold"), title_justify="left")
+    table.add_column("layers")
+    table.add_column("cache")
+    table.add_column("in")
+    table.add_column("bytes per token", justify="right")
+    encoded = report.caches[0].encoder_tokens is not None
+    for kind, own in (("self", layers[::2]), ("cross", layers[1::2])) if encoded else (("", layers),):
+        for same, run in groupby(enumerate(own), key=lambda place: place[1]):
+            places = [index for index, _ in run]
+            name = f"{places[0]} to {places[-1]}" if len(places) > 1 else str(places[0])
+            size = f"{same.bytes_per_token:,}"
+            table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), _dtype(same), size)
+    return table
+
+
+def _dtype(cache: LayerCache) -> str:
+    return "-" if cache.layer.plan == "e" else SHORT_DTYPES[dtype_name(cache.dtype)]
 
 
 def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -> Table:

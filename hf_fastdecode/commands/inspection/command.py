@@ -64,7 +64,8 @@ def inspect(
     Slim caches hold keys, or keys and d/32 to d/2 V-coordinates; those of encoder-decoders hold keys, or the encoder's
     output once for all cross-attention layers. Keys and values in int8 stand beside them. These are bounds from sizes:
     only `convert-checkpoint --dry-run` measures which caches are accurate enough for a model's layers. Models that it
-    refuses are marked, with the reason.
+    refuses are marked, with the reason. Of a slim checkpoint: what each layer caches, and all of it beside keys and
+    values.
 
     Reads per token: a row's cache once, and the weight matrices (of all experts) divided by the rows of the batch.
 

@@ -9,10 +9,13 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.checkpoint.families import is_slim, ordinary_config
 from hf_fastdecode.conversion.sizes.cache_size import CacheSize
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
 from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
+from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
 from ...command_errors import CommandError, one_line
 from ...command_options import check_dtype
@@ -77,9 +80,10 @@ class ModelReport:
         model: As named on the command line.
         model_type: transformers' name of the architecture.
         dtype: Of the weights, keys and values.
-        sharing: With and without shared context; None for encoder-decoders.
+        sharing: With and without shared context; None for encoder-decoders and slim checkpoints.
         refused: Why `convert-checkpoint` refuses the model, or None.
         caches: For each context.
+        slim_layers: What each layer of a slim checkpoint caches; None for ordinary models.
     """
 
     model: str
@@ -88,13 +92,25 @@ class ModelReport:
     sharing: Sharing | None
     refused: str | None
     caches: list[ContextCaches]
+    slim_layers: list[LayerCache] | None = None
 
     def to_json(self, batches: Sequence[int]) -> dict[str, Any]:
         """Plain dictionaries."""
         fields = {"model": self.model, "model_type": self.model_type, "dtype": self.dtype}
         sharing = {} if self.sharing is None else self.sharing.to_json()
         caches = [one.to_json(batches) for one in self.caches]
-        return {**fields, **sharing, "slim_refused": self.refused, "caches": caches}
+        slim: dict[str, Any] = {"slim_refused": self.refused}
+        if self.slim_layers is not None:
+            slim["slim_layers"] = [
+                {
+                    "plan": one.layer.plan,
+                    "rank": one.layer.rank,
+                    "dtype": dtype_name(one.dtype),
+                    "bytes_per_token": one.bytes_per_token,
+                }
+                for one in self.slim_layers
+            ]
+        return {**fields, **sharing, **slim, "caches": caches}
 
 
 def inspect_model(
@@ -121,25 +137,29 @@ def inspect_model(
     Raises:
         CommandError: The config is not one that can be counted, or the dtype is unknown.
     """
-    element = _dtype(config, dtype)
-    model = _build(config)
+    element, slim = _dtype(config, dtype), is_slim(config)
+    ordinary = ordinary_config(config) if slim else config
+    model = _build(ordinary)
     matrices = None if isinstance(model, str) else decoder_matrices(model)
     sharing = None
     caches = []
     try:
-        if not config.is_encoder_decoder:
+        if not config.is_encoder_decoder and not slim:
             sharing = count_sharing(name, config, model, contexts, samples, new_tokens=new_tokens, dtype=element)
         for context in contexts or [_longest(config)]:
             if config.is_encoder_decoder:
                 encoded = encoder_tokens or getattr(config, "max_source_positions", None) or context
-                sizes = encoder_decoder_caches(config, context, encoded, element, matrices)
+                sizes = encoder_decoder_caches(ordinary, context, encoded, element, matrices)
             else:
-                encoded, sizes = None, decoder_caches(config, context, element, matrices)
+                encoded, sizes = None, decoder_caches(ordinary, context, element, matrices)
+            if slim:  # in the place of the slim caches that the ordinary model could have
+                sizes = [sizes[0], *checkpoint_caches(config, context, encoded, element, sizes[0]), sizes[-1]]
             caches.append(ContextCaches(context, encoded, sizes))
     except ValueError as error:
         raise CommandError(f"cannot count the KV of {name}: {error}") from error
-    plain_dtype = str(element).removeprefix("torch.")
-    return ModelReport(name, config.model_type, plain_dtype, sharing, refusal(config), caches)
+    layers = layer_caches(config, element) if slim else None
+    refused = None if slim else refusal(config)
+    return ModelReport(name, config.model_type, dtype_name(element), sharing, refused, caches, layers)
 
 
 def _build(config: Any) -> PreTrainedModel | str:

@@ -19,7 +19,7 @@ from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
 from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
 from .families import family_of, family_of_slim, require_rope
-from .family import Family, longest_text
+from .family import Family, language_config, longest_text
 from .plan_choice import PlanChoice
 from .report_plot import draw_report
 from .shards import ShardWriter, write_json
@@ -102,7 +102,7 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
         model_type, family = family_of_slim(source.config)
     else:
         family = family_of(source.config)
-        require_rope(family, settings.choice.rope)
+        require_rope(family, source.config, settings.choice.rope)
     source.rename(family.model_name)
     source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)
@@ -129,10 +129,11 @@ def _ids(source: Checkpoint, settings: Settings, family: Family | EncoderDecoder
             "on a text; save the tokenizer beside the weights"
         ) from error
     text = None if _has_features(settings, family) else settings.calibration
-    ids = calibration_ids(tokenizer, text, longest_text(source.config))
-    if int(ids.max()) >= source.config.vocab_size:
+    config = language_config(source.config)
+    ids = calibration_ids(tokenizer, text, longest_text(config))
+    if int(ids.max()) >= config.vocab_size:
         raise CheckpointError(
-            f"the tokenizer gives id {int(ids.max())}, and the model has {source.config.vocab_size} tokens; save the "
+            f"the tokenizer gives id {int(ids.max())}, and the model has {config.vocab_size} tokens; save the "
             "model's own tokenizer beside its weights"
         )
     return ids

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
@@ -98,6 +98,7 @@ class Family:
         norm: QK-norm in fp64, of a config, the norm's weight and a whole projection ``[tokens, heads * head_dim]``.
         scale: Factor on the scores, of a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
+        longrope: Whether RoPE of type ``longrope`` serves, as the model drops its cache where the frequencies change.
         embed: As `embed`.
         run_layer: As `run_layer`.
         buffers: Makes buffers that no checkpoint holds, of a config, by their names in modules.
@@ -107,7 +108,7 @@ class Family:
     """
 
     architecture: str
-    slim_model: type
+    slim_model: type[PreTrainedModel]
     slim_config: type[SlimConfig]
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None
@@ -121,6 +122,7 @@ class Family:
     norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     scale: Callable[[Any, int], float] | None = None
     refusal: Callable[[Any], str | None] = lambda config: None
+    longrope: bool = False
     embed: Callable[[Any, Mapping[str, Tensor], str, Tensor], Tensor] = embed
     run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
     buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
@@ -205,6 +207,11 @@ def model_name(renamed: Mapping[str, str], stored: str) -> str:
     return stored
 
 
+def language_config(config: Any) -> Any:
+    """Config of the language model; of multimodal models it is a part of the model's own."""
+    return getattr(config, "text_config", None) or config
+
+
 def kv_heads(config: Any) -> int:
     """Key and value heads; as many as query heads where a config does not tell."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -214,9 +221,15 @@ def kv_heads(config: Any) -> int:
 def longest_text(config: Any) -> int:
     """Most tokens of a calibration text: layers are measured without a sliding window, so within one.
 
-    T5's biases of positions have no end; it was trained on 512 tokens.
+    Up to `original_max_position_embeddings`, RoPE of type ``longrope`` has the frequencies of short texts. T5's biases
+    of positions have no end; it was trained on 512 tokens.
     """
-    names = ("max_target_positions", "max_position_embeddings", "sliding_window")
+    names = (
+        "max_target_positions",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "sliding_window",
+    )
     return min([bound for name in names if (bound := getattr(config, name, None))], default=512)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
@@ -15,10 +15,10 @@ from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
 from .families import family_of, require_rope
-from .family import Family, attention_inputs, longest_text
+from .family import Family, attention_inputs, language_config, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer
-from .slim_model import build_slim_model
+from .slim_model import build_slim_model, share_buffers
 
 
 def to_slim(
@@ -73,43 +73,45 @@ def to_slim(
     check_threshold(sparsity_threshold)
     choice = PlanChoice(plan, rank, tolerance, cache_dtype, rope)
     model = unwrapped(model)
-    family = family_of(model.config)
-    require_rope(family, choice.rope)
+    family, config = family_of(model.config), language_config(model.config)
+    require_rope(family, config, choice.rope)
     if isinstance(family, Family):
         _require_ordinary(model, family)
     if calibration is None:
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
-        calibration = calibration_ids(tokenizer, limit=longest_text(model.config))
+        calibration = calibration_ids(tokenizer, limit=longest_text(config))
     if isinstance(family, EncoderDecoder):
         slim = decoder_to_slim(model, family, choice, check_ids(calibration), features)
         slim.config.slim_sparsity_threshold = sparsity_threshold
         return slim
     inputs = layer_inputs(model, family, check_ids(calibration))
-    state, count = model.state_dict(), model.config.num_hidden_layers
-    rotation = family.rotation(model.config, len(calibration))
+    state, count = model.state_dict(), config.num_hidden_layers
+    rotation = family.rotation(config, len(calibration))
     entries = []
     for index in range(count):
         prefix = family.layer_prefix(index) + family.attention
         own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-        plain = family.plain(model.config, own)
-        weights = family.weights(model.config, {name: one.cpu() for name, one in plain.items()}, index)
+        plain = family.plain(config, own)
+        weights = family.weights(config, {name: one.cpu() for name, one in plain.items()}, index)
         converted = convert_layer(weights, inputs[index], rotation, choice, index, count, plans=family.plans)
         entries.append(converted.entry.to_dict())
         if converted.entry.plan != "kv":
             state = {name: one for name, one in state.items() if not name.startswith(prefix)}
             state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
     slim = build_slim_model(family, model, entries, state, choice)
-    family.fill_buffers(slim, slim.config, model.device)
+    slim_config = language_config(slim.config)
+    family.fill_buffers(slim, slim_config, model.device)
+    share_buffers(model, slim)
     slim.tie_weights()
-    slim.config.slim_sparsity_threshold = sparsity_threshold
+    slim_config.slim_sparsity_threshold = sparsity_threshold
     return slim
 
 
 def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model whose tensors are not those of an ordinary causal language model of its config."""
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(model.config).state_dict()
+        expected = family.auto.from_config(model.config).state_dict()
     state = model.state_dict()
     if other := sorted(state.keys() ^ expected.keys()):
         raise ValueError(
@@ -130,7 +132,7 @@ def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Te
 
     blocks = [
         model.get_submodule((family.layer_prefix(index) + family.attention).rstrip("."))
-        for index in range(model.config.num_hidden_layers)
+        for index in range(language_config(model.config).num_hidden_layers)
     ]
     hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
     training = model.training

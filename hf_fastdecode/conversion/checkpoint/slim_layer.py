@@ -13,7 +13,7 @@ from hf_fastdecode.patches.slim_layers import PLANS, SlimLayer
 
 from ..biases import value_constant
 from ..cache_errors import CacheError, relative_error
-from ..layer_plan import RANK_DIVISORS, LayerPlan, fit_layer, in_eight_bits
+from ..layer_plan import RANK_SHARES, LayerPlan, fit_layer, in_eight_bits
 from ..rope import Rotation
 from ..stored_coordinates import StoredValueCoordinates, cached_and_read, check_range, store_value_coordinates
 from ..value_coordinates import ValueCoordinates
@@ -117,7 +117,7 @@ def convert_layer(
         eight_bits=choice.eight_bits,
         tolerance=choice.tolerance,
         unrotate=choice.rope == "unrotate",
-        rank_divisors=RANK_DIVISORS if asked[0] == AUTO else (),
+        rank_shares=RANK_SHARES if asked[0] == AUTO else (),
         ranks=(asked[1],),
     )
     chosen = pick(plan, asked, index, plans)

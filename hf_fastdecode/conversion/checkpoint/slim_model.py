@@ -40,3 +40,11 @@ def build_slim_model(
     slim.load_state_dict(state, strict=True, assign=True)
     slim.generation_config = deepcopy(model.generation_config)
     return slim.eval()
+
+
+def share_buffers(model: PreTrainedModel, slim: PreTrainedModel) -> None:
+    """Give a slim model the buffers that no checkpoint holds, as far as it lacks them: those of the ordinary model."""
+    for name, buffer in list(slim.named_buffers()):
+        if buffer.is_meta:
+            place, _, own = name.rpartition(".")
+            setattr(slim.get_submodule(place), own, model.get_buffer(name))

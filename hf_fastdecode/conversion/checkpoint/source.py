@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from hf_fastdecode._compat import loaded_name, loading_names
 from hf_fastdecode.assets import MODEL_PATH
 
 EMBEDDED: Final = "embedded"
@@ -89,7 +91,7 @@ class Checkpoint:
         self.files = {model_name(name): file for name, file in self.files.items()}
 
     def check(self, auto: Any) -> None:
-        """Compare names and shapes with what a model of the config has.
+        """Name tensors as transformers names them when it loads, and compare with what a model of the config has.
 
         Args:
             auto: Auto class of the model.
@@ -99,7 +101,8 @@ class Checkpoint:
         """
         with torch.device("meta"):
             model = auto.from_config(self.config, trust_remote_code=False)
-        tied = set(model.all_tied_weights_keys) if self.config.tie_word_embeddings else set()
+        self.rename(partial(loaded_name, loading_names(model)))
+        tied = set(model.all_tied_weights_keys)
         missing = sorted(
             set(model.state_dict()) - self.names() - tied - set(model._keys_to_ignore_on_load_missing or ())
         )

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from .families import full_fields
-from .family import Family
+from .families import full_config
+from .family import Family, language_config
 from .slim_layer import recover_values
 from .source import Checkpoint
 from .to_slim_stream import cast, outside_layers
@@ -20,14 +19,15 @@ class FullStream:
 
     Args:
         source: A slim checkpoint.
-        model_type: Of ordinary models.
+        model_type: Of ordinary models, as `family_of_slim` gives it.
         family: Of them.
         dtype: Of the ordinary model.
     """
 
     def __init__(self, source: Checkpoint, model_type: str, family: Family, dtype: torch.dtype) -> None:
         self.source, self.model_type, self.family, self.dtype = source, model_type, family, dtype
-        self.layers: int = source.config.num_hidden_layers
+        self.config = language_config(source.config)
+        self.layers: int = self.config.num_hidden_layers
         made_of = source.report() or {}
         self.known: list[dict[str, Any]] = made_of.get("layers") or [{}] * self.layers
 
@@ -50,7 +50,7 @@ class FullStream:
         stored = {name: self.source.tensor(name) for name in self.source.names() if name.startswith(prefix)}
         own = {name.removeprefix(attention): one for name, one in stored.items() if name.startswith(attention)}
         tensors = {name: cast(one, self.dtype) for name, one in stored.items() if not name.startswith(attention)}
-        layer = self.source.config.layer_plans[index - 1]
+        layer = self.config.layer_plans[index - 1]
         plain = {name: cast(one, self.dtype) for name, one in own.items() if not name.startswith("slim.")}
         solved = layer.plan in ("k", "k+r")
         if solved:
@@ -60,14 +60,11 @@ class FullStream:
             if key_bias is not None:
                 plain["v_proj.bias"] = value_bias.to(self.dtype)
         if layer.plan != "kv":
-            plain = self.family.ordinary(self.source.config, plain)
+            plain = self.family.ordinary(self.config, plain)
         tensors |= {attention + name: one for name, one in plain.items()}
         error = self.known[index - 1].get("recovered_error") if solved else 0.0
         return dict(sorted(tensors.items())), {**layer.to_dict(), "recovered_error": error}
 
     def finished(self, found: list[Any]) -> Any:
         """The ordinary model's config."""
-        config = AutoConfig.for_model(self.model_type, **full_fields(self.source.config))
-        config.architectures = [self.family.architecture]
-        config.dtype = self.dtype
-        return config
+        return full_config(self.family, self.source.config, self.model_type, self.dtype)

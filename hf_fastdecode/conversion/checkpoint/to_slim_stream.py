@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .families import slim_config
-from .family import Family, attention_inputs
+from .family import Family, attention_inputs, language_config
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype
-from .source import Checkpoint
+from .source import Checkpoint, CheckpointError
 
 
 class SlimStream:
@@ -34,8 +34,8 @@ class SlimStream:
         self, source: Checkpoint, family: Family, choice: PlanChoice, dtype: torch.dtype, ids: Tensor
     ) -> None:
         self.source, self.family, self.choice, self.dtype, self.ids = source, family, choice, dtype, ids
-        self.layers: int = source.config.num_hidden_layers
-        self.config = deepcopy(source.config)
+        self.config = deepcopy(language_config(source.config))
+        self.layers: int = self.config.num_hidden_layers
         self.config._attn_implementation = "sdpa"
         self.rotary = None if family.rotary is None else family.rotary(self.config)
         self.hidden: Tensor | None = None
@@ -97,6 +97,11 @@ class SlimStream:
         """Run the text through a layer, in fp32; gives what its projections saw, ``[tokens, d]``."""
         with torch.device("meta"):
             layer = self.family.decoder_layer(self.config, index)
+        if unknown := sorted(tensors.keys() - layer.state_dict().keys()):
+            raise CheckpointError(
+                f"layer {index} has a tensor {unknown[0]}, which layers of {self.config.model_type} have not: the "
+                "checkpoint is of another architecture, whose classes come with it"
+            )
         layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         self.family.fill_buffers(layer, self.config)
         seen: list[Tensor] = []
@@ -117,7 +122,7 @@ class SlimStream:
 def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
     """Embeddings, the last norm and the head, cast; a head that is the embedding is not stored twice."""
     names = sorted(name for name in source.names() if not name.startswith(family.layers))
-    if source.config.tie_word_embeddings:
+    if getattr(source.config, "tie_word_embeddings", False):
         names = [name for name in names if name != "lm_head.weight"]
     return {name: cast(source.tensor(name), dtype) for name in names}
 

@@ -15,7 +15,7 @@ from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
 from ..cache_errors import dtype_name
 from .encoder_decoder.architecture import EncoderDecoder
-from .family import Family
+from .family import Family, language_config
 from .rounded_cache import RoundedCache
 
 
@@ -72,7 +72,7 @@ def verify(
         VerificationError: The slim model is farther off.
     """
     oracle = logits(_load(ordinary, torch.float64, family.auto))
-    entries = slim[1].layer_plans
+    entries = language_config(slim[1]).layer_plans
     in_eight_bits = [at for at, layer in enumerate(entries) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
     stock = logits(_load(ordinary, dtype, family.auto), int8_layers=in_eight_bits)
     found = logits(_load(slim, dtype, family.slim_model))

@@ -9,8 +9,6 @@ import torch
 
 from hf_fastdecode.patches.values.slim_values import SlimValues
 
-from ..checkpoint.slim_layer import matrix_dtype
-
 KV: Final = "keys and values"
 _INT8_GROUP: Final = 64  # numbers per scale, as transformers' QuantizedCache groups them
 _SCALE_BYTES: Final = 2
@@ -52,15 +50,15 @@ def int8_size(numbers: int, matrices: int | None) -> CacheSize:
     return CacheSize("int8", stored, stored, matrices)
 
 
-def value_matrices(inputs: int, width: int, rank: int, dtype: torch.dtype) -> int:
+def value_matrices(inputs: int, width: int, rank: int, matrix_dtype: torch.dtype) -> int:
     """Bytes of the matrices that a slim layer has in the place of ``W_V``: ``W_KV``, and two for V-coordinates.
 
     Args:
         inputs: d, of the projections.
         width: e, of keys and of values.
         rank: r, V-coordinates.
-        dtype: Of the model.
+        matrix_dtype: Of the matrices.
     """
     with torch.device("meta"):
-        values = SlimValues(inputs, width, width, rank, matrix_dtype(dtype))
+        values = SlimValues(inputs, width, width, rank, matrix_dtype)
     return sum(one.nbytes for one in values.buffers() if one.dim() == 2)

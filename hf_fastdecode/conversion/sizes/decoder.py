@@ -9,7 +9,9 @@ import torch
 from hf_fastdecode.cache.accounting import KVShape
 
 from ..checkpoint.families import UnconvertibleError, family_of
-from ..layer_plan import RANK_DIVISORS
+from ..checkpoint.family import language_config
+from ..checkpoint.slim_layer import matrix_dtype
+from ..layer_plan import RANK_SHARES, share_name
 from .cache_size import KV, CacheSize, int8_size, value_matrices
 
 
@@ -39,11 +41,12 @@ def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int 
     kv = shape.kv_bytes(1, context, 0, dtype.itemsize).stock
     sizes = [CacheSize(KV, kv, kv, bytes_read)]
     if refusal(config) is None:
-        inputs, width = config.hidden_size, shape.query_heads * shape.head_dim
+        inputs, width = language_config(config).hidden_size, shape.query_heads * shape.head_dim
         keys, W_V = kv // 2, inputs * width * dtype.itemsize
-        names = {0: "keys"} | {width // part: f"keys + d/{part}" for part in RANK_DIVISORS if width >= part}
-        for rank, name in names.items():
+        ranks = {int(width * share): f"keys + {share_name(share)}" for share in RANK_SHARES}
+        names = {**ranks, 0: "keys"}
+        for rank, name in sorted(names.items()):
             stored = keys + keys // width * rank
-            change = shape.layers * (value_matrices(inputs, width, rank, dtype) - W_V)
+            change = shape.layers * (value_matrices(inputs, width, rank, matrix_dtype(dtype)) - W_V)
             sizes.append(CacheSize(name, stored, stored, None if bytes_read is None else bytes_read + change))
     return [*sizes, int8_size(kv // dtype.itemsize, bytes_read)]

@@ -9,13 +9,14 @@ import torch
 
 from hf_fastdecode.cache.accounting import KVShape
 
+from ..checkpoint.slim_layer import matrix_dtype
 from ..cross_attention import cross_cache_width
 from ..weights import AttentionWeights
 from .cache_size import KV, CacheSize, int8_size, value_matrices
 
 OPTION_1: Final = "keys (option 1)"
-_ON_CHIP: Final = "E on chip"
-_READ: Final = "E read"
+ON_CHIP: Final = "E on chip"
+READ: Final = "E read"
 
 
 def encoder_decoder_caches(
@@ -53,7 +54,8 @@ def encoder_decoder_caches(
     def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
         return CacheSize(name, stored, read, None if baseline is None else baseline + more)
 
-    solved = shape.layers * value_matrices(inputs, width, 0, dtype)  # W_KV in the place of self-attention's W_V
+    solved = shape.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))
+    # W_KV in the place of self-attention's W_V
     self_change = solved - shape.layers * inputs * width * size
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0
@@ -63,7 +65,7 @@ def encoder_decoder_caches(
         kept, own, change = "keys", self_kv // 2, self_change
     if inputs < width and getattr(text, "rope_parameters", None) is None:
         kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
-    for place, read in ((_ON_CHIP, 0), (_READ, len(layers) * encoder)):
+    for place, read in ((ON_CHIP, 0), (READ, len(layers) * encoder)):
         sizes.append(cache(f"{place}, {kept}", own + encoder, own + read, projections + change))
     return [*sizes, int8_size((cross_kv + self_kv) // size, baseline)]
 

@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+from ..checkpoint.families.multimodal import MULTIMODAL
 
 
 def empty_model(config: Any) -> PreTrainedModel:
@@ -16,7 +24,7 @@ def empty_model(config: Any) -> PreTrainedModel:
     Raises:
         Exception: Whatever the model's own code raises.
     """
-    auto = AutoModelForCausalLM
+    auto = AutoModelForMultimodalLM if config.model_type in MULTIMODAL else AutoModelForCausalLM
     if config.is_encoder_decoder:
         speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
         auto = AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM

@@ -309,7 +309,8 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
 
 def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, Any]) -> str | None:
     """Why this model's steps cannot be captured, or None if no reason is known."""
-    if (reason := getattr(model, "no_captured_steps", None)) is not None:
+    reasons = (getattr(module, "no_captured_steps", None) for module in model.modules())
+    if (reason := next(filter(None, reasons), None)) is not None:  # of the model, or of its language model
         return str(reason)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":

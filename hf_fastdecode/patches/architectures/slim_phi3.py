@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model
 
 from ..attention.attention_layer import SlimAttention
+from ..attention.rotation import Rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimPhi3Config
 
@@ -21,6 +23,15 @@ class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
 
     config_class = SlimPhi3Config
     slim_attention = SlimPhi3Attention
+
+    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
+        """As of the base class; RoPE of type ``longrope`` goes by the largest position, which is the last query's.
+
+        Numbers of unused slots and of padding may be larger, and would give keys other frequencies than queries.
+        """
+        if key_positions is not None:
+            key_positions = key_positions.clamp(max=query_positions.max())
+        return super().rotation(query_positions, key_positions)
 
 
 class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):

@@ -69,14 +69,14 @@ def slim_attention(
             ``[rows, 1, tokens, d]``, where those are.
         coordinates: ``[rows, 1, tokens, r]``, alike.
         values: Of the layer.
-        mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for all tokens up to the
-            query's own, or simply all.
+        mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None as of `causal_mask`, or
+            for all tokens.
         scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
         threshold: Weights below it count as 0, see `sparsity`; 0 for none.
         dtype: Of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not have.
-        causal: Without a mask: whether queries, the last ones of the tokens, see none after themselves.
+        causal: Without a mask: whether queries see no tokens after themselves, as of `causal_mask`.
 
     Returns:
         ``[rows, queries, heads * value_dim]``, and the weights ``[rows, heads, queries, tokens]`` in fp32 or None.
@@ -121,8 +121,11 @@ def slim_attention(
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
-    """Which tokens each query sees, ``[queries, tokens]`` of bool: the last query is the last token."""
-    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+    """Tokens that each query sees where transformers gives no mask, ``[queries, tokens]`` of bool.
+
+    One query sees all tokens. Several are the first tokens: more than these are slots that a static cache has left.
+    """
+    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(0 if queries > 1 else tokens)
 
 
 def attention_scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:

@@ -10,9 +10,11 @@ from transformers import AutoConfig, WhisperConfig
 
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.conversion.sizes.cache_size import CacheSize
-from hf_fastdecode.conversion.sizes.decoder import decoder_caches
+from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
 from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
+
+from ...test_layout import ROOT
 
 WHISPER = {
     "tiny": (4, 384, 6),
@@ -90,31 +92,81 @@ def test_whisper(name: str) -> None:
     assert table == {row: cells[list(WHISPER).index(name)] for row, cells in SECTION_7.items()}
 
 
-def llama(hidden_size: int, layers: int, heads: int, **more: Any) -> tuple[str, dict[str, Any]]:
-    more |= {"hidden_size": hidden_size, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return more.pop("model_type", "llama"), more
+def sized(hidden_size: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """Fields of a multi-head decoder's config, Llama's unless a model type is given."""
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {"model_type": "llama", **sizes, "num_key_value_heads": heads, **more}
 
 
-# Table 1: config, context, activations of the KV cache.
-TABLE_1 = {
-    "CodeLlama-7B": (llama(4096, 32, 32), 16384, "4.3B"),
-    "CodeLlama-13B": (llama(5120, 40, 40), 16384, "6.7B"),
-    "CodeGemma-7B": (llama(3072, 28, 16, head_dim=256, model_type="gemma", num_key_value_heads=16), 8192, "1.9B"),
-    "aya-23-35B": (llama(8192, 40, 64, model_type="cohere"), 8192, "5.4B"),
-    "SmolLM2-1.7B": (llama(2048, 24, 32), 8192, "0.8B"),
-    "Phi-3-mini-128k": (llama(3072, 32, 32, model_type="phi3", pad_token_id=0), 131072, "25.8B"),
-    "OLMo-2-1124-13B": (llama(5120, 40, 40, model_type="olmo2"), 4096, "1.7B"),
-    "Vicuna-13B-v1.5-16k": (llama(5120, 40, 40), 16384, "6.7B"),
-    "GPT-2 XL": (("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}), 1024, "157M"),
+def whole(model_type: str, language: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": model_type, "text_config": language}
+
+
+def t5(d_model: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"d_model": d_model, "num_layers": layers, "num_heads": heads, "d_kv": 64}
+    return {"model_type": "t5", **sizes, **more}
+
+
+def whisper(name: str) -> dict[str, Any]:
+    layers, d, heads = WHISPER[name]
+    return {"model_type": "whisper", "d_model": d, "decoder_layers": layers, "decoder_attention_heads": heads}
+
+
+CHRONOS = {"chronos_config": {"input_patch_size": 16}}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}
+
+# Table 1: config, context (of encoder-decoders the encoder's too), activations of the KV cache, and why there is no
+# slim form. The paper counts self-attention alone for T5.
+TABLE_1: dict[str, tuple[dict[str, Any], tuple[int, ...], str, str | None]] = {
+    "CodeLlama-7B": (sized(4096, 32, 32), (16384,), "4.3B", None),
+    "CodeLlama-13B": (sized(5120, 40, 40), (16384,), "6.7B", None),
+    "CodeGemma-7B": (sized(3072, 28, 16, head_dim=256, model_type="gemma"), (8192,), "1.9B", None),
+    "aya-23-35B": (sized(8192, 40, 64, model_type="cohere"), (8192,), "5.4B", None),
+    "SmolLM2-1.7B": (sized(2048, 24, 32), (8192,), "0.8B", None),
+    "SmolVLM": (whole("idefics3", sized(2048, 24, 32)), (16384,), "1.6B", None),
+    "Phi-3-mini-128k": (
+        sized(3072, 32, 32, model_type="phi3", pad_token_id=0, rope_parameters=LONGROPE),
+        (131072,),
+        "25.8B",
+        None,
+    ),
+    "bitnet_b1_58-3B": (sized(3200, 26, 32, model_type="bitnet"), (2048,), "0.3B", "round their inputs and weights"),
+    "OLMo-1B": (sized(2048, 16, 16, model_type="olmo"), (4096,), "0.3B", None),
+    "OLMo-2-1124-7B": (sized(4096, 32, 32, model_type="olmo2"), (4096,), "1.1B", None),
+    "OLMo-2-1124-13B": (sized(5120, 40, 40, model_type="olmo2"), (4096,), "1.7B", None),
+    "Chronos-Bolt-tiny": (t5(256, 4, 4, **CHRONOS), (512, 0), "1M", "one pass for each forecast"),
+    "Chronos-Bolt-base": (t5(768, 12, 12, **CHRONOS), (512, 0), "9.4M", "one pass for each forecast"),
+    "Qwen2-Audio-7B": (whole("qwen2_audio", sized(4096, 32, 32, model_type="qwen2")), (8192,), "2.1B", None),
+    "llava-NeXT-video-7B": (whole("llava_next_video", sized(4096, 32, 32)), (4096,), "1.1B", None),
+    "llava-v1.6-vicuna-13B": (whole("llava_next", sized(5120, 40, 40)), (4096,), "1.7B", None),
+    "Vicuna-7B-v1.5-16k": (sized(4096, 32, 32), (16384,), "4.3B", None),
+    "Vicuna-13B-v1.5-16k": (sized(5120, 40, 40), (16384,), "6.7B", None),
+    "Flan-T5-base": (t5(768, 12, 12), (512, 0), "9.4M", None),
+    "Flan-T5-XXL": (t5(4096, 24, 64), (512, 0), "101M", None),
+    "Whisper-tiny": (whisper("tiny"), (448, 1500), "6M", None),
+    "Whisper-small": (whisper("small"), (448, 1500), "36M", None),
+    "Whisper-large-v3": (whisper("large"), (448, 1500), "160M", None),
+    "GPT-2 XL": ({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25}, (1024,), "157M", None),
 }
 
 
 @pytest.mark.parametrize("name", TABLE_1)
-def test_kv_caches_of_table_1(name: str) -> None:
-    (model_type, fields), context, expected = TABLE_1[name]
-    ordinary = decoder_caches(AutoConfig.for_model(model_type, **fields), context, torch.float16, None)[0]
-    numbers = ordinary.stored / NUMBER
-    assert (f"{numbers / 1e9:.1f}B" if expected.endswith("B") else f"{numbers / 1e6:.0f}M") == expected
+def test_table_1(name: str) -> None:
+    """Every model's KV cache, and its slim form or the reason why there is none; the page names those without."""
+    fields, contexts, expected, reason = TABLE_1[name]
+    config = AutoConfig.for_model(**fields)
+    if len(contexts) == 2:
+        ordinary = encoder_decoder_caches(config, *contexts, torch.float16, None)[0]
+    else:
+        ordinary = decoder_caches(config, *contexts, torch.float16, None)[0]
+    numbers, unit = ordinary.stored / NUMBER / {"B": 1e9, "M": 1e6}[expected[-1]], expected[-1]
+    assert f"{numbers:.{1 if '.' in expected else 0}f}{unit}" == expected
+    found = refusal(config)
+    assert (found is None) == (reason is None)
+    if found is not None and reason is not None:
+        assert reason in found
+        page = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8")
+        assert name.removesuffix("-tiny").removesuffix("-base") in page
 
 
 @pytest.mark.parametrize(("d_kv", "heads", "aspect"), [(128, 32, 4), (128, 128, 16)], ids=["T5-3B", "T5-11B"])

@@ -11,11 +11,14 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
 from hf_fastdecode.conversion.sizes.matrices import decoder_matrices
+from hf_fastdecode.conversion.sizes.slim_checkpoint import checkpoint_caches
 
 from ...patches.family_models import family_model
 from ...patches.slim_models import TEXT
 
 TOKENS = 7
+TABLES = ("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")
+"""Weights of embeddings, of which a step reads a row; heads of these models are no embeddings."""
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "opt-350m", "gemma", "cohere-norm", "codegen"])
@@ -33,8 +36,7 @@ def test_slim_models(name: str) -> None:
             slim(TEXT[None, :TOKENS], past_key_values=cache)
         assert size.stored == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
-        tables = ("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")
-        read = sum(one.nbytes for name, one in tensors.items() if not name.endswith(tables))
+        read = sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
         assert size.matrices == read
 
 
@@ -60,6 +62,56 @@ def test_encoder_decoders(model_type: str, fields: dict[str, int]) -> None:
     assert read.read == on_chip.read + 2 * encoder.nbytes, "both layers read it"
     assert real // 4 < int8.stored < real // 4 * 1.04
     assert ordinary.reads(1) is None, "without the number of weights"
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma", "gpt2", "codegen"])
+def test_slim_checkpoints(name: str) -> None:
+    model = family_model(name)
+    slim = to_slim(model, TEXT, plan=(("kv", 0), ("k+r", 5)) if name != "gpt2" else (("x", 0), ("k+r", 5)))
+    kv = decoder_caches(model.config, TOKENS, torch.float32, decoder_matrices(model))[0]
+    (size,) = checkpoint_caches(slim.config, TOKENS, None, torch.float32, kv)
+    cache = DynamicCache(config=slim.config)
+    with torch.no_grad():
+        slim(TEXT[None, :TOKENS], past_key_values=cache)
+    assert size.stored == size.read == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
+    assert size.matrices == sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
+
+
+CROSS = {"kv": ("k", "v"), "k": ("k",), "k+r": ("k", "slim.from_inputs"), "e": ()}
+"""Projections that cross-attention reads once, for the encoder's output, and in no step."""
+
+
+@pytest.mark.parametrize("plans", [("x", "k", "kv", "k+r"), ("k+r", "e", "x", "e"), ("k", "kv", "kv", "kv")], ids=str)
+def test_slim_encoder_decoders(plans: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, vocab_size=99)).eval()
+    model.config.decoder_start_token_id = 0
+    slim = to_slim(model, TEXT, plan=tuple((plan, 5 if plan == "k+r" else 0) for plan in plans))
+    kv = encoder_decoder_caches(model.config, TOKENS, 11, torch.float32, decoder_matrices(model))[0]
+    with torch.no_grad():
+        out = slim(torch.arange(3, 14)[None], decoder_input_ids=torch.arange(3, 3 + TOKENS)[None], use_cache=True)
+    parts = (out.past_key_values.self_attention_cache, out.past_key_values.cross_attention_cache)
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
+    encoder = out.encoder_last_hidden_state.nbytes if "e" in plans else 0
+    tensors = {f"decoder.{name}": one for name, one in slim.decoder.state_dict().items()}
+    tensors["lm_head"] = slim.lm_head.weight
+    once = tuple(
+        f"decoder.block.{index}.layer.1.EncDecAttention.{name}."
+        for index, plan in enumerate(plans[1::2])
+        for name in CROSS[plan]
+    )
+    read = sum(
+        one.nbytes
+        for name, one in tensors.items()
+        if one.dim() >= 2 and not name.startswith(once) and not name.endswith(("embed_tokens.weight", "bias.weight"))
+    )
+    found = checkpoint_caches(slim.config, TOKENS, 11, torch.float32, kv)
+    assert {size.matrices for size in found} == {read}
+    assert [(size.stored, size.read) for size in found] == (
+        [(cached + encoder, cached), (cached + encoder, cached + 2 * encoder)] if encoder else [(cached, cached)]
+    )
 
 
 def test_grouped_cross_attention_has_no_option_1() -> None:

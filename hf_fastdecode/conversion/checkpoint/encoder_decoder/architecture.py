@@ -29,6 +29,7 @@ class EncoderDecoder:
         auto: Auto class of the ordinary and of the slim models.
         audio: Whether the encoder reads features of a sound, ``[1, bands, frames]``, rather than a text.
         renamed: Beginnings of names in checkpoints, and what models have in their place.
+        other_refusal: Why a whole model of a config has no slim form, or None.
     """
 
     architecture: str
@@ -41,11 +42,12 @@ class EncoderDecoder:
     auto: Any = AutoModelForSeq2SeqLM
     audio: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    other_refusal: Callable[[Any], str | None] = lambda config: None
 
     def refusal(self, config: Any) -> str | None:
         """Why a model of a config has no slim form, or None."""
         if config.is_encoder_decoder:
-            return None
+            return self.other_refusal(config)
         return (
             f"{config.model_type} without its encoder (is_encoder_decoder) has no slim form; convert the whole model"
         )

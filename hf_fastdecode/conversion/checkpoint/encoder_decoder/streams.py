@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from ..families import full_fields, slim_config
+from ..families import full_config, slim_config
 from ..plan_choice import PlanChoice
 from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
@@ -147,7 +146,4 @@ class FullDecoderStream(DecoderGroups):
 
     def finished(self, found: list[Any]) -> Any:
         """The ordinary model's config."""
-        config = AutoConfig.for_model(self.model_type, **full_fields(self.source.config))
-        config.architectures = [self.family.architecture]
-        config.dtype = self.dtype
-        return config
+        return full_config(self.family, self.source.config, self.model_type, self.dtype)

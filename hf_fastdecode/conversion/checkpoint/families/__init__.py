@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from importlib import import_module
 from typing import Any, Final
 
 import torch
+from transformers import AutoConfig
 
 from ..encoder_decoder.architecture import EncoderDecoder
-from ..family import Family, kv_heads
+from ..family import Family, kv_heads, language_config
+from .multimodal import MULTIMODAL, multimodal_family
 
 FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", "qwen2", "gemma", "cohere", "codegen")
 """Model types of ordinary configs, and files of this folder."""
@@ -17,6 +20,11 @@ ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
 """Model types with an encoder and a decoder, likewise files of this folder."""
 
 _SLIM: Final = "slim_"
+
+_NEVER: Final = {
+    "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys",
+}
+"""Model types that cannot have a slim form, with the reason."""
 
 
 class UnconvertibleError(ValueError):
@@ -30,10 +38,12 @@ def family_of(config: Any) -> Family | EncoderDecoder:
         UnconvertibleError: Models of this config have no slim form.
     """
     model_type = config.model_type
-    if model_type.removeprefix(_SLIM) != model_type:
+    if is_slim(config):
         raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
-    if model_type not in (*FAMILIES, *ENCODER_DECODERS):
-        known = ", ".join((*FAMILIES, *ENCODER_DECODERS))
+    if model_type in _NEVER:
+        raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
+    if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
+        known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
         raise UnconvertibleError(
             f"there is no slim form of {model_type} models so far, only of {known}; keep it as it is"
         )
@@ -42,50 +52,81 @@ def family_of(config: Any) -> Family | EncoderDecoder:
             "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
             "in float16 or bfloat16, and quantise the result"
         )
+    if model_type in MULTIMODAL:
+        language = family_of(language_config(config))
+        if not isinstance(language, Family):
+            raise UnconvertibleError(
+                f"the language model of this {model_type} has an encoder ({config.text_config.model_type}); "
+                "only decoders are converted in multimodal models"
+            )
+        return multimodal_family(config, language)
     if (heads := config.num_attention_heads) != kv_heads(config):
         raise UnconvertibleError(
             "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
             f"{kv_heads(config)} != {heads}: keys do not determine the values of grouped-query attention; an int8 KV "
             "cache may serve this model better"
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
+    family = _load(model_type)
+    rope = _rope_type(config)
+    if rope == "dynamic" or (rope == "longrope" and not getattr(family, "longrope", False)):
         raise UnconvertibleError(
             f"RoPE of type {rope!r} changes with the length of the text, and keys cached before it would change with "
             "it; convert models with fixed frequencies (default, linear, llama3, yarn)"
         )
-    family = _load(model_type)
     if reason := family.refusal(config):
         raise UnconvertibleError(reason)
     return family
 
 
-def require_rope(family: Family | EncoderDecoder, rope: str) -> None:
-    """Refuse to cache keys after RoPE where there is none.
+def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
+    """Refuse to cache keys after RoPE where there is none, or where its frequencies change.
 
     Args:
         family: Of the model.
+        config: Of the ordinary model.
         rope: ``raw`` or ``unrotate``.
 
     Raises:
-        UnconvertibleError: It is ``unrotate``, and the family has no RoPE.
+        UnconvertibleError: It is ``unrotate``, and the model has no RoPE of fixed frequencies.
     """
-    if rope == "unrotate" and (isinstance(family, EncoderDecoder) or family.rotary is None):
+    if rope != "unrotate":
+        return
+    if isinstance(family, EncoderDecoder) or family.rotary is None:
         raise UnconvertibleError(
             f"rope 'unrotate' caches keys after RoPE, and {family.architecture} has none; leave it out"
         )
+    if (kind := _rope_type(language_config(config))) == "longrope":
+        raise UnconvertibleError(
+            f"rope 'unrotate' needs fixed frequencies, and those of RoPE of type {kind!r} change with the length of "
+            "the text; leave it out"
+        )
+
+
+def _rope_type(config: Any) -> str:
+    kind: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return kind
 
 
 def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
-    """The ordinary model type and the family of a slim model's config.
+    """The ordinary model type, of a multimodal model that of its language model, and the family of a slim config.
 
     Raises:
         UnconvertibleError: The model is not slim.
     """
-    name = config.model_type.removeprefix(_SLIM)
-    if name == config.model_type:
+    if not is_slim(config):
         raise UnconvertibleError(f"the model is no slim one but of type {config.model_type}; it is full already")
-    return name, _load(name)
+    name = language_config(config).model_type.removeprefix(_SLIM)
+    family = _load(name)
+    if config.model_type in MULTIMODAL:
+        assert isinstance(family, Family)
+        family = multimodal_family(config, family)
+    return name, family
+
+
+def is_slim(config: Any) -> bool:
+    """Whether a config is of a slim model."""
+    kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
+    return kind.startswith(_SLIM)
 
 
 def _load(model_type: str) -> Family | EncoderDecoder:
@@ -103,13 +144,47 @@ def slim_config(
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
     slim = {"slim_layers": entries, "slim_matrix_dtype": str(matrix).removeprefix("torch."), "slim_rope": rope}
-    made = family.slim_config(**full_fields(config), **slim)
-    made.architectures = [family.slim_model.__name__]
+    made = family.slim_config(**_full_fields(language_config(config)), **slim)
+    return _complete(config, made, family.slim_model.__name__, dtype)
+
+
+def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, dtype: torch.dtype) -> Any:
+    """The config of an ordinary model, of a slim one's.
+
+    Args:
+        family: Of both.
+        config: Of the slim model.
+        model_type: From `family_of_slim`.
+        dtype: Of the ordinary model.
+    """
+    made = AutoConfig.for_model(model_type, **_full_fields(language_config(config)))
+    return _complete(config, made, family.architecture, dtype)
+
+
+def ordinary_config(config: Any) -> Any:
+    """The config of the ordinary model that a slim one stands for.
+
+    Raises:
+        UnconvertibleError: The config is not of a slim model.
+    """
+    model_type, family = family_of_slim(config)
+    return full_config(family, config, model_type, config.dtype)
+
+
+def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype) -> Any:
+    """The config of a whole model, from that of its language model; which is the same but for multimodal models."""
+    made = language
+    if config.model_type in MULTIMODAL:
+        made = deepcopy(config)
+        made.text_config = language
+        for part in made.sub_configs:
+            getattr(made, part).dtype = dtype
+    made.architectures = [architecture]
     made.dtype = dtype
     return made
 
 
-def full_fields(config: Any) -> dict[str, Any]:
+def _full_fields(config: Any) -> dict[str, Any]:
     """Fields of an ordinary model's config, of its own one or of a slim model's."""
     own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
     fields: dict[str, Any] = config.to_dict()

@@ -14,4 +14,5 @@ FAMILY = Family(
     Phi3DecoderLayer,
     Phi3RotaryEmbedding,
     fused=Fused("qkv_proj"),
+    longrope=True,
 )

@@ -16,6 +16,16 @@ def score_bias(model: Any, tokens: int) -> Tensor:
     return bias
 
 
+def refusal(config: Any) -> str | None:
+    """Chronos-Bolt's configs are of T5, its classes are those of another package."""
+    if getattr(config, "chronos_config", None) is None:
+        return None
+    return (
+        "Chronos models have classes of another package (chronos-forecasting), and Chronos-Bolt's decoder makes one "
+        "pass for each forecast, so that no step reads a cache; keep it as it is"
+    )
+
+
 FAMILY = EncoderDecoder(
     "T5ForConditionalGeneration",
     SlimT5ForConditionalGeneration,
@@ -24,4 +34,5 @@ FAMILY = EncoderDecoder(
     decoder="decoder.",
     scale=1.0,
     score_bias=score_bias,
+    other_refusal=refusal,
 )

@@ -1,0 +1,93 @@
+"""What a slim checkpoint caches, from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.patches.attention.slim_attention import cache_dtype
+from hf_fastdecode.patches.slim_layers import SlimLayer
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
+from hf_fastdecode.patches.values.stored_positions import position_bytes
+
+from ..checkpoint.families import ordinary_config
+from ..checkpoint.family import language_config
+from .cache_size import CacheSize, value_matrices
+from .encoder_decoder import ON_CHIP, READ
+
+NAME: Final = "slim"
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of one attention of a slim checkpoint.
+
+    Attributes:
+        layer: What it caches.
+        dtype: Of it.
+        bytes_per_token: Of it, in 8 bits with the scales; 0 for the encoder's output, which all layers share.
+    """
+
+    layer: SlimLayer
+    dtype: torch.dtype
+    bytes_per_token: int
+
+
+def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
+    """The cache of each layer; of encoder-decoders, of self-attention and cross-attention in turns.
+
+    Args:
+        config: Of a slim model.
+        dtype: Of the model.
+    """
+    shape, language = KVShape.of_decoder(ordinary_config(config)), language_config(config)
+    width = shape.query_heads * shape.head_dim
+    found = []
+    for layer in language.layer_plans:
+        stored_in = cache_dtype(dtype, layer) if layer.plan != "kv" else dtype
+        numbers = {"kv": (width, width), "x": (language.hidden_size,), "e": ()}.get(layer.plan, (width, layer.rank))
+        size = sum(stored_bytes(one, stored_in, shape.head_dim) for one in numbers)
+        if layer.plan in ("k", "k+r") and getattr(language, "slim_rope", "raw") == "unrotate":
+            size += position_bytes(stored_in)
+        found.append(LayerCache(layer, stored_in, size))
+    return found
+
+
+def checkpoint_caches(
+    config: Any, context: int, encoder_tokens: int | None, dtype: torch.dtype, kv: CacheSize
+) -> list[CacheSize]:
+    """The caches of all layers; where layers read the encoder's output E, as `encoder_decoder_caches` has it: twice.
+
+    Args:
+        config: Of a slim model.
+        context: Tokens of a row, of encoder-decoders the decoder's.
+        encoder_tokens: Of the encoder's output in a row; None for decoder-only models.
+        dtype: Of the model: float32, bfloat16 or float16.
+        kv: Keys and values of the ordinary model.
+    """
+    caches, language = layer_caches(config, dtype), language_config(config)
+    shape = KVShape.of_decoder(ordinary_config(config))
+    kept = shape.kv_bytes(1, context, 0, 1).stock // shape.bytes_per_token(1)  # tokens, within a window
+    inputs, width = language.hidden_size, shape.query_heads * shape.head_dim
+    projection, matrix_dtype = inputs * width * dtype.itemsize, getattr(torch, language.slim_matrix_dtype)
+    stored = change = 0
+    for index, cache in enumerate(caches):
+        plan, rank = cache.layer.plan, cache.layer.rank
+        cross = encoder_tokens is not None and index % 2 == 1
+        stored += cache.bytes_per_token * (encoder_tokens or 0 if cross else kept)
+        if plan == "e":
+            change += 2 * projection
+        elif plan in ("k", "k+r"):  # V-coordinates of the encoder's output are made once, before the steps
+            change += value_matrices(0 if cross else inputs, width, rank, matrix_dtype) - (0 if cross else projection)
+    matrices = None if kv.matrices is None else kv.matrices + change
+    readers = sum(cache.layer.plan == "e" for cache in caches)
+    if not readers or encoder_tokens is None:
+        return [CacheSize(NAME, stored, stored, matrices)]
+    encoder = encoder_tokens * inputs * dtype.itemsize
+    return [
+        CacheSize(f"{NAME}, {place}", stored + encoder, stored + read, matrices)
+        for place, read in ((ON_CHIP, 0), (READ, readers * encoder))
+    ]

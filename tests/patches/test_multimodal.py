@@ -1,0 +1,164 @@
+"""Slim multimodal models, which have a slim language model, against the models they were made of."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+
+import hf_fastdecode as fd
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.families.multimodal import MULTIMODAL as SUPPORTED
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.checkpoint.source import Checkpoint
+from hf_fastdecode.generation.steps.cuda_graph import capture_reason
+
+from ..commands.command_line import run
+from ..test_layout import ROOT
+from .multimodal_models import MULTIMODAL, inputs, multimodal_model
+from .slim_models import TEXT, relative
+
+EPS = torch.finfo(torch.float32).eps
+MIXED = (("kv", 0), ("k+r", 5))
+
+
+def tokens(model: PreTrainedModel, given: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
+    settings = {"max_new_tokens": 32, "do_sample": False, "no_repeat_ngram_size": 2, **options}
+    out: Tensor = model.generate(**(inputs(model) if given is None else given), **settings)
+    return out
+
+
+def saved(model_type: str, folder: Path, **language: Any) -> PreTrainedModel:
+    """A model that the embedded tokenizer fits, and its checkpoint in several shards."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = multimodal_model(model_type, {"vocab_size": len(tokenizer) + 2, **language})
+    model.save_pretrained(folder, max_shard_size="200KB")
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def loaded(folder: Path, auto: Any = AutoModelForMultimodalLM) -> PreTrainedModel:
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def test_every_architecture_is_tested_and_listed() -> None:
+    assert list(MULTIMODAL) == list(SUPPORTED)
+    page = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8")
+    table = page.partition("| multimodal | such as |")[2].partition("\n\n")[0]
+    first = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert re.findall(r"`(\w+)`", first) == list(SUPPORTED)
+
+
+@pytest.mark.parametrize("plan", ["k", MIXED], ids=["k", "mixed"])
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_tokens(model_type: str, plan: Any) -> None:
+    model = multimodal_model(model_type)
+    slim = to_slim(model, TEXT, plan=plan)
+    assert type(slim) is type(model)
+    assert slim.config.text_config.model_type == f"slim_{model.config.text_config.model_type}"
+    expected = tokens(model)
+    assert torch.equal(tokens(slim), expected)
+    assert torch.equal(tokens(slim, cache_implementation="static"), expected)
+    other = inputs(model, seed=1) | {"input_ids": inputs(model)["input_ids"]}
+    assert not torch.equal(tokens(model, other), expected), "what is seen or heard matters"
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_checkpoint_there_and_back(model_type: str, tmp_path: Path) -> None:
+    source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
+    model = saved(model_type, source)
+    report = convert_checkpoint(
+        Settings(str(source), slim_folder, choice=PlanChoice(MIXED), shard_bytes=50_000, verify=True)
+    )
+    slim = loaded(slim_folder)
+    assert type(slim) is type(model)
+    expected = tokens(model)
+    assert torch.equal(tokens(slim), expected)
+    slim.save_pretrained(tmp_path / "again")
+    assert torch.equal(tokens(loaded(tmp_path / "again")), expected)
+
+    convert_checkpoint(Settings(str(slim_folder), full_folder, format="full", verify=True))
+    full = loaded(full_folder)
+    assert full.config.to_diff_dict() == loaded(source).config.to_diff_dict()
+    before, after = model.state_dict(), full.state_dict()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    prefix = f"{SUPPORTED[model_type]}layers.1.self_attn.v_proj."
+    assert f"{prefix}weight" in changed
+    assert all(name.startswith(prefix) for name in changed)
+    for name in changed:
+        bound = report["layers"][1]["recovered_error"] + EPS if name.endswith("weight") else 1e-4
+        assert relative(after[name], before[name]) < bound
+
+
+def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:
+    """Files of LLaVA have the names of older releases, also those that transformers writes now."""
+    model = saved("llava", tmp_path / "source")
+    assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").names()
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
+    assert torch.equal(tokens(loaded(tmp_path / "slim", AutoModelForImageTextToText)), tokens(model))
+
+
+def test_command_line(tmp_path: Path) -> None:
+    saved("llava", tmp_path / "source")
+    done = run("convert-checkpoint", tmp_path / "source", tmp_path / "slim", "--plan", "k", "--verify")
+    assert done.exit_code == 0, done.output
+    assert "50.0% saved" in " ".join(done.stdout.split())
+    again = run("convert-checkpoint", tmp_path / "slim", tmp_path / "slimmer")
+    assert (again.exit_code, "slim already" in again.stderr) == (2, True)
+    full = run("convert-checkpoint", tmp_path / "source", tmp_path / "full", "--format", "full")
+    assert (full.exit_code, "full already" in full.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("language", "reason"),
+    [
+        ({"num_key_value_heads": 2}, "got 2 != 4"),
+        ({"model_type": "mistral"}, "no slim form of mistral models"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "RoPE of type 'dynamic'"),
+    ],
+    ids=["gqa", "mistral", "rope"],
+)
+def test_refused_language_models(language: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        to_slim(multimodal_model("llava", language), TEXT)
+
+
+def test_refused_without_the_import(tmp_path: Path) -> None:
+    """As transformers refuses any unknown language model, before it draws a weight at random."""
+    to_slim(multimodal_model("llava"), TEXT, plan="k").save_pretrained(tmp_path)
+    code = f"from transformers import AutoModelForImageTextToText as Auto; Auto.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Unrecognized model type for subconfig: slim_llama" in done.stderr
+
+
+def test_shared_context() -> None:
+    """Text alone shares its prompt; a call with an image runs stock, and says so."""
+    model = to_slim(multimodal_model("llava"), TEXT, plan=MIXED)
+    text = {"input_ids": TEXT[None, :90].clamp(max=90), "attention_mask": torch.ones(1, 90, dtype=torch.long)}
+    options = {"do_sample": True, "num_return_sequences": 4, "no_repeat_ngram_size": 0}
+    found = []
+    for sharing in (False, True):
+        torch.manual_seed(0)
+        with fd.enabled(model) if sharing else torch.no_grad():
+            found.append(tokens(model, text, **options))
+            report = fd.explain(model)
+    assert torch.equal(*found)
+    assert report.last_call.path == "shared"
+    assert "slim attention" in (capture_reason(model, "auto", {}) or "")
+    expected = tokens(model)
+    with fd.enabled(model):
+        assert torch.equal(tokens(model), expected)
+        assert "stock (the argument" in str(fd.explain(model))
