@@ -4,8 +4,8 @@
 // MEMBERS blocks shares the columns: a block owns OWN heads and their columns, and some columns of the V-coordinates.
 // For each tile of TILE tokens a block computes the scores of its heads from its columns, in shared memory, and their
 // weights; it sends the weights to all blocks of its cluster through distributed shared memory, and adds the tile,
-// which is still in its shared memory, to the averages of all heads over its own columns. Half of a block's warps load
-// tiles and compute scores; the other half computes weights and averages, of tiles before.
+// which is still in its shared memory, to the averages of all heads over its own columns. The averages of a tile are
+// added while the scores of the next one are exchanged.
 //
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
@@ -16,8 +16,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-constexpr int THREADS = 32 * WARPS;           // of each of the two halves of a block
-constexpr bool MOVES_REGISTERS = WARPS == 8;  // averages take more than half of a multiprocessor's registers
+constexpr int THREADS = 32 * WARPS;
 constexpr int OWN = HEADS / MEMBERS;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int KEYS = HEADS * HEAD_DIM;
@@ -31,15 +30,9 @@ constexpr int WARP_BLOCKS = (BLOCKS + WARPS - 1) / WARPS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 constexpr int STEPS = TILE / 16;
-// Tiles after which a tile has been added: what is longer than a tile's scores, where shared memory has room.
-constexpr int LAG = STAGES > 3 ? 3 : 2;
-constexpr int AHEAD = STAGES - LAG;  // tiles whose copies are under way
-// With little room, add a tile before the weights of the next are computed, so that its memory is free earlier.
-constexpr bool ADD_FIRST = STAGES == 3;
-// Buffers of scores, of weights, and of their sums. Before a block sends the weights of a tile, it has received those
-// of two tiles before, whose senders had waited until the tile of LAG tiles more before was added. So no message says
-// that a buffer is free.
-constexpr int RING = 5;
+// Buffers of weights. A block sends those of a tile after it has received those of two tiles before; their senders had
+// read all buffers of four tiles before. So no message says that a buffer is free.
+constexpr int RING = 4;
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -58,18 +51,12 @@ static_assert(TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS && TILE <= 64 && LA
 
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
-constexpr int FACTORS_AT = SCORES_AT + RING * OWN * TILE * 4;
-constexpr int SUMS_AT = FACTORS_AT + RING * PADDED_HEADS * 4;
-constexpr int QUERY_AT = SUMS_AT + RING * PADDED_HEADS * 4;
+constexpr int FACTORS_AT = SCORES_AT + OWN * TILE * 4;
+constexpr int QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
 constexpr int OFFSET_AT = QUERY_AT + OWN * HEAD_DIM * 4;
 constexpr int TURNS_AT = OFFSET_AT + (OFFSET ? OWN * HEAD_DIM * 4 : 0);
-constexpr int WEIGHTS_BARRIER = TURNS_AT + (ROTATED ? WARP_TOKENS * HEAD_DIM * 4 : 0);  // weights have been received
-constexpr int SUMS_BARRIER = WEIGHTS_BARRIER + RING * 8;
-constexpr int LOADED_BARRIER = SUMS_BARRIER + RING * 8;     // a tile is in shared memory
-constexpr int ADDED_BARRIER = LOADED_BARRIER + STAGES * 8;  // and is no longer needed
-constexpr int SCORED_BARRIER = ADDED_BARRIER + STAGES * 8;
-constexpr int BARRIERS = 3 * RING + 2 * STAGES;
-static_assert(WEIGHTS_BARRIER + BARRIERS * 8 == SHARED_BYTES);
+constexpr int BARRIERS_AT = TURNS_AT + (ROTATED ? WARP_TOKENS * HEAD_DIM * 4 : 0);
+static_assert(BARRIERS_AT + RING * 8 == SHARED_BYTES);
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -91,20 +78,15 @@ __device__ __forceinline__ void send(u32 address, const u32 (&value)[4], u32 bar
         : "memory");
 }
 
-__device__ __forceinline__ void send(u32 address, float value, u32 barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
-                 "f"(value), "r"(barrier)
-                 : "memory");
+__device__ __forceinline__ void send(u32 address, float first, float second, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+        "f"(first), "f"(second), "r"(barrier)
+        : "memory");
 }
 
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Arrival of a warp.
-__device__ __forceinline__ void arrive(u32 barrier, int lane) {
-    __syncwarp();
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
@@ -155,6 +137,12 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
             : "=f"(low), "=f"(high)
             : "r"(word));
     }
+}
+
+__device__ __forceinline__ void load_shared(u32 (&to)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address));
 }
 
 // Place of a number of a head, or of a table's row, so that lanes' quads follow one another.
@@ -234,30 +222,11 @@ struct Share {
     int begin, end;  // tiles, among those of all rows
 };
 
-// What a cluster has of a row.
-struct Piece {
-    int row, begin, end;  // tiles of the row
-    int first, length;    // tokens
-};
-
 __device__ __forceinline__ int first_token(const int* starts, int row) { return STARTS ? starts[row] : 0; }
 
 __device__ __forceinline__ int tiles_of(const int* starts, const int* lengths, int row) {
     const int tokens = lengths[row] - first_token(starts, row);
     return tokens > 0 ? (tokens + TILE - 1) / TILE : 0;
-}
-
-// Calls a function with each piece of a share.
-template <typename Function>
-__device__ __forceinline__ void for_pieces(const Share& share, i64 rows, const int* starts, const int* lengths,
-                                           const Function& function) {
-    int row_begin = 0;
-    for (int row = 0; row < rows && row_begin < share.end; row++) {
-        const int tiles = tiles_of(starts, lengths, row);
-        const int begin = max(share.begin - row_begin, 0), end = min(share.end - row_begin, tiles);
-        row_begin += tiles;
-        if (begin < end) function(Piece{row, begin, end, first_token(starts, row), lengths[row]});
-    }
 }
 
 // Issues the copies of a tile; zeros behind the last token.
@@ -271,7 +240,7 @@ __device__ __forceinline__ void copy_tile(u32 stage, const char* keys, const cha
         const int column = thread % CHUNKS * 8;
         int t = thread / CHUNKS;
         const char* source = keys + (token + t) * key_stride + 2 * column;
-#pragma unroll 4
+#pragma unroll
         for (int pass = 0; pass < TILE / AT_A_TIME; pass++, t += AT_A_TIME, source += AT_A_TIME * key_stride) {
             const bool valid = WHOLE || token + t < length;
             copy16(stage + tile_byte(t, column), valid ? source : keys, valid);
@@ -296,7 +265,7 @@ __device__ __forceinline__ void copy_tile(u32 stage, const char* keys, const cha
     }
 }
 
-extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 * THREADS, 1)
+extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THREADS, 1)
     slim_cluster(const float* __restrict__ query,       // [rows, heads, head_dim]
                  const char* __restrict__ keys,         // [rows, slots, heads * head_dim]
                  const char* __restrict__ coordinates,  // [rows, slots, r]
@@ -315,23 +284,22 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
     const u32 base = shared_address(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int member = blockIdx.x % MEMBERS, group = blockIdx.x / MEMBERS, groups = gridDim.x / MEMBERS;
+    float* const scores = reinterpret_cast<float*>(memory + SCORES_AT);
     float* const own_query = reinterpret_cast<float*>(memory + QUERY_AT);
     float* const own_offset = reinterpret_cast<float*>(memory + OFFSET_AT);
 
-    if (thread < BARRIERS) {  // one arrival, that of `expect`, or those of the warps of a half
-        const u32 barrier = WEIGHTS_BARRIER + 8 * thread;
-        const u32 arrivals = barrier < LOADED_BARRIER ? 1 : WARPS;
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + barrier), "r"(arrivals));
+    if (thread < RING) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + BARRIERS_AT + 8 * thread), "r"(1));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int i = thread; i < RING * WEIGHT_BYTES / 4; i += 2 * THREADS) {  // heads that are padding have weights of 0
+    for (int i = thread; i < RING * WEIGHT_BYTES / 4; i += THREADS) {  // heads that are padding have weights of 0
         reinterpret_cast<u32*>(memory + WEIGHTS_AT)[i] = 0;
     }
-    for (int i = thread; i < 2 * RING * PADDED_HEADS; i += 2 * THREADS) {
+    for (int i = thread; i < RING * PADDED_HEADS * 2; i += THREADS) {
         reinterpret_cast<float*>(memory + FACTORS_AT)[i] = 1.0f;
     }
     if constexpr (ROTATED) {
-        for (int i = thread; i < WARP_TOKENS * HEAD_DIM; i += 2 * THREADS) {
+        for (int i = thread; i < WARP_TOKENS * HEAD_DIM; i += THREADS) {
             reinterpret_cast<float*>(memory + TURNS_AT)[i / HEAD_DIM * HEAD_DIM + pair_place(i % HEAD_DIM)] = turns[i];
         }
     }
@@ -343,224 +311,203 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
     const Share share{static_cast<int>(group * total / groups), static_cast<int>((group + 1) * total / groups)};
 
-    if (warp < WARPS) {
-        // Loads and scores.
-        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
-        const int lane_in_token = lane % LANES;
-        // Tokens of neighbouring lanes are 4 apart where two share 128 bytes of banks.
-        const int lane_token = (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;  // the first, in its warp
-        const int warp_token = warp * WARP_TOKENS;
-        u32 turn = 0;  // tiles that this cluster has begun
-        for_pieces(share, rows, starts, lengths, [&](const Piece& piece) {
-            const int row = piece.row, begin = piece.begin, end = piece.end, first = piece.first, length = piece.length;
-            const char* const row_keys = keys + row * key_row_stride;
-            const char* const row_coordinates = coordinates + row * coordinate_row_stride;
-            const float* const row_cosines = cosines + row * table_row_stride;
-            const float* const row_sines = sines + row * table_row_stride;
-            const auto load = [&](int tile, u32 of_turn) {
-                const u32 stage = base + of_turn % STAGES * STAGE_BYTES;
-                const int token = first + tile * TILE;
-                if (tile < end && token + TILE <= length) {
-                    copy_tile<true>(stage, row_keys, row_coordinates, token, length, key_stride, coordinate_stride,
-                                    member, thread);
-                } else if (tile < end) {
-                    copy_tile<false>(stage, row_keys, row_coordinates, token, length, key_stride, coordinate_stride,
-                                     member, thread);
-                }
-                asm volatile("cp.async.commit_group;" ::: "memory");
-            };
+    const int lane_in_token = lane % LANES;
+    // Tokens of neighbouring lanes are 4 apart where two share 128 bytes of banks.
+    const int lane_token = (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;  // the first, in its warp
+    const int warp_token = warp * WARP_TOKENS;
 
-            // Slots of these tiles are free: the loop has waited for the tiles that had them.
+    u32 turn = 0;  // tiles that this cluster has begun
+    int row_begin = 0;
+    for (int row = 0; row < rows && row_begin < share.end; row++) {
+        const int row_tiles = tiles_of(starts, lengths, row);
+        const int begin = max(share.begin - row_begin, 0), end = min(share.end - row_begin, row_tiles);
+        row_begin += row_tiles;
+        if (begin >= end) continue;
+        const int first = first_token(starts, row), length = lengths[row];
+        const char* const row_keys = keys + row * key_row_stride;
+        const char* const row_coordinates = coordinates + row * coordinate_row_stride;
+        const float* const row_cosines = cosines + row * table_row_stride;
+        const float* const row_sines = sines + row * table_row_stride;
+        const auto load = [&](int tile) {
+            const u32 stage = base + tile % STAGES * STAGE_BYTES;
+            const int token = first + tile * TILE;
+            if (tile < end && token + TILE <= length) {
+                copy_tile<true>(stage, row_keys, row_coordinates, token, length, key_stride, coordinate_stride, member,
+                                thread);
+            } else if (tile < end) {
+                copy_tile<false>(stage, row_keys, row_coordinates, token, length, key_stride, coordinate_stride, member,
+                                 thread);
+            }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        };
+
+        __syncthreads();  // all have read the query and the tiles of the row before
 #pragma unroll
-            for (int ahead = 0; ahead < AHEAD; ahead++) load(begin + ahead, turn + ahead);
-            asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // all have read the query of the row before
-            const float* const row_query = query + row * query_row_stride;
-            for (int i = thread; i < OWN * HALF; i += THREADS) {
-                const int own_head = i / HALF, pair = i % HALF, at = own_head * HEAD_DIM;
-                const float* const of_head = row_query + (member * OWN + own_head) * query_head_stride;
-                const float low = of_head[pair] * scale_log2, high = of_head[pair + HALF] * scale_log2;
-                own_query[at + pair_place(pair)] = low, own_query[at + pair_place(pair + HALF)] = high;
-                if constexpr (OFFSET) {  // what the key offset adds to the two products of a pair
-                    const float* const offset = key_offset + member * KEY_COLUMNS + at;
-                    own_offset[at + pair_place(pair)] = low * offset[pair] + high * offset[pair + HALF];
-                    own_offset[at + pair_place(pair + HALF)] = high * offset[pair] - low * offset[pair + HALF];
+        for (int ahead = 0; ahead < STAGES - 2; ahead++) load(begin + ahead);
+        const float* const row_query = query + row * query_row_stride;
+        for (int i = thread; i < OWN * HALF; i += THREADS) {
+            const int own_head = i / HALF, pair = i % HALF, at = own_head * HEAD_DIM;
+            const float* const of_head = row_query + (member * OWN + own_head) * query_head_stride;
+            const float low = of_head[pair] * scale_log2, high = of_head[pair + HALF] * scale_log2;
+            own_query[at + pair_place(pair)] = low, own_query[at + pair_place(pair + HALF)] = high;
+            if constexpr (OFFSET) {  // what the key offset adds to the two products of a pair
+                const float* const offset = key_offset + member * KEY_COLUMNS + at;
+                own_offset[at + pair_place(pair)] = low * offset[pair] + high * offset[pair + HALF];
+                own_offset[at + pair_place(pair + HALF)] = high * offset[pair] - low * offset[pair + HALF];
+            }
+        }
+
+        // The table's entries of this warp's first token of the next tile.
+        float next_cos[PAIRS], next_sin[PAIRS];
+        const auto load_tables = [&](int tile) {
+            if constexpr (ROTATED) {
+                const i64 token = min(static_cast<i64>(first + tile * TILE + warp_token), slots - 1);
+#pragma unroll
+                for (int p = 0; p < PAIRS; p++) {
+                    next_cos[p] = row_cosines[token * HALF + lane_in_token * PAIRS + p];
+                    next_sin[p] = row_sines[token * HALF + lane_in_token * PAIRS + p];
                 }
             }
+        };
+        load_tables(begin);
 
-            float first_cos[PAIRS], first_sin[PAIRS];  // of this warp's first token in the next tile
-            const auto load_tables = [&](int tile) {
-                if constexpr (ROTATED) {
-                    const i64 token = min(static_cast<i64>(first + tile * TILE + warp_token), slots - 1);
-                    const i64 at = token * HALF + lane_in_token * PAIRS;
+        float sums[WARP_BLOCKS][HEAD_BLOCKS][4];
+#pragma unroll
+        for (int b = 0; b < WARP_BLOCKS; b++)
+#pragma unroll
+            for (int n = 0; n < HEAD_BLOCKS; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[b][n][i] = 0.0f;
+        constexpr int WARP_HEADS = (OWN + WARPS - 1) / WARPS;  // whose weights this warp computes
+        float row_max[WARP_HEADS], row_sum[WARP_HEADS];
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; i++) row_max[i] = LOWEST, row_sum[i] = 0.0f;
+
+        const auto add_tile = [&](int tile, u32 of_turn) {  // sums = sums * rescale + weights tile
+            const u32 slot = of_turn % RING;
+            wait(base + BARRIERS_AT + 8 * slot, of_turn / RING & 1);
+            u32 weights[STEPS][HEAD_BLOCKS][2];
+            const u32 buffer = base + WEIGHTS_AT + slot * WEIGHT_BYTES;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+                for (int n = 0; n < HEAD_BLOCKS; n += 2) {
+                    const int head = min(8 * n + (lane & 7) + (lane & 16) / 2, PADDED_HEADS - 1);
+                    u32 found[4];
+                    load_matrices(found, buffer + weight_byte(head, 16 * k + (lane & 8)));
+                    weights[k][n][0] = found[0], weights[k][n][1] = found[1];
+                    if (n + 1 < HEAD_BLOCKS) weights[k][n + 1][0] = found[2], weights[k][n + 1][1] = found[3];
+                }
+            }
+            const float* const factors = reinterpret_cast<const float*>(memory + FACTORS_AT) + slot * PADDED_HEADS * 2;
+            const u32 stage = base + tile % STAGES * STAGE_BYTES;
+#pragma unroll
+            for (int b = 0; b < WARP_BLOCKS; b++) {
+                const int block = warp + b * WARPS;
+                if (block < BLOCKS) {
+                    // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a
+                    // column grow by the matrix from keys to values, unlike errors of a weight, which all share.
+                    float part[HEAD_BLOCKS][4];
+#pragma unroll
+                    for (int n = 0; n < HEAD_BLOCKS; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) part[n][i] = 0.0f;
+#pragma unroll
+                    for (int k = 0; k < STEPS; k++) {
+                        u32 columns[4];
+                        const int token = 16 * k + (lane & 7) + (lane & 16) / 2;
+                        load_transposed(columns, stage + tile_byte(token, 16 * block + (lane & 8)));
+#pragma unroll
+                        for (int n = 0; n < HEAD_BLOCKS; n++) multiply(part[n], columns, weights[k][n]);
+                    }
+#pragma unroll
+                    for (int n = 0; n < HEAD_BLOCKS; n++) {
+                        const int head = 8 * n + 2 * (lane & 3);
+                        const float4 pair = *reinterpret_cast<const float4*>(factors + 2 * head);
+                        sums[b][n][0] = fmaf(sums[b][n][0], pair.x, part[n][0]);
+                        sums[b][n][1] = fmaf(sums[b][n][1], pair.z, part[n][1]);
+                        sums[b][n][2] = fmaf(sums[b][n][2], pair.x, part[n][2]);
+                        sums[b][n][3] = fmaf(sums[b][n][3], pair.z, part[n][3]);
+                    }
+                }
+            }
+        };
+
+        for (int tile = begin; tile < end; tile++, turn++) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3) : "memory");
+            __syncthreads();  // the tile has arrived, and that of two before has been added
+            load(tile + STAGES - 2);
+
+            if (thread == 0) expect(base + BARRIERS_AT + 8 * (turn % RING), HEADS * (2 * TILE + 8));
+
+            // Scores of this warp's tokens.
+            float rotation_cos[TOKENS][PAIRS], rotation_sin[TOKENS][PAIRS];
+            if constexpr (ROTATED) {
+#pragma unroll
+                for (int t = 0; t < TOKENS; t++) {
+                    const float* const turn_row =
+                        reinterpret_cast<const float*>(memory + TURNS_AT) + (lane_token + t) * HEAD_DIM;
+                    float turn_cos[PAIRS], turn_sin[PAIRS];
+                    load_pairs(turn_cos, turn_row, 0, lane_in_token);
+                    load_pairs(turn_sin, turn_row, 1, lane_in_token);
 #pragma unroll
                     for (int p = 0; p < PAIRS; p++) {
-                        first_cos[p] = row_cosines[at + p], first_sin[p] = row_sines[at + p];
+                        rotation_cos[t][p] = next_cos[p] * turn_cos[p] - next_sin[p] * turn_sin[p];
+                        rotation_sin[t][p] = next_sin[p] * turn_cos[p] + next_cos[p] * turn_sin[p];
                     }
                 }
-            };
-            load_tables(begin);
-            asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-
-            for (int tile = begin; tile < end; tile++, turn++) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-                arrive(base + LOADED_BARRIER + 8 * (turn % STAGES), lane);
-                wait(base + LOADED_BARRIER + 8 * (turn % STAGES), turn / STAGES & 1);
-
-                // Scores of this warp's tokens.
-                float rotation_cos[TOKENS][PAIRS], rotation_sin[TOKENS][PAIRS];
-                if constexpr (ROTATED) {
-#pragma unroll
-                    for (int t = 0; t < TOKENS; t++) {
-                        const float* const turn_row =
-                            reinterpret_cast<const float*>(memory + TURNS_AT) + (lane_token + t) * HEAD_DIM;
-                        float turn_cos[PAIRS], turn_sin[PAIRS];
-                        load_pairs(turn_cos, turn_row, 0, lane_in_token);
-                        load_pairs(turn_sin, turn_row, 1, lane_in_token);
-#pragma unroll
-                        for (int p = 0; p < PAIRS; p++) {
-                            rotation_cos[t][p] = first_cos[p] * turn_cos[p] - first_sin[p] * turn_sin[p];
-                            rotation_sin[t][p] = first_sin[p] * turn_cos[p] + first_cos[p] * turn_sin[p];
-                        }
-                    }
-                    load_tables(tile + 1);
-                }
-                const char* const stage = memory + turn % STAGES * STAGE_BYTES;
-                float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + turn % RING * (OWN * TILE);
-#pragma unroll
-                for (int h = 0; h < OWN; h++) {
-                    if (h == OWN / 2) {  // the tile of LAG tiles before has been added by now
-                        if (turn >= LAG)
-                            wait(base + ADDED_BARRIER + 8 * ((turn - LAG) % STAGES), (turn - LAG) / STAGES & 1);
-                        load(tile + AHEAD, turn + AHEAD);
-                    }
-                    float query_low[PAIRS], query_high[PAIRS], along[PAIRS], across[PAIRS];
-                    load_pairs(query_low, own_query + h * HEAD_DIM, 0, lane_in_token);
-                    load_pairs(query_high, own_query + h * HEAD_DIM, 1, lane_in_token);
-                    if constexpr (OFFSET) {
-                        load_pairs(along, own_offset + h * HEAD_DIM, 0, lane_in_token);
-                        load_pairs(across, own_offset + h * HEAD_DIM, 1, lane_in_token);
-                    }
-                    float products[TOKENS];
-#pragma unroll
-                    for (int t = 0; t < TOKENS; t++) {
-                        const int token = warp_token + lane_token + t, column = h * HEAD_DIM + lane_in_token * PAIRS;
-                        const uint4 lows = *reinterpret_cast<const uint4*>(stage + tile_byte(token, column));
-                        const uint4 highs = *reinterpret_cast<const uint4*>(stage + tile_byte(token, column + HALF));
-                        const u32 low_words[4] = {lows.x, lows.y, lows.z, lows.w};
-                        const u32 high_words[4] = {highs.x, highs.y, highs.z, highs.w};
-                        float product = 0.0f;
-#pragma unroll
-                        for (int p = 0; p < PAIRS; p++) {  // q R k = cos (q1 k1 + q2 k2) + sin (q2 k1 - q1 k2)
-                            float low[2], high[2];
-                            unpack(low_words[p / 2], low[0], low[1]);
-                            unpack(high_words[p / 2], high[0], high[1]);
-                            const float k1 = low[p % 2], k2 = high[p % 2], q1 = query_low[p], q2 = query_high[p];
-                            const float same = fmaf(q2, k2, OFFSET ? fmaf(q1, k1, along[p]) : q1 * k1);
-                            if constexpr (ROTATED) {
-                                const float other = fmaf(-q1, k2, OFFSET ? fmaf(q2, k1, across[p]) : q2 * k1);
-                                product = fmaf(rotation_cos[t][p], same, product);
-                                product = fmaf(rotation_sin[t][p], other, product);
-                            } else {
-                                product += same;
-                            }
-                        }
-                        products[t] = product;
-                    }
-                    const float sum = sum_over_lanes(products, lane);
-                    if (lane_in_token % (LANES / TOKENS) == 0) {
-                        scores[h * TILE + warp_token + lane_token + lane_in_token * TOKENS / LANES] = sum;
-                    }
-                }
-                arrive(base + SCORED_BARRIER + 8 * (turn % RING), lane);
+                load_tables(tile + 1);
             }
-        });
-    } else {
-        // Weights and averages.
-        if constexpr (MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 144;");
-        const int of_half = warp - WARPS;
-        const int pair_of_lane = lane % 4 * 2, row_of_lane = lane / 4;  // of matrix units' results
-        u32 turn = 0, pieces = 0;
-        for_pieces(share, rows, starts, lengths, [&](const Piece& share_of_row) {
-            const int row = share_of_row.row, begin = share_of_row.begin, end = share_of_row.end;
-            const int first = share_of_row.first, length = share_of_row.length;
-            float sums[WARP_BLOCKS][HEAD_BLOCKS][4];
+            const u32 stage = base + tile % STAGES * STAGE_BYTES;
 #pragma unroll
-            for (int b = 0; b < WARP_BLOCKS; b++)
-#pragma unroll
-                for (int n = 0; n < HEAD_BLOCKS; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) sums[b][n][i] = 0.0f;
-            constexpr int WARP_HEADS = (OWN + WARPS - 1) / WARPS;  // whose weights this warp computes
-            float row_max[WARP_HEADS], row_sum[WARP_HEADS];
-#pragma unroll
-            for (int i = 0; i < WARP_HEADS; i++) row_max[i] = LOWEST, row_sum[i] = 0.0f;
-
-            const auto add_tile = [&](u32 of_turn) {  // sums = sums * rescale + weights tile
-                const u32 slot = of_turn % RING;
-                wait(base + WEIGHTS_BARRIER + 8 * slot, of_turn / RING & 1);
-                u32 weights[STEPS][HEAD_BLOCKS][2];
-                const u32 buffer = base + WEIGHTS_AT + slot * WEIGHT_BYTES;
-#pragma unroll
-                for (int k = 0; k < STEPS; k++) {
-#pragma unroll
-                    for (int n = 0; n < HEAD_BLOCKS; n += 2) {
-                        const int head = min(8 * n + (lane & 7) + (lane & 16) / 2, PADDED_HEADS - 1);
-                        u32 found[4];
-                        load_matrices(found, buffer + weight_byte(head, 16 * k + (lane & 8)));
-                        weights[k][n][0] = found[0], weights[k][n][1] = found[1];
-                        if (n + 1 < HEAD_BLOCKS) weights[k][n + 1][0] = found[2], weights[k][n + 1][1] = found[3];
-                    }
+            for (int h = 0; h < OWN; h++) {
+                float query_low[PAIRS], query_high[PAIRS], along[PAIRS], across[PAIRS];
+                load_pairs(query_low, own_query + h * HEAD_DIM, 0, lane_in_token);
+                load_pairs(query_high, own_query + h * HEAD_DIM, 1, lane_in_token);
+                if constexpr (OFFSET) {
+                    load_pairs(along, own_offset + h * HEAD_DIM, 0, lane_in_token);
+                    load_pairs(across, own_offset + h * HEAD_DIM, 1, lane_in_token);
                 }
-                const float* const factors = reinterpret_cast<const float*>(memory + FACTORS_AT) + slot * PADDED_HEADS;
-                const u32 stage = base + of_turn % STAGES * STAGE_BYTES;
+                float products[TOKENS];
 #pragma unroll
-                for (int b = 0; b < WARP_BLOCKS; b++) {
-                    const int block = of_half + b * WARPS;
-                    if (block < BLOCKS) {
-                        // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors
-                        // of a column grow by the matrix from keys to values, unlike errors of a weight, which all
-                        // share.
-                        float part[HEAD_BLOCKS][4];
+                for (int t = 0; t < TOKENS; t++) {
+                    const int token = warp_token + lane_token + t, column = h * HEAD_DIM + lane_in_token * PAIRS;
+                    u32 low_words[4], high_words[4];
+                    load_shared(low_words, stage + tile_byte(token, column));
+                    load_shared(high_words, stage + tile_byte(token, column + HALF));
+                    float product = 0.0f;
 #pragma unroll
-                        for (int n = 0; n < HEAD_BLOCKS; n++)
-#pragma unroll
-                            for (int i = 0; i < 4; i++) part[n][i] = 0.0f;
-#pragma unroll
-                        for (int k = 0; k < STEPS; k++) {
-                            u32 columns[4];
-                            const int token = 16 * k + (lane & 7) + (lane & 16) / 2;
-                            load_transposed(columns, stage + tile_byte(token, 16 * block + (lane & 8)));
-#pragma unroll
-                            for (int n = 0; n < HEAD_BLOCKS; n++) multiply(part[n], columns, weights[k][n]);
-                        }
-#pragma unroll
-                        for (int n = 0; n < HEAD_BLOCKS; n++) {
-                            const float2 rescale = *reinterpret_cast<const float2*>(factors + 8 * n + pair_of_lane);
-#pragma unroll
-                            for (int i = 0; i < 4; i++) {
-                                sums[b][n][i] = fmaf(sums[b][n][i], i % 2 ? rescale.y : rescale.x, part[n][i]);
-                            }
+                    for (int p = 0; p < PAIRS; p++) {  // q R k = cos (q1 k1 + q2 k2) + sin (q2 k1 - q1 k2)
+                        float low[2], high[2];
+                        unpack(low_words[p / 2], low[0], low[1]);
+                        unpack(high_words[p / 2], high[0], high[1]);
+                        const float k1 = low[p % 2], k2 = high[p % 2], q1 = query_low[p], q2 = query_high[p];
+                        const float same = fmaf(q2, k2, OFFSET ? fmaf(q1, k1, along[p]) : q1 * k1);
+                        if constexpr (ROTATED) {
+                            const float other = fmaf(-q1, k2, OFFSET ? fmaf(q2, k1, across[p]) : q2 * k1);
+                            product = fmaf(rotation_cos[t][p], same, product);
+                            product = fmaf(rotation_sin[t][p], other, product);
+                        } else {
+                            product += same;
                         }
                     }
+                    products[t] = product;
                 }
-                arrive(base + ADDED_BARRIER + 8 * (of_turn % STAGES), lane);
-            };
+                const float sum = sum_over_lanes(products, lane);
+                if (lane_in_token % (LANES / TOKENS) == 0) {
+                    scores[h * TILE + warp_token + lane_token + lane_in_token * TOKENS / LANES] = sum;
+                }
+            }
 
-            for (int tile = begin; tile < end; tile++, turn++) {
-                if (of_half == 0 && lane == 0) {
-                    expect(base + WEIGHTS_BARRIER + 8 * (turn % RING), HEADS * (2 * TILE + 4));
-                }
-                if (ADD_FIRST && tile > begin) add_tile(turn - 1);
-                wait(base + SCORED_BARRIER + 8 * (turn % RING), turn / RING & 1);
-                const float* const scores =
-                    reinterpret_cast<const float*>(memory + SCORES_AT) + turn % RING * (OWN * TILE);
-                const int known = length - (first + tile * TILE);  // tokens of the tile
-                                                                   // A warp has all tokens of a head.
+            // Weights: a warp has all tokens of a head. The others go on.
+            constexpr int WEIGHT_WARPS = OWN < WARPS ? OWN : WARPS;
+            if (warp < WEIGHT_WARPS) {
+                asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 #pragma unroll
                 for (int i = 0; i < WARP_HEADS; i++) {
-                    const int h = of_half + i * WARPS;
+                    const int h = warp + i * WARPS;
                     if (h < OWN) {
-                        const int token = 2 * lane;
+                        const int token = 2 * lane, known = length - (first + tile * TILE);
                         float low = NEGATIVE_INFINITY, high = NEGATIVE_INFINITY;
                         if (token < TILE) {
                             const float2 found = *reinterpret_cast<const float2*>(scores + h * TILE + token);
@@ -574,8 +521,13 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                         }
                         const float new_row_max = fmaxf(row_max[i], largest);
                         low = exp2_of(low - new_row_max + SHIFT), high = exp2_of(high - new_row_max + SHIFT);
+                        float sum = low + high;
+#pragma unroll
+                        for (int distance = 16; distance > 0; distance /= 2) {
+                            sum += __shfl_xor_sync(~0u, sum, distance);
+                        }
                         const float rescale = exp2_of(row_max[i] - new_row_max);
-                        row_sum[i] = row_sum[i] * rescale + (low + high);  // of this lane's tokens
+                        row_sum[i] = row_sum[i] * rescale + sum;
                         row_max[i] = new_row_max;
                         const u32 packed = pack(low, high);
                         u32 chunk[4];  // of 8 tokens
@@ -584,74 +536,56 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(2 *
                             chunk[word] = __shfl_sync(~0u, packed, lane % (TILE / 8) * 4 + word);
                         }
                         const int head = member * OWN + h;
-                        const u32 slot = turn % RING, barrier = base + WEIGHTS_BARRIER + 8 * slot;
+                        const u32 slot = turn % RING, barrier = base + BARRIERS_AT + 8 * slot;
                         const u32 weight_at =
                             base + WEIGHTS_AT + slot * WEIGHT_BYTES + weight_byte(head, lane % (TILE / 8) * 8);
-                        constexpr int CHUNKS = TILE / 8, AT_ONCE = 32 / CHUNKS;  // blocks of the cluster
-                        if (lane < AT_ONCE * CHUNKS) {
 #pragma unroll
-                            for (int to = lane / CHUNKS; to < MEMBERS; to += AT_ONCE) {
-                                send(remote(weight_at, to), chunk, remote(barrier, to));
-                            }
+                        for (int to = lane / (TILE / 8); to < MEMBERS; to += 256 / TILE) {
+                            send(remote(weight_at, to), chunk, remote(barrier, to));
                         }
+                        const u32 factor_at = base + FACTORS_AT + (slot * PADDED_HEADS + head) * 8;
                         if (lane < MEMBERS) {
-                            const u32 factor_at = base + FACTORS_AT + (slot * PADDED_HEADS + head) * 4;
-                            send(remote(factor_at, lane), rescale, remote(barrier, lane));
+                            send(remote(factor_at, lane), rescale, row_sum[i], remote(barrier, lane));
                         }
                     }
                 }
-                if (!ADD_FIRST && tile > begin) add_tile(turn - 1);
+            } else {
+                asm volatile("bar.arrive 1, %0;" ::"n"(THREADS) : "memory");
             }
-            add_tile(turn - 1);
 
-            const u32 sums_slot = pieces % RING, sums_barrier = base + SUMS_BARRIER + 8 * sums_slot;
-            if (of_half == 0 && lane == 0) expect(sums_barrier, HEADS * 4);
-#pragma unroll
-            for (int i = 0; i < WARP_HEADS; i++) {
-                const int h = of_half + i * WARPS;
-                if (h < OWN) {
-#pragma unroll
-                    for (int distance = 16; distance > 0; distance /= 2) {
-                        row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], distance);
-                    }
-                    if (lane < MEMBERS) {
-                        const u32 sum_at = base + SUMS_AT + (sums_slot * PADDED_HEADS + member * OWN + h) * 4;
-                        send(remote(sum_at, lane), row_sum[i], remote(sums_barrier, lane));
-                    }
-                }
-            }
-            wait(sums_barrier, pieces / RING & 1);
+            if (tile > begin) add_tile(tile - 1, turn - 1);
+        }
+        add_tile(end - 1, turn - 1);
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
 
-            const i64 piece = group + row;
-            float* const out = part_out + piece * HEADS * WIDTH;
-            const float* const row_sums =
-                reinterpret_cast<const float*>(memory + SUMS_AT) + pieces % RING * PADDED_HEADS;
+        const i64 piece = group + row;
+        float* const out = part_out + piece * HEADS * WIDTH;
+        const float* const factors =
+            reinterpret_cast<const float*>(memory + FACTORS_AT) + (turn - 1) % RING * PADDED_HEADS * 2;
 #pragma unroll
-            for (int b = 0; b < WARP_BLOCKS; b++) {
-                const int block = of_half + b * WARPS;
+        for (int b = 0; b < WARP_BLOCKS; b++) {
+            const int block = warp + b * WARPS;
 #pragma unroll
-                for (int n = 0; n < HEAD_BLOCKS; n++) {
+            for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int head = 8 * n + pair_of_lane + i % 2;
-                        const int own = 16 * block + row_of_lane + i / 2 * 8;
-                        const int of_rank = member * RANK_COLUMNS + own - KEY_COLUMNS;
-                        const int column = own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + of_rank;
-                        if (block < BLOCKS && head < HEADS && column < WIDTH) {
-                            out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] / row_sums[head];
-                        }
+                for (int i = 0; i < 4; i++) {
+                    const int head = 8 * n + 2 * (lane & 3) + i % 2;
+                    const int own = 16 * block + lane / 4 + i / 2 * 8;
+                    const int of_rank = member * RANK_COLUMNS + own - KEY_COLUMNS;
+                    const int column = own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + of_rank;
+                    if (block < BLOCKS && head < HEADS && column < WIDTH) {
+                        out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] / factors[2 * head + 1];
                     }
                 }
             }
+        }
 #pragma unroll
-            for (int i = 0; i < WARP_HEADS; i++) {
-                const int h = of_half + i * WARPS;
-                if (h < OWN && lane == 0) {
-                    part_lse[piece * HEADS + member * OWN + h] = row_max[i] + log2f(row_sum[i]) - SHIFT;
-                }
+        for (int i = 0; i < WARP_HEADS; i++) {
+            const int h = warp + i * WARPS;
+            if (h < OWN && lane == 0) {
+                part_lse[piece * HEADS + member * OWN + h] = row_max[i] + log2f(row_sum[i]) - SHIFT;
             }
-            pieces++;
-        });
+        }
     }
     cluster_sync();  // no block leaves while another may write to its shared memory
 }

@@ -9,8 +9,8 @@ import torch
 
 from ..cuda_module import CudaKernel, load_kernel
 
-_MOST_SUMS = 100  # per thread, of 152 registers
-_RING = 5  # buffers of scores and weights, as in the source
+_MOST_SUMS = 128  # per thread, of 255 registers
+_RING = 4  # buffers of weights, as in the source
 TURNS = 8  # rows of the table of turns
 
 
@@ -23,7 +23,7 @@ class ClusterConfig:
         tile: Tokens per tile: 32 or 64.
         stages: Tiles in shared memory, at least 3: one whose scores are computed, one that is being added, the others
             on their way.
-        warps: Warps of each half of a block.
+        warps: Warps per block.
         clusters: Clusters at most; as many as run at the same time when None.
     """
 
@@ -65,11 +65,10 @@ class ClusterShape:
         own, padded = self.heads // config.members, -(-self.heads // 8) * 8
         columns = own * self.head_dim + -(-self.rank // (16 * config.members)) * 16
         row = -(-2 * columns // 128) * 128
-        weights, scores, heads = padded * config.tile * 2, own * config.tile * 4, padded * 4
+        ring = padded * config.tile * 2 + padded * 8 + 8  # weights, factors and a barrier
         query = own * self.head_dim * 4 * (2 if self.offset else 1)
         turns = config.tile // config.warps * self.head_dim * 4 if self.rotated else 0
-        barriers = 8 * (3 * _RING + 2 * config.stages)
-        return config.stages * config.tile * row + _RING * (weights + scores + 2 * heads) + query + turns + barriers
+        return config.stages * config.tile * row + _RING * ring + own * config.tile * 4 + query + turns
 
     def fits(self, shared_memory: int) -> bool:
         """Whether a block has enough shared memory and registers, and each warp whole tokens."""
@@ -97,7 +96,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
             __package__,
             "cluster.cu",
             shape.numbers(),
-            threads=64 * shape.config.warps,
+            threads=32 * shape.config.warps,
             shared_bytes=shape.shared_bytes,
         )
         return kernel, kernel.most_clusters(shape.config.members)

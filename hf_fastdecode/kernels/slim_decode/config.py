@@ -67,7 +67,8 @@ def choose_cluster_config(
 ) -> ClusterConfig | None:
     """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
 
-    The smallest cluster whose blocks hold their sums in registers, with as many tiles on their way as fit.
+    The largest tiles, each of which costs a round of messages, and then the smallest cluster that fit into the blocks'
+    shared memory and registers.
 
     Args:
         heads: Heads of the layer.
@@ -79,21 +80,11 @@ def choose_cluster_config(
     """
     if head_dim not in (64, 128, 256) or rotary_dim not in (0, head_dim) or rank % 8:
         return None
-    for members in (1, 2, 4, 8):
-        if heads % members:
-            continue
-        for tile, stages, warps in (
-            (32, 6, 8),
-            (32, 5, 8),
-            (32, 4, 8),
-            (64, 3, 8),
-            (32, 6, 4),
-            (32, 5, 4),
-            (32, 4, 4),
-        ):
-            config = ClusterConfig(members, tile, stages, warps)
+    for tile, stages in ((64, 3), (32, 5), (32, 4), (32, 3)):
+        for members in (1, 2, 4, 8):
+            config = ClusterConfig(members, tile, stages)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim > 0, offset, True, False, config)
-            if shape.fits(shared_memory):
+            if heads % members == 0 and shape.fits(shared_memory):
                 return config
     return None
 

@@ -31,7 +31,7 @@ CASES = [
     case(300, 17, 1000, offset=False),
     case(4000, 1, 0, 2777, starts=(5, 0, 0, 700), rank=512),
     case(3000, 3000, rank=512, dtype=BRAIN, offset=False),
-    case(3000, 700, heads=40),
+    case(3000, 700, heads=40, rank=640),
     case(300, 700, heads=32, head_dim=64, rank=64, tables_of_rows=True),
     case(300, 700, heads=16, head_dim=256, dtype=BRAIN),
     case(300, 700, heads=12, head_dim=64, rank=96, rotary=0),
@@ -112,7 +112,7 @@ def test_launch_parameters_of_real_shapes():
     def config(*shape: int, rotary_dim: int, offset: bool = False, **options) -> ClusterConfig | None:
         return choose_cluster_config(*shape, rotary_dim=rotary_dim, offset=offset, **options)
 
-    assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=32, stages=6)
+    assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=64, stages=3)
     assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
     assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5)
     assert config(8, 64, 0, rotary_dim=0).members == 1
