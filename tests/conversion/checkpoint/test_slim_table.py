@@ -37,5 +37,7 @@ def test_the_page_shows_the_tokens_that_are_predicted() -> None:
     assert [cells[0] for cells in shown] == [row.name for row in measured]
     for cells, row in zip(shown, measured):
         if "plan" not in row.name:
-            assert float(cells[1].rstrip("%")) == pytest.approx(100 * row.agreement, abs=0.5)
+            # Where a cache errs so much that many tokens differ, processors' rounding decides which.
+            different = 100 * (1 - row.agreement)
+            assert 100 - float(cells[1].rstrip("%")) == pytest.approx(different, abs=max(0.5, 0.2 * different))
             assert float(cells[2]) == pytest.approx(row.divergence, rel=0.5)
