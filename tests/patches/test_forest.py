@@ -16,13 +16,15 @@ from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.kernels.installed import triton_is_installed
 
 from ..generation.calls import tokens_embedded
-from ..tiny_models import ragged_prompts, seeded
+from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS, family_model, family_pair, pairs
 from .slim_models import TEXT, VARIANTS, pair, relative
 
 PROMPTS = ragged_prompts(40, 31)
+needs_kernels = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 CALLS: dict[str, dict[str, Any]] = {
     "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 24},
     "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12},
@@ -235,12 +237,51 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
             slim(TEXT[None, 20:23], past_key_values=cache)
 
 
-def test_forced_kernels_are_refused() -> None:
-    slim = pair("k")[1]
-    with (
-        fd.enabled(slim, backend="triton"),
-        pytest.raises(BackendError, match="suffixes of slim layers have no kernel"),
-    ):
+@needs_kernels
+@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")])
+def test_suffixes_by_kernel(name: str, plan: str) -> None:
+    """Without RoPE, with partial RoPE, and with biases, beside layers that keep values."""
+    model, slim = family_pair(name, plan)
+    call = {**CALLS["samples"], "num_return_sequences": 2, "max_new_tokens": 5}
+    stock = seeded(lambda: model.generate(**PROMPTS, **call))
+    with fd.enabled(slim, backend="triton"):
+        assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **call)), stock)
+        assert "slim suffixes by slim_decode" in fd.explain(slim).last_call.layers[-1]
+
+
+@needs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["plain", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
+    """Logits of rows of different lengths, beside those of PyTorch's operators over the same caches."""
+    model = copy.deepcopy(pair("k+r", variant)[0]).to(dtype)
+    slim = to_slim(model, TEXT, plan=PLANS["k+r"])
+    logits, texts = {}, TEXT[:66].view(2, 33)
+    for backend in ("triton", "auto"):  # which are PyTorch's operators on a CPU
+        with fd.enabled(slim, backend=backend):
+            cache = fd.prefill(slim, texts[:, :20])
+            for start in range(20, 32):
+                logits[backend] = slim(texts[:, start : start + 1], past_key_values=cache).logits
+    oracle = model.double()(texts[:, :32]).logits[:, -1:]
+    ours, pytorch = (relative(logits[backend], oracle) for backend in ("triton", "auto"))
+    assert ours < 2 * pytorch
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "plan", "options", "reason"),
+    [
+        ("gpt2", "x", {}, "the layer caches inputs"),
+        ("olmo2", "k", {}, "keys are normalised when they are read"),
+        ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
+        ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
+        ("qwen2", "k+r", {"cache_dtype": "int8", "tolerance": 1e9}, "the layer caches 8 bits"),
+    ],
+)
+def test_forced_kernels_are_refused(name: str, plan: str, options: dict[str, Any], reason: str) -> None:
+    slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], **options)
+    with fd.enabled(slim, backend="triton"), pytest.raises(BackendError, match=reason):
         slim.generate(**PROMPTS, **CALLS["samples"])
 
 
@@ -255,3 +296,24 @@ def test_positions_that_do_not_follow_are_refused(positions: list[int]) -> None:
         given = slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([[20, 21, 22]])).logits
         cache.crop(-3)
         assert torch.equal(slim(TEXT[None, 20:23], past_key_values=cache).logits, given)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [0, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_suffixes_by_kernel_on_a_gpu(dtype: torch.dtype, rank: int) -> None:
+    """On clusters, where the GPU has them: logits after forced tokens, beside PyTorch's operators."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
+    model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
+    layers = model.config.num_hidden_layers
+    slim = to_slim(model, TEXT, plan=(("k+r" if rank else "k", rank),) * layers)
+    texts, logits = TEXT.cuda()[:240].view(2, 120), {}
+    for backend in ("auto", "plain"):
+        with fd.enabled(slim, backend=backend):
+            cache = fd.prefill(slim, texts[:, :20])
+            for start in range(20, 119):
+                logits[backend] = slim(texts[:, start : start + 1], past_key_values=cache).logits
+    oracle = model.double()(texts[:, :119]).logits[:, -1:]
+    ours, pytorch = (relative(logits[backend], oracle) for backend in ("auto", "plain"))
+    assert ours < 2 * pytorch

@@ -14,10 +14,11 @@ from ..forest_decode.arguments import check_table
 from ..forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
-from .cluster import TURNS, ClusterConfig, ClusterShape, cluster_kernel
+from .cluster import ClusterConfig, ClusterShape, cluster_kernel
 from .config import SlimConfig, choose_cluster_config, choose_slim_config, padded_heads, rank_block
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
+from .tables import TURNS, RotaryTables
 
 __all__ = [
     "ClusterConfig",
@@ -27,33 +28,6 @@ __all__ = [
     "choose_config",
     "slim_decode",
 ]
-
-
-class RotaryTables(NamedTuple):
-    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` numbers of a head.
-
-    Attributes:
-        cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
-        sin: Likewise.
-        turns: ``[8, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of 0 to 7 positions, where each row's
-            positions rise by one from slot to slot; None where they may not.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    turns: Tensor | None = None
-
-    @classmethod
-    def of(cls, frequencies: Tensor, positions: Tensor) -> RotaryTables:
-        """Tables of consecutive positions.
-
-        Args:
-            frequencies: ``[rotary_dim / 2]``: radians per position.
-            positions: ``[rows or 1, slots]``, rising by one from slot to slot.
-        """
-        angles = positions[..., None].double() * frequencies.double()
-        turns = torch.arange(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
-        return cls(angles.cos().float(), angles.sin().float(), torch.stack([turns.cos(), turns.sin()], 1).float())
 
 
 class SlimPartial(NamedTuple):
@@ -122,7 +96,7 @@ def slim_decode(
         query: ``[rows, heads, 1, head_dim]``, fp32 or the keys' dtype, rotated; the last dimension contiguous.
         keys: ``[rows, slots, heads * head_dim]``, fp16, bf16 or fp32: before RoPE, less `key_offset`; the last
             dimension contiguous, rows and slots at multiples of 16 bytes.
-        coordinates: ``[rows, slots, r]``, likewise; r may be 0.
+        coordinates: ``[rows, slots, r]``, for clusters likewise; r may be 0.
         lengths: ``[rows]`` int32: slots of each row that are filled, at most ``slots``.
         config: Launch parameters; chosen by shape and dtype when None.
         scale: Factor on the scores, positive.
@@ -154,8 +128,10 @@ def slim_decode(
         return result
     if isinstance(config, SlimConfig):
         _check_config(config, *_groups(config, heads, device))
-    elif rotary is not None and (rotary.turns is None or 2 * rotary.cos.shape[2] != head_dim):
-        raise ValueError("clusters need tables of RoPE with turns, of whole heads; pass a SlimConfig")
+    else:
+        _check_alignment("coordinates", coordinates)
+        if rotary is not None and (rotary.turns is None or 2 * rotary.cos.shape[2] != head_dim):
+            raise ValueError("clusters need tables of RoPE with turns, of whole heads; pass a SlimConfig")
     inputs = _Inputs(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
     with launching(Kernel.SLIM, device):
         if isinstance(config, ClusterConfig):
@@ -361,12 +337,7 @@ def _check(
             )
         if wanted and part.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
-    size = keys.element_size()
-    for name, part in (("keys", keys), ("coordinates", coordinates)):
-        if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
-            raise ValueError(
-                f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}"
-            )
+    _check_alignment("keys", keys)
     check_table("lengths", lengths, (rows,), torch.int32)
     if starts is not None:
         check_table("starts", starts, (rows,), torch.int32)
@@ -385,6 +356,12 @@ def _check(
             raise ValueError(f"cos and sin must have one shape, got {rotary[0].shape} and {rotary[1].shape}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
+
+
+def _check_alignment(name: str, part: Tensor) -> None:
+    size = part.element_size()
+    if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
+        raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")
 
 
 def _check_config(config: SlimConfig, members: int, groups: int) -> None:

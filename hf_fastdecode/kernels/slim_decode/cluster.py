@@ -11,7 +11,6 @@ from ..cuda_module import CudaKernel, load_kernel
 
 _MOST_SUMS = 128  # per thread, of 255 registers
 _RING = 4  # buffers of weights, as in the source
-TURNS = 8  # rows of the table of turns
 
 
 @dataclass(frozen=True)

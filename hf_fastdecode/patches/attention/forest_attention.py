@@ -1,4 +1,4 @@
-"""Attention of a slim layer over a shared-context cache, in PyTorch's operators.
+"""Attention of a slim layer over a shared-context cache.
 
 Nodes hold rotated keys and values, as for ordinary layers; the tokens that each row has added are stored slim. Both
 give partials, which merge by their log-sum-exp.
@@ -25,9 +25,10 @@ from ...cache.layer import require_dtype
 from ...cache.shared import SharedContextCache
 from ...cache.slim_storage import SlimStorage
 from ...unsupported import Unsupported
-from .rotation import Rotation, Tables
+from .rotation import Rotation, Tables, by_kernel
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens
+from .suffix_kernel import kernel_refusal, suffix_by_kernel
 
 
 def forest_attention(
@@ -55,7 +56,8 @@ def forest_attention(
 
     Raises:
         Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
-        ValueError: The cache holds another dtype or number of rows, or the backend ``triton`` is forced.
+        ValueError: The cache holds another dtype or number of rows.
+        BackendError: The backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
     """
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
@@ -72,20 +74,39 @@ def forest_attention(
             nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
             handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, token_storage=storage)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
-        if cache.state.backend == "triton":
-            raise cannot_run("triton", "suffixes of slim layers have no kernel yet")
         handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx, token_storage=storage)
         kept = cast(SlimStorage, handle.layer.storage)
         kept.layer = ref(layer)  # a cache that was loaded or copied has none, or that of another model
         require_dtype(dtype, kept.node_example)  # that suffixes have the right one says nothing of nodes
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
-        merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
+        if by_kernels := _runs_kernel(layer, to_suffix, kv, cache):
+            merged = suffix_by_kernel(layer, to_suffix, kv, rotation and rotation.kernel)
+        else:
+            merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
             backend = cache.state.torch_backend
             merged = merge(merged, nodes_attention(to_nodes, kv.forest, kv.segments, layer.scaling, backend=backend))
-    handle.layer.report("decode", f"{len(kv.forest.nodes)} node(s) and slim suffixes by PyTorch's operators")
+    count, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
+    did = f"{count} and slim suffixes by {pytorch}"
+    if by_kernels:
+        did = f"{count} by {pytorch}, slim suffixes by slim_decode"
+    handle.layer.report("decode", did)
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
+
+
+def _runs_kernel(layer: SlimTokens, query: Tensor, kv: ForestKV, cache: SharedContextCache) -> bool:
+    """Whether `slim_decode` attends to the suffixes.
+
+    Raises:
+        BackendError: The backend ``triton`` is forced, and it cannot.
+    """
+    if not by_kernel(cache, query.device):
+        return False
+    reason = kernel_refusal(layer, query, kv)
+    if reason is not None and cache.state.backend == "triton":
+        raise cannot_run("triton", reason)
+    return reason is None
 
 
 def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
+from ...kernels.slim_decode.tables import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
 """Argument of the attention layers: a `Rotation`."""
@@ -27,12 +28,14 @@ class Rotation(NamedTuple):
         keys: Of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at the positions that suffixes
             count from.
+        kernel: The tables of ``keys`` for `slim_decode`, in a step over a shared-context cache where it may run.
     """
 
     positions: Tensor
     tokens: Tables
     keys: Tables | None
     own_tokens: Tables | None = None
+    kernel: RotaryTables | None = None
 
 
 def forest_rotation(
@@ -65,7 +68,23 @@ def forest_rotation(
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
     slots = torch.arange(before.longest + count, device=device)[None]
-    return Rotation(position_ids, tokens, tables(slots), tables(places))
+    keys = tables(slots)
+    for_kernel = _for_kernel(tables, keys) if by_kernel(cache, device) else None
+    return Rotation(position_ids, tokens, keys, tables(places), for_kernel)
+
+
+def by_kernel(cache: SharedContextCache, device: torch.device) -> bool:
+    """Whether kernels attend to what is cached on a device, where they can."""
+    backend = cache.state.backend
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def _for_kernel(tables: Callable[[Tensor], Tables], keys: Tables) -> RotaryTables:
+    half = keys[0].shape[-1] // 2  # "rotate half" has every number twice; layers with other pairs do not use this
+    cos, sin = (table[..., :half] for table in tables(torch.arange(TURNS, device=keys[0].device)[None]))
+    factor = cos[:, :1]  # that YaRN multiplies tables by: the cosine of 0
+    turns = torch.stack([cos[0], sin[0]], 1) / factor[0, :, None]
+    return RotaryTables(keys[0][..., :half].contiguous(), keys[1][..., :half].contiguous(), turns.contiguous())
 
 
 def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:

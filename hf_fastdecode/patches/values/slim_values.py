@@ -70,15 +70,30 @@ class SlimValues(KeepsDtype):
         """
         heads = probabilities.shape[1]
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the keys of all heads
-        average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, (heads, -1))
-        if keys.dtype == torch.float16 and keys.is_cuda:  # where TF32 may be on
-            out: Tensor = self.from_keys(in_two_parts(average), heads)
+        of_keys, of_coordinates = (
+            (flat @ part[:, 0].to(flat.dtype)).unflatten(1, (heads, -1)) for part in (keys, coordinates)
+        )
+        return self.of_averages(of_keys, of_coordinates, keys.dtype)
+
+    def of_averages(self, keys: Tensor, coordinates: Tensor, stored: torch.dtype) -> Tensor:
+        """Averaged values of averaged keys and V-coordinates.
+
+        Args:
+            keys: ``[rows, heads, queries, e]``, fp32.
+            coordinates: ``[rows, heads, queries, r]``, fp32.
+            stored: Dtype of the cached keys.
+
+        Returns:
+            ``[rows, heads, queries, e_v / heads]``, fp32.
+        """
+        heads = keys.shape[1]
+        if stored == torch.float16 and keys.is_cuda:  # where TF32 may be on
+            out: Tensor = self.from_keys(in_two_parts(keys), heads)
             out = out.unflatten(2, (2, -1)).sum(2)
         else:
-            out = self.from_keys(average, heads)
+            out = self.from_keys(keys, heads)
         if self.directions is not None:
-            average = flat @ coordinates[:, 0].to(flat.dtype)
-            out = out + self.directions(average.unflatten(1, (heads, -1)), heads)
+            out = out + self.directions(coordinates, heads)
         return out + self.constant.unflatten(0, (heads, 1, -1))
 
     def rotatable(self, keys: Tensor) -> Tensor:

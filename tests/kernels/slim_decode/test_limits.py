@@ -8,7 +8,7 @@ from hf_fastdecode.kernels.forest_decode import limits
 from hf_fastdecode.kernels.slim_decode.limits import refusal
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.slim_decode.api import RotaryTables, SlimConfig, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_slim_config, config_text, parse_config
 
 INT = torch.int32
@@ -59,11 +59,6 @@ def test_nothing_is_refused_where_it_runs():
         ("rotary", lambda x: RotaryTables(x[0], x[1][:, :5]), r"sin must be \[1, 9, 8\]"),
         ("rotary", lambda x: RotaryTables(*(x[0].repeat(1, 1, 2),) * 2), "must have 1 to 8 columns, got 16"),
         ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[8, 2, 8\]"),
-        (
-            "coordinates",
-            lambda x: torch.zeros(2, 9, 12).half()[..., 4:],
-            "of coordinates must begin at multiples",
-        ),
         ("scale", lambda _: -1.0, "scale must be above 0, got -1.0"),
         ("config", lambda _: SlimConfig(3), "own_heads must be a power of 2 from 1, got 3"),
         ("config", lambda _: SlimConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
@@ -78,6 +73,13 @@ def test_arguments_are_checked(name, change, message):
     given |= {"config": SlimConfig(4)}
     with pytest.raises(ValueError, match=message):
         slim_decode(**given | {name: change(given.get(name))})
+
+
+def test_clusters_need_aligned_coordinates():
+    keys, lengths = torch.zeros(2, 9, 64).half(), torch.zeros(2, dtype=INT)
+    coordinates = torch.zeros(2, 9, 12).half()[..., 4:]
+    with pytest.raises(ValueError, match="slots of coordinates must begin at multiples of 16 bytes"):
+        slim_decode(torch.zeros(2, 4, 1, 16), keys, coordinates, lengths, ClusterConfig(1), scale=1.0)
 
 
 def test_launch_parameters_of_real_shapes():
