@@ -101,8 +101,8 @@ class SlimConfig(PreTrainedConfig):
             )
         if (kind := (getattr(self, "rope_parameters", None) or {}).get("rope_type")) == "longrope":
             raise ValueError(
-                f"slim_rope {self.slim_rope!r} needs fixed frequencies, and those of RoPE of type {kind!r} change with "
-                "the length of the text; set it to 'raw'"
+                f"slim_rope {self.slim_rope!r} needs fixed frequencies, and those of RoPE of type {kind!r} change "
+                "with the length of the text; set it to 'raw'"
             )
         return True
 
