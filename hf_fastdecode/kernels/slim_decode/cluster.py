@@ -10,7 +10,7 @@ import torch
 from ..cuda_module import CudaKernel, load_kernel
 
 _MOST_SUMS = 128  # per thread, of 255 registers
-_RING = 4  # buffers of weights, as in the source
+_RING = 4  # buffers of weights, as in cluster.cu
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ClusterShape:
         return None
 
     def numbers(self) -> dict[str, int]:
-        """Macros of the source."""
+        """Macros of ``cluster.cu``."""
         config = self.config
         flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
         flags["BF16"] = self.dtype == torch.bfloat16
