@@ -10,8 +10,8 @@
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
-// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE, STAGES,
-// WARPS and SHARED_BYTES.
+// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
+// STAGES, WARPS and SHARED_BYTES.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
