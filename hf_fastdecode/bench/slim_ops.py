@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from .op_cases import NodeSpec, OpCase
 from .op_inputs import sets_needed
 from .ops import OpBench
 from .slim_cases import SlimCase
+
+if TYPE_CHECKING:  # its import needs Triton
+    from ..kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -61,7 +64,7 @@ class SlimBench:
 
         Args:
             case: The step.
-            way: A way; for slim ones, launch parameters that differ may follow, as in ``slim-k:own_heads=8,lag=1``.
+            way: A way; for slim ones, launch parameters that differ may follow, as in ``slim-k:tile=32,stages=4``.
         """
         result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
         size = case.bytes(way, getattr(torch, case.dtype).itemsize)
@@ -106,7 +109,8 @@ class SlimBench:
         rotary = _rope_tables(case, self.device)
         dtype, shape = inputs[0].keys.dtype, (case.heads, case.head_dim, case.rank(way))
         if name.endswith("two-launches"):
-            config: Any = choose_slim_config(*shape, dtype, shared_memory=shared_memory(self.device))
+            memory = shared_memory(self.device)
+            config: SlimConfig | ClusterConfig = choose_slim_config(*shape, dtype, shared_memory=memory)
         else:
             config = choose_config(*shape, dtype, self.device, rotary=rotary)
         config = parse_config(changes, config)
@@ -162,7 +166,7 @@ class _Oracle:
     The yardstick rounds weights to the cache's dtype, as fused attention does, and nothing else.
     """
 
-    def __init__(self, inputs: SlimInputs, rotary: Any, scale: float):
+    def __init__(self, inputs: SlimInputs, rotary: RotaryTables, scale: float):
         heads, _, head_dim = inputs.query.shape[1:]
         self.heads = [0, heads - 1]
         query = inputs.query[-1, self.heads, 0].double()
@@ -194,7 +198,7 @@ class _Oracle:
         return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
 
 
-def _rope_tables(case: SlimCase, device: torch.device) -> Any:
+def _rope_tables(case: SlimCase, device: torch.device) -> RotaryTables:
     from ..kernels.slim_decode.api import RotaryTables
 
     frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=device) / case.head_dim)

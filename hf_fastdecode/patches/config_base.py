@@ -28,9 +28,11 @@ class SlimConfig(PreTrainedConfig):
             none. May be changed on a loaded model.
         slim_matrix_dtype: Of the matrices that give the values, e.g. ``float16``; casting the model leaves it.
         plans: That layers of the architecture can have.
+        rotary: Whether RoPE stands between projections and scores.
     """
 
     plans: ClassVar[tuple[str, ...]] = PLANS
+    rotary: ClassVar[bool] = True
     slim_layers: list[dict[str, Any]] | None = None
     slim_rope: str = "raw"
     slim_sparsity_threshold: float = 0.0
@@ -46,12 +48,11 @@ class SlimConfig(PreTrainedConfig):
         """Check, and register the model class, which the Auto classes ask for next.
 
         Raises:
-            ValueError: Fields out of bounds, plans that are none, or plans without values for a model that is not
-                multi-head.
+            ValueError: Fields out of bounds, plans that are none, plans without values for a model that is not
+                multi-head, or as of `unrotates`.
         """
         super().__post_init__(**kwargs)
-        if self.slim_rope not in ROPES:
-            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {self.slim_rope!r}")
+        _ = self.unrotates
         check_threshold(self.slim_sparsity_threshold)
         if self.slim_matrix_dtype not in ("float16", "float32"):
             raise ValueError(f"slim_matrix_dtype must be float16 or float32, got {self.slim_matrix_dtype!r}")
@@ -81,6 +82,29 @@ class SlimConfig(PreTrainedConfig):
 
         Of a marked class `save_pretrained` would copy the source file, which does not work outside its package.
         """
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether keys are cached after RoPE, beside their positions, and un-rotated when they are read.
+
+        Raises:
+            ValueError: `slim_rope` is neither ``raw`` nor ``unrotate``, or ``unrotate`` without RoPE of fixed
+                frequencies.
+        """
+        if self.slim_rope not in ROPES:
+            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {self.slim_rope!r}")
+        if self.slim_rope == "raw":
+            return False
+        if not self.rotary:
+            raise ValueError(
+                f"slim_rope {self.slim_rope!r} needs RoPE, and {self.model_type} has none; set it to 'raw'"
+            )
+        if (kind := (getattr(self, "rope_parameters", None) or {}).get("rope_type")) == "longrope":
+            raise ValueError(
+                f"slim_rope {self.slim_rope!r} needs fixed frequencies, and those of RoPE of type {kind!r} change "
+                "with the length of the text; set it to 'raw'"
+            )
+        return True
 
     @property
     def layer_plans(self) -> list[SlimLayer]:

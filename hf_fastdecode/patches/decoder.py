@@ -82,7 +82,7 @@ class SlimRotaryDecoder(SlimDecoder):
         """
         tokens = input_ids if input_ids is not None else inputs_embeds
         if self.first_slim is not None and tokens is not None:
-            unrotates = self.config.slim_rope == "unrotate"
+            unrotates = self.config.unrotates
             length, device = tokens.shape[1], tokens.device
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             slots, dropped = length, 0
@@ -117,7 +117,7 @@ class SlimRotaryDecoder(SlimDecoder):
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
         """Argument of the attention layers, for a pass over a shared-context cache."""
-        unrotates = self.config.slim_rope == "unrotate"
+        unrotates = self.config.unrotates
         return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
 
     def tables(self, positions: Tensor) -> Tables:

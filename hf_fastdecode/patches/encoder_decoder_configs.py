@@ -17,19 +17,16 @@ from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
 class SlimEncoderDecoderConfig(SlimConfig):
     """Base class of the configs; `slim_layers` has two entries per decoder layer: self-attention, cross-attention."""
 
+    rotary = False
     is_encoder_decoder: bool = True  # which the ordinary configs say too, but this class precedes them
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Check, and register the model class.
 
         Raises:
-            ValueError: As of `SlimConfig`, RoPE, or cross-attention with plan ``e`` in some layers only.
+            ValueError: As of `SlimConfig`, or cross-attention with plan ``e`` in some layers only.
         """
         super().__post_init__(**kwargs)
-        if self.slim_rope != "raw":
-            raise ValueError(
-                f"slim_rope {self.slim_rope!r} needs RoPE, and {self.model_type} has none; set it to 'raw'"
-            )
         cross = [layer.plan for layer in self.layer_plans[1::2]]
         if "e" in cross and set(cross) != {"e"}:
             raise ValueError(

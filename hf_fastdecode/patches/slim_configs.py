@@ -61,6 +61,7 @@ class SlimGPT2Config(SlimConfig, GPT2Config):
 
     model_type = "slim_gpt2"
     plans = SELF_PLANS
+    rotary = False
 
 
 @strict
@@ -69,6 +70,7 @@ class SlimOPTConfig(SlimConfig, OPTConfig):
 
     model_type = "slim_opt"
     plans = SELF_PLANS
+    rotary = False
 
 
 @strict

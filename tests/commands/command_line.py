@@ -29,3 +29,12 @@ def python(code: str, *arguments: str, **options: object) -> subprocess.Popen[st
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes | options)
+
+
+def refusal(*words: object) -> str:
+    """The one line of a command that is refused with exit code 2."""
+    done = run(*words)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr

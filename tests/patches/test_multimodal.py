@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 import hf_fastdecode as fd
 from hf_fastdecode.assets import MODEL_PATH
@@ -21,6 +28,7 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.checkpoint.source import Checkpoint
 from hf_fastdecode.generation.steps.cuda_graph import capture_reason
+from hf_fastdecode.patches.values.stored_positions import DIGITS
 
 from ..commands.command_line import run
 from ..test_layout import ROOT
@@ -100,6 +108,40 @@ def test_checkpoint_there_and_back(model_type: str, tmp_path: Path) -> None:
     for name in changed:
         bound = report["layers"][1]["recovered_error"] + EPS if name.endswith("weight") else 1e-4
         assert relative(after[name], before[name]) < bound
+
+
+@pytest.mark.parametrize("model_type", ["llava", "smolvlm", "qwen2_audio"])
+def test_options_are_of_the_language_model(model_type: str, tmp_path: Path) -> None:
+    """RoPE of cached keys and the sparsity threshold stand in the slim `text_config`, where saving keeps them."""
+    model = multimodal_model(model_type)
+    slim = to_slim(model, TEXT, plan="k", rope="unrotate", sparsity_threshold=1e-30)
+    assert torch.equal(tokens(slim), tokens(model))
+    slim.save_pretrained(tmp_path)
+    text = loaded(tmp_path).config.text_config
+    assert (text.slim_rope, text.slim_sparsity_threshold) == ("unrotate", 1e-30)
+    report = json.loads(run("inspect", tmp_path, "--context", 10, "--json").stdout)
+    keys = model.config.text_config.hidden_size + DIGITS
+    assert [one["bytes_per_token"] for one in report["slim_layers"]] == [4 * keys] * 2
+    assert report["caches"][0]["sizes"][1]["bytes"] == 10 * 2 * 4 * keys
+
+
+def test_sparsity_is_measured() -> None:
+    slim = to_slim(multimodal_model("llava"), TEXT, plan=MIXED, sparsity_threshold=0.5)
+    report = fd.measure_sparsity(slim, 0.02, TEXT.clamp(max=90))
+    assert [layer.name for layer in report.layers] == ["model.language_model.layers.1.self_attn"]
+    alone = fd.measure_sparsity(_language_model(slim), 0.02, TEXT.clamp(max=90))
+    assert report.skipped == alone.skipped
+    assert report.logits_error == pytest.approx(alone.logits_error, rel=1e-5)
+    assert slim.config.text_config.slim_sparsity_threshold == 0.5
+    with pytest.raises(ValueError, match="this LlavaForConditionalGeneration has none"):
+        fd.measure_sparsity(multimodal_model("llava"), 0.02, TEXT)
+
+
+def _language_model(slim: PreTrainedModel) -> PreTrainedModel:
+    alone = AutoModelForCausalLM.from_config(slim.config.text_config).eval()
+    alone.model.load_state_dict(slim.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(slim.lm_head.state_dict())
+    return alone
 
 
 def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:

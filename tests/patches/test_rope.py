@@ -250,10 +250,17 @@ def test_refusals() -> None:
         to_slim(family_model("phi3-long"), TEXT, rope="unrotate")
     with pytest.raises(ValueError, match=r"slim_t5 has none; set it to 'raw'"):
         AutoConfig.for_model("slim_t5", slim_rope="unrotate")
-    slim = deepcopy(family_pair("gpt2", "x")[1])
-    slim.config.slim_rope = "unrotate"
-    with pytest.raises(ValueError, match=r"slim_gpt2 has none; set it to 'raw'"):
-        slim(TEXT[None, :4])
+    for name, plan, reason in (
+        ("gpt2", "x", r"slim_gpt2 has none; set it to 'raw'"),
+        ("phi3-long", "k", r"needs fixed frequencies, .* type 'longrope' change .*; set it to 'raw'"),
+        ("llama", "k", r"slim_rope must be one of raw, unrotate, got 'both'"),
+    ):
+        slim = deepcopy(family_pair(name, plan)[1] if name != "llama" else pair(plan)[1])
+        slim.config.slim_rope = "unrotate" if name != "llama" else "both"
+        with pytest.raises(ValueError, match=reason):
+            slim(TEXT[None, :4])
+        with pytest.raises(ValueError, match=reason):
+            type(slim.config)(**slim.config.to_dict())
     cache = DynamicCache()
     cache.__class__ = QuantizedCache  # whose backends are not installed
     with pytest.raises(ValueError, match="a QuantizedCache rounds the positions"):

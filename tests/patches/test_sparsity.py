@@ -64,7 +64,7 @@ def attention_passes(model: PreTrainedModel, prefix: str, passes: list[int]) -> 
 )
 def test_small_weights_are_skipped(monkeypatch: pytest.MonkeyPatch, name: str, plan: str, at_once: int) -> None:
     """In fp64, with the reference's weights and values; biases of the values are skipped with their tokens."""
-    monkeypatch.setattr(slim_attention, "QUERIES", at_once)
+    monkeypatch.setattr(slim_attention, "QUERIES_AT_ONCE", at_once)
     model, slim = family_pair(name, plan)
     family = family_of(model.config)
     prefix = family.layer_prefix(1) + family.attention

@@ -30,7 +30,7 @@ def slim(
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="Launch parameters of the slim kernel that differ, such as tile=32,stages=4; repeatable."),
+        typer.Option(help="Launch parameters of the slim kernels that differ, such as tile=32,stages=4; repeatable."),
     ] = None,
     only: Annotated[list[str] | None, ONLY] = None,
     device: Annotated[str, DEVICE] = "auto",
@@ -41,9 +41,10 @@ def slim(
     """One layer's decode step over a slim cache, beside keys and values of the same tokens.
 
     `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
-    matrix from keys to values. `flash` is PyTorch's attention over keys and values, `forest` this package's, and
-    `forest-prompt` with the tokens as prompts. The slim kernel is checked against fp64 first: it errs at most twice
-    as much as fused attention.
+    matrix from keys to values. `slim-k-two-launches` is the kernel for GPUs without thread block clusters, which has
+    other launch parameters (own_heads, block_t). `flash` is PyTorch's attention over keys and values, `forest` this
+    package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first: they
+    err at most twice as much as fused attention.
 
     Examples:
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.attention.attention_layer import SlimAttention
 from hf_fastdecode.patches.attention.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.attention.sparsity import counted
-from hf_fastdecode.patches.config_base import SlimConfig
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
@@ -22,8 +21,8 @@ from ..cache_errors import relative_error
 from .calibration import calibration_ids, check_ids
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device
-from .families import family_of_slim
-from .family import attention_inputs, longest_text
+from .families import family_of_slim, is_slim
+from .family import attention_inputs, language_config, longest_text
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def measure_sparsity(
     pass, and comes back with the threshold that it has.
 
     Args:
-        model: A slim model, on any device.
+        model: A slim model, on any device. Of multimodal models the language model is measured, on text.
         threshold: To be measured, at least 0 and below 1.
         calibration: Ids of a text typical of what the model will read, ``[tokens]``, of which the first are taken, as
             many as the model's context or sliding window holds; without, `tokenizer` makes them of a built-in text of
@@ -110,7 +109,7 @@ def measure_sparsity(
     model = unwrapped(model)
     kinds = (SlimAttention, SlimDecoderAttention)
     attentions = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
-    if not isinstance(model.config, SlimConfig) or not attentions:
+    if not is_slim(model.config) or not attentions:
         raise ValueError(
             f"a sparsity threshold is for slim layers, and this {type(model).__name__} has none; pass a model that "
             "to_slim or convert-checkpoint made"
@@ -119,7 +118,8 @@ def measure_sparsity(
         if tokenizer is None:
             raise ValueError("measure_sparsity needs a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer)
-    ids = check_ids(calibration)[: longest_text(model.config)]
+    config = language_config(model.config)
+    ids = check_ids(calibration)[: longest_text(config)]
     _, family = family_of_slim(model.config)
     inputs = {"input_ids": ids[None]}
     if isinstance(family, EncoderDecoder):
@@ -131,14 +131,14 @@ def measure_sparsity(
     training = model.training
     try:
         model.eval()
-        with _threshold(model, 0.0):
+        with _threshold(config, 0.0):
             for name, attention in attentions.items():
-                hook = _measure_into(found, model, name, threshold)
+                hook = _measure_into(found, config, name, threshold)
                 hooks.append(attention.register_forward_hook(hook, with_kwargs=True))
             dense = model(**inputs, use_cache=False).logits.double()
         while hooks:
             hooks.pop().remove()
-        with _threshold(model, threshold):
+        with _threshold(config, threshold):
             sparse = model(**inputs, use_cache=False).logits.double()
     finally:
         model.train(training)
@@ -155,11 +155,11 @@ def measure_sparsity(
     )
 
 
-def _measure_into(found: list[LayerSparsity], model: PreTrainedModel, name: str, threshold: float) -> Any:
+def _measure_into(found: list[LayerSparsity], config: Any, name: str, threshold: float) -> Any:
     """A hook that runs an attention again with the threshold."""
 
     def measure(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        with _threshold(model, threshold), counted() as counts:
+        with _threshold(config, threshold), counted() as counts:
             sparse = module.forward(*args, **kwargs)[0]
         queries = len(attention_inputs(args, kwargs))
         encoded = kwargs.get("key_value_states")
@@ -176,10 +176,10 @@ def _measure_into(found: list[LayerSparsity], model: PreTrainedModel, name: str,
 
 
 @contextmanager
-def _threshold(model: PreTrainedModel, threshold: float) -> Iterator[None]:
-    before = model.config.slim_sparsity_threshold
-    model.config.slim_sparsity_threshold = threshold
+def _threshold(config: Any, threshold: float) -> Iterator[None]:
+    before = config.slim_sparsity_threshold
+    config.slim_sparsity_threshold = threshold
     try:
         yield
     finally:
-        model.config.slim_sparsity_threshold = before
+        config.slim_sparsity_threshold = before

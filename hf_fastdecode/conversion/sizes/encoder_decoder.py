@@ -54,8 +54,7 @@ def encoder_decoder_caches(
     def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
         return CacheSize(name, stored, read, None if baseline is None else baseline + more)
 
-    solved = shape.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))
-    # W_KV in the place of self-attention's W_V
+    solved = shape.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))  # W_KV of self-attention, for W_V
     self_change = solved - shape.layers * inputs * width * size
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0

@@ -28,7 +28,8 @@ class LayerCache:
     Attributes:
         layer: What it caches.
         dtype: Of it.
-        bytes_per_token: Of it, in 8 bits with the scales; 0 for the encoder's output, which all layers share.
+        bytes_per_token: Of it, with the scales of 8 bits and with positions where these are cached; 0 for the
+            encoder's output, which all layers share.
     """
 
     layer: SlimLayer
@@ -50,7 +51,7 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
         stored_in = cache_dtype(dtype, layer) if layer.plan != "kv" else dtype
         numbers = {"kv": (width, width), "x": (language.hidden_size,), "e": ()}.get(layer.plan, (width, layer.rank))
         size = sum(stored_bytes(one, stored_in, shape.head_dim) for one in numbers)
-        if layer.plan in ("k", "k+r") and getattr(language, "slim_rope", "raw") == "unrotate":
+        if layer.plan in ("k", "k+r") and language.unrotates:
             size += position_bytes(stored_in)
         found.append(LayerCache(layer, stored_in, size))
     return found
@@ -59,7 +60,7 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
 def checkpoint_caches(
     config: Any, context: int, encoder_tokens: int | None, dtype: torch.dtype, kv: CacheSize
 ) -> list[CacheSize]:
-    """The caches of all layers; where layers read the encoder's output E, as `encoder_decoder_caches` has it: twice.
+    """The caches of all layers; where layers read the encoder's output E, twice, as `encoder_decoder_caches` has it.
 
     Args:
         config: Of a slim model.

@@ -1,1 +1,1 @@
-"""Decode attention over a slim cache: one read of the cached keys for scores and averages."""
+"""Decode attention over a slim cache: scores, and averages of the cached keys, of one decode step."""

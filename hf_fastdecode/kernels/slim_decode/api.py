@@ -10,15 +10,21 @@ from torch import Tensor
 
 from ..cuda_module import cuda_bindings_are_installed
 from ..failures import Kernel, launching
-from ..forest_decode.arguments import check_table
 from ..forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
+from .arguments import Arguments, RotaryTables, check_alignment, check_arguments
 from .cluster import ClusterConfig, ClusterShape, cluster_kernel
-from .config import SlimConfig, choose_cluster_config, choose_slim_config, padded_heads, rank_block
+from .config import (
+    SlimConfig,
+    check_slim_config,
+    choose_cluster_config,
+    choose_slim_config,
+    padded_heads,
+    rank_block,
+)
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
-from .tables import TURNS, RotaryTables
 
 __all__ = [
     "ClusterConfig",
@@ -54,14 +60,24 @@ def choose_config(
     rotary: RotaryTables | None = None,
     offset: bool = False,
 ) -> SlimConfig | ClusterConfig:
-    """Launch parameters for a layer on a device: on clusters where the GPU has them and the kernel takes the shape."""
+    """Launch parameters for a layer on a device: on clusters where the GPU has them and the kernel takes the shape.
+
+    Args:
+        heads: Heads of the layer.
+        head_dim: Numbers per head.
+        rank: V-coordinates.
+        dtype: Of the cached keys.
+        device: That runs the kernel.
+        rotary: Tables of RoPE, or None without it; clusters need their ``turns``.
+        offset: Whether keys have an offset.
+    """
     memory = shared_memory(device)
-    if rotary is None or rotary.turns is not None:
+    if _has_clusters(device) and (rotary is None or rotary.turns is not None):
         rotary_dim = 2 * rotary.cos.shape[-1] if rotary else 0
         config = choose_cluster_config(
-            heads, head_dim, rank, rotary_dim=rotary_dim, offset=offset and rotary is not None, shared_memory=memory
+            heads, head_dim, rank, dtype, rotary_dim=rotary_dim, offset=offset, shared_memory=memory
         )
-        if config is not None and dtype != torch.float32 and _has_clusters(device):
+        if config is not None:
             return config
     return choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
 
@@ -98,7 +114,7 @@ def slim_decode(
             dimension contiguous, rows and slots at multiples of 16 bytes.
         coordinates: ``[rows, slots, r]``, for clusters likewise; r may be 0.
         lengths: ``[rows]`` int32: slots of each row that are filled, at most ``slots``.
-        config: Launch parameters; chosen by shape and dtype when None.
+        config: Launch parameters; those of `choose_config` when None.
         scale: Factor on the scores, positive.
         key_offset: ``[heads * head_dim]`` fp32, when given.
         rotary: Tables of RoPE; None without it. Clusters need ``turns``.
@@ -111,7 +127,8 @@ def slim_decode(
         ValueError: A shape, stride, dtype or number is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
-    _check(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
+    given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
+    check_arguments(given)
     rows, heads, _, head_dim = query.shape
     rank = coordinates.shape[2]
     device = keys.device
@@ -127,21 +144,22 @@ def slim_decode(
     if not rows:
         return result
     if isinstance(config, SlimConfig):
-        _check_config(config, *_groups(config, heads, device))
+        check_slim_config(config, *_groups(config, heads, device))
+    elif rotary is not None and rotary.turns is None:
+        raise ValueError("clusters need tables of RoPE with turns, as RotaryTables.of makes; or pass a SlimConfig")
+    elif reason := _cluster_shape(given, config).refusal(shared_memory(device)):
+        raise ValueError(f"{reason}; pass a SlimConfig, or None")
     else:
-        _check_alignment("coordinates", coordinates)
-        if rotary is not None and (rotary.turns is None or 2 * rotary.cos.shape[2] != head_dim):
-            raise ValueError("clusters need tables of RoPE with turns, of whole heads; pass a SlimConfig")
-    inputs = _Inputs(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
+        check_alignment("coordinates", coordinates)
     with launching(Kernel.SLIM, device):
         if isinstance(config, ClusterConfig):
-            groups, tile, parts = _on_clusters(inputs, config)
+            groups, tile, parts = _on_clusters(given, config)
         else:
-            groups, tile, parts = _in_two_launches(inputs, config)
+            groups, tile, parts = _in_two_launches(given, config)
         block = 512
         merge_pieces[(rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block))](
             *parts,
-            inputs.first_slots,
+            given.first_slots,
             lengths,
             *result,
             rows,
@@ -163,80 +181,54 @@ def slim_decode(
     return result
 
 
-class _Inputs(NamedTuple):
-    """Checked arguments of `slim_decode`."""
-
-    query: Tensor
-    keys: Tensor
-    coordinates: Tensor
-    lengths: Tensor
-    scale: float
-    key_offset: Tensor | None
-    rotary: RotaryTables | None
-    starts: Tensor | None
-
-    @property
-    def first_slots(self) -> Tensor:
-        """Starts, or any table of this type where kernels do not read them."""
-        return self.lengths if self.starts is None else self.starts
-
-    @property
-    def table_row_stride(self) -> int:
-        """Numbers between the tables of two rows; 0 for tables of all rows."""
-        return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
-
-    def parts(self, groups: int) -> tuple[Tensor, Tensor]:
-        """Memory for the pieces: averages ``[pieces, heads, e + r]``, and base-2 log-sum-exp ``[pieces, heads]``."""
-        pieces, heads = groups + self.query.shape[0] - 1, self.query.shape[1]
-        width = self.keys.shape[2] + self.coordinates.shape[2]
-        fp32: dict[str, Any] = {"dtype": torch.float32, "device": self.keys.device}
-        return torch.empty(pieces, heads, width, **fp32), torch.empty(pieces, heads, **fp32)
-
-
 _Launched = tuple[int, int, tuple[Tensor, Tensor]]
 """Groups, tokens per tile, and what their pieces hold."""
 
 
-def _on_clusters(inputs: _Inputs, config: ClusterConfig) -> _Launched:
-    query, keys, coordinates, rotary = inputs.query.float(), inputs.keys, inputs.coordinates, inputs.rotary
-    rows, heads, _, head_dim = query.shape
-    device, size = keys.device, keys.element_size()
-    offset = inputs.key_offset if rotary is not None else None
-    shape = ClusterShape(
+def _cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
+    """What the cluster kernel is compiled for; without RoPE it ignores the offset, which `slim_decode` adds behind."""
+    _, heads, _, head_dim = given.query.shape
+    return ClusterShape(
         heads,
         head_dim,
-        coordinates.shape[2],
-        rotary is not None,
-        offset is not None,
-        inputs.starts is not None,
-        keys.dtype == torch.bfloat16,
+        given.coordinates.shape[2],
+        given.rotary_dim,
+        given.rotary is not None and given.key_offset is not None,
+        given.starts is not None,
+        given.keys.dtype,
         config,
     )
+
+
+def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
+    query, keys, coordinates, rotary = given.query.float(), given.keys, given.coordinates, given.rotary
+    rows, device, size = query.shape[0], keys.device, keys.element_size()
+    shape = _cluster_shape(given, config)
     kernel, clusters = cluster_kernel(shape, device)
     groups = min(clusters, config.clusters or clusters)
-    averages, lse = parts = inputs.parts(groups)
-    cos, sin, turns = (lse, lse, lse) if rotary is None else (rotary.cos, rotary.sin, rotary.turns)
+    averages, lse = parts = given.parts(groups)
+    cos, sin, turns = (lse, lse, None) if rotary is None else rotary
     kernel.launch(
         groups * config.members,
         [
             query,
             keys,
             coordinates,
-            lse if offset is None else offset,
+            lse if given.key_offset is None else given.key_offset,
             cos,
             sin,
-            turns if turns is not None else lse,
-            inputs.first_slots,
-            inputs.lengths,
+            lse if turns is None else turns,
+            given.first_slots,
+            given.lengths,
             averages,
             lse,
             rows,
             keys.shape[1],
-            inputs.scale * LOG2E.value,
+            given.scale * LOG2E.value,
             *query.stride()[:2],
             *(stride * size for stride in keys.stride()[:2]),
             *(stride * size for stride in coordinates.stride()[:2]),
-            inputs.table_row_stride,
+            given.table_row_stride,
         ],
         device,
     )
@@ -249,13 +241,13 @@ def _groups(config: SlimConfig, heads: int, device: torch.device) -> tuple[int, 
     return members, (config.programs or multiprocessors(device)) // members
 
 
-def _in_two_launches(inputs: _Inputs, config: SlimConfig) -> _Launched:
-    query, keys, coordinates, rotary = inputs.query, inputs.keys, inputs.coordinates, inputs.rotary
+def _in_two_launches(given: Arguments, config: SlimConfig) -> _Launched:
+    query, keys, coordinates, rotary = given.query, given.keys, given.coordinates, given.rotary
     rows, heads, _, head_dim = query.shape
     rank, device = coordinates.shape[2], keys.device
     members, groups = _groups(config, heads, device)
     block_h = padded_heads(heads)
-    averages, lse = parts = inputs.parts(groups)
+    averages, lse = parts = given.parts(groups)
     tiles = rows * triton.cdiv(keys.shape[1], config.block_t)
     scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
     cos, sin = (lse, lse) if rotary is None else rotary[:2]
@@ -264,27 +256,27 @@ def _in_two_launches(inputs: _Inputs, config: SlimConfig) -> _Launched:
             query,
             keys,
             coordinates,
-            lse if inputs.key_offset is None else inputs.key_offset,
+            lse if given.key_offset is None else given.key_offset,
             cos,
             sin,
-            inputs.first_slots,
-            inputs.lengths,
+            given.first_slots,
+            given.lengths,
             scores,
             averages,
             lse,
             rows,
             groups,
-            inputs.scale * LOG2E.value,
+            given.scale * LOG2E.value,
             *query.stride()[:2],
             *keys.stride()[:2],
             *coordinates.stride()[:2],
-            inputs.table_row_stride,
+            given.table_row_stride,
             HEADS=heads,
             HEAD_DIM=head_dim,
             ROTARY=2 * cos.shape[2] if rotary is not None else 0,
             RANK=rank,
-            OFFSET=inputs.key_offset is not None,
-            STARTS=inputs.starts is not None,
+            OFFSET=given.key_offset is not None,
+            STARTS=given.starts is not None,
             MEMBERS=members,
             OWN=config.own_heads,
             HALF=triton.next_power_of_2(head_dim // 2),
@@ -304,71 +296,3 @@ def _in_two_launches(inputs: _Inputs, config: SlimConfig) -> _Launched:
             enable_fp_fusion=True,  # Triton 3.9 warns about the default, which 3.10 changes
         )
     return groups, config.block_t, parts
-
-
-def _check(
-    query: Tensor,
-    keys: Tensor,
-    coordinates: Tensor,
-    lengths: Tensor,
-    scale: float,
-    key_offset: Tensor | None,
-    rotary: RotaryTables | None,
-    starts: Tensor | None,
-) -> None:
-    """Check against out-of-bounds accesses; contents of device tensors are not checked."""
-    if query.ndim != 4 or query.shape[2] != 1 or query.shape[3] % 2:
-        raise ValueError(f"query must be [rows, heads, 1, head_dim] with an even head_dim, got {list(query.shape)}")
-    rows, heads, _, head_dim = query.shape
-    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"keys must be fp16, bf16 or fp32, got {keys.dtype}")
-    if query.dtype not in (torch.float32, keys.dtype) or query.stride(3) != 1:
-        raise ValueError(
-            f"query must be float32 or {keys.dtype}, contiguous in the last dimension, got {query.dtype} with strides "
-            f"{query.stride()}"
-        )
-    slots = keys.shape[1] if keys.ndim == 3 else -1
-    for name, part, width in (("keys", keys, heads * head_dim), ("coordinates", coordinates, -1)):
-        wanted = width if width >= 0 else part.shape[-1]
-        if part.shape != (rows, slots, wanted) or part.dtype != keys.dtype:
-            raise ValueError(
-                f"{name} must be [{rows}, {slots}, {'r' if width < 0 else width}] {keys.dtype}, got "
-                f"{list(part.shape)} {part.dtype}"
-            )
-        if wanted and part.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
-    _check_alignment("keys", keys)
-    check_table("lengths", lengths, (rows,), torch.int32)
-    if starts is not None:
-        check_table("starts", starts, (rows,), torch.int32)
-    if key_offset is not None:
-        check_table("key_offset", key_offset, (heads * head_dim,), torch.float32)
-    if rotary is not None:
-        half = rotary[0].shape[-1]
-        if not 0 < half <= head_dim // 2:
-            raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
-        if rotary.turns is not None:
-            check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
-        for name, table in zip(("cos", "sin"), rotary[:2]):
-            of_rows = rows if table.shape[0] != 1 else 1
-            check_table(name, table, (of_rows, slots, half), torch.float32)
-        if rotary[0].shape != rotary[1].shape:
-            raise ValueError(f"cos and sin must have one shape, got {rotary[0].shape} and {rotary[1].shape}")
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-
-
-def _check_alignment(name: str, part: Tensor) -> None:
-    size = part.element_size()
-    if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
-        raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")
-
-
-def _check_config(config: SlimConfig, members: int, groups: int) -> None:
-    for name, value, least in (("own_heads", config.own_heads, 1), ("block_t", config.block_t, 16)):
-        if value < least or value & (value - 1):
-            raise ValueError(f"{name} must be a power of 2 from {least}, got {value}")
-    if config.parts not in (1, 2):
-        raise ValueError(f"parts must be 1 or 2, got {config.parts}")
-    if not groups:
-        raise ValueError(f"a group needs {members} programs; raise own_heads or programs")

@@ -10,7 +10,8 @@
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
-// Defined by the compiler's caller: HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE, STAGES, WARPS.
+// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
+// STAGES, WARPS and SHARED_BYTES.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -30,25 +31,28 @@ constexpr int WARP_BLOCKS = (BLOCKS + WARPS - 1) / WARPS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 constexpr int STEPS = TILE / 16;
-// Buffers of weights. A block sends those of a tile after it has received those of two tiles before; their senders had
-// read all buffers of four tiles before. So no message says that a buffer is free.
+// Buffers of weights, which tiles take in turns. No message says that a buffer is free: a block sends the weights of
+// tile t after it has received those of t - 2 from all members, and each member sent these after all its warps had
+// added t - 4, the last tile that had the same buffer.
 constexpr int RING = 4;
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
-// Scores: pairs of columns per lane, which are 16 bytes of each half of a head; lanes per token, tokens at once in a
-// warp, and tokens per lane, one after the other.
-constexpr int PAIRS = 8;
-constexpr int LANES = HALF / PAIRS;
-constexpr int AT_ONCE = 32 / LANES;
-constexpr int WARP_TOKENS = TILE / WARPS;
-constexpr int TOKENS = WARP_TOKENS / AT_ONCE;
+// How a warp computes the scores of its tokens. RoPE mixes column i of a head with column i + HALF: a pair.
+constexpr int PAIRS = 8;                       // per lane: 16 bytes of each half of a head
+constexpr int LANES = HALF / PAIRS;            // per token
+constexpr int AT_ONCE = 32 / LANES;            // tokens
+constexpr int WARP_TOKENS = TILE / WARPS;      // of each tile
+constexpr int TOKENS = WARP_TOKENS / AT_ONCE;  // per lane, one after the other
 
-static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES >= 3 && TILE % 16 == 0);
-static_assert(TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS && TILE <= 64 && LANES <= 32);
+static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES >= 3);
+static_assert((TILE == 32 || TILE == 64) && LANES <= 32);
+static_assert(TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS && TOKENS <= LANES);
 
+// Shared memory, in bytes from its beginning. A head's factors are two: that on its averages of earlier tiles, and the
+// sum of its weights so far.
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
 constexpr int FACTORS_AT = SCORES_AT + OWN * TILE * 4;
@@ -69,7 +73,8 @@ __device__ __forceinline__ u32 remote(u32 address, int member) {
     return result;
 }
 
-// Writes to a block of the cluster, which its barrier counts: unlike an arrival that releases, this waits for nothing.
+// Writes to a block of the cluster, whose barrier counts the bytes. Unlike an ordinary write and an arrival that
+// releases it, this waits for nothing.
 __device__ __forceinline__ void send(u32 address, const u32 (&value)[4], u32 barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -145,13 +150,14 @@ __device__ __forceinline__ void load_shared(u32 (&to)[4], u32 address) {
                  : "r"(address));
 }
 
-// Place of a number of a head, or of a table's row, so that lanes' quads follow one another.
+// Where a head's number `column` lies in shared memory: quads that lanes read at once follow one another. Likewise for
+// rows of the table of turns.
 __device__ __forceinline__ int pair_place(int column) {
     const int half = column / HALF, pair = column % HALF;
     return ((half * 2 + pair % PAIRS / 4) * LANES + pair / PAIRS) * 4 + pair % 4;
 }
 
-// The PAIRS numbers of a lane in one half.
+// Loads a lane's PAIRS numbers of one half of such a row.
 __device__ __forceinline__ void load_pairs(float (&to)[PAIRS], const float* row, int half, int lane) {
 #pragma unroll
     for (int quad = 0; quad < 2; quad++) {
@@ -192,13 +198,13 @@ __device__ __forceinline__ u32 tile_byte(int token, int column) {
     return token * ROW_BYTES + (byte & ~127u) + ((byte & 127u) ^ ((token & 7) << 4));
 }
 
-// Byte of a weight: rows of heads, permuted likewise.
+// Byte of a weight: a row per head, permuted likewise.
 __device__ __forceinline__ u32 weight_byte(int head, int token) {
-    const int turned = TILE == 64 ? head & 7 : TILE == 32 ? (head >> 1) & 3 : (head >> 2) & 1;
-    return head * (TILE * 2) + ((2 * token) ^ (turned << 4));
+    const int permuted = TILE == 64 ? head & 7 : (head >> 1) & 3;
+    return head * (TILE * 2) + ((2 * token) ^ (permuted << 4));
 }
 
-// Sums of each of COUNT values over lanes; the lanes get COUNT sums, in order.
+// Sums each of COUNT values over the LANES lanes of a token. Lane l of them gets the sum of value l * COUNT / LANES.
 template <int COUNT>
 __device__ __forceinline__ float sum_over_lanes(float (&value)[COUNT], int lane) {
     int distance = LANES / 2;
@@ -254,7 +260,7 @@ __device__ __forceinline__ void copy_tile(u32 stage, const char* keys, const cha
         }
     }
     if constexpr (RANK > 0) {
-        constexpr int RANK_CHUNKS = RANK_COLUMNS / 8;
+        constexpr int RANK_CHUNKS = RANK > 0 ? RANK_COLUMNS / 8 : 1;  // without a warning of a division by 0
         for (int index = thread; index < TILE * RANK_CHUNKS; index += THREADS) {
             const int t = index / RANK_CHUNKS, column = index % RANK_CHUNKS * 8;
             const int of_rank = member * RANK_COLUMNS + column;
@@ -272,13 +278,13 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                  const float* __restrict__ key_offset,  // [heads * head_dim], with OFFSET
                  const float* __restrict__ cosines,     // [rows or 1, slots, head_dim / 2], with ROTATED
                  const float* __restrict__ sines,       // likewise
-                 const float* __restrict__ turns,       // [8, 2, head_dim / 2]: cosines and sines of 0 to 7 positions
+                 const float* __restrict__ turns,       // [8, 2, head_dim / 2]: rotations by 0 to 7 positions
                  const int* __restrict__ starts,        // [rows], with STARTS
                  const int* __restrict__ lengths,       // [rows]
                  float* __restrict__ part_out,          // [groups + rows - 1, heads, heads * head_dim + r]
                  float* __restrict__ part_lse,          // [groups + rows - 1, heads], base 2
-                 i64 rows, i64 slots, float scale_log2, i64 query_row_stride, i64 query_head_stride, i64 key_row_stride,
-                 i64 key_stride, i64 coordinate_row_stride, i64 coordinate_stride,  // bytes
+                 i64 rows, i64 slots, float scale_log2, i64 query_row_stride, i64 query_head_stride,
+                 i64 key_row_stride, i64 key_stride, i64 coordinate_row_stride, i64 coordinate_stride,  // in bytes
                  i64 table_row_stride) {
     extern __shared__ __align__(1024) char memory[];
     const u32 base = shared_address(memory);
@@ -292,7 +298,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + BARRIERS_AT + 8 * thread), "r"(1));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int i = thread; i < RING * WEIGHT_BYTES / 4; i += THREADS) {  // heads that are padding have weights of 0
+    for (int i = thread; i < RING * WEIGHT_BYTES / 4; i += THREADS) {  // of padding heads, which nobody sends
         reinterpret_cast<u32*>(memory + WEIGHTS_AT)[i] = 0;
     }
     for (int i = thread; i < RING * PADDED_HEADS * 2; i += THREADS) {
@@ -312,11 +318,12 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     const Share share{static_cast<int>(group * total / groups), static_cast<int>((group + 1) * total / groups)};
 
     const int lane_in_token = lane % LANES;
-    // Tokens of neighbouring lanes are 4 apart where two share 128 bytes of banks.
-    const int lane_token = (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;  // the first, in its warp
+    // The lane's first token in its warp. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, so that
+    // the permutation in tile_byte gives them different banks.
+    const int lane_token = (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;
     const int warp_token = warp * WARP_TOKENS;
 
-    u32 turn = 0;  // tiles that this cluster has begun
+    u32 sequence = 0;  // number of a tile among all tiles of this cluster
     int row_begin = 0;
     for (int row = 0; row < rows && row_begin < share.end; row++) {
         const int row_tiles = tiles_of(starts, lengths, row);
@@ -383,23 +390,25 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; i++) row_max[i] = LOWEST, row_sum[i] = 0.0f;
 
-        const auto add_tile = [&](int tile, u32 of_turn) {  // sums = sums * rescale + weights tile
-            const u32 slot = of_turn % RING;
-            wait(base + BARRIERS_AT + 8 * slot, of_turn / RING & 1);
+        // Adds a tile, once all weights have come: sums = rescale * sums + weights * tile.
+        const auto add_tile = [&](int tile, u32 sequence) {
+            const u32 buffer = sequence % RING;
+            wait(base + BARRIERS_AT + 8 * buffer, sequence / RING & 1);
             u32 weights[STEPS][HEAD_BLOCKS][2];
-            const u32 buffer = base + WEIGHTS_AT + slot * WEIGHT_BYTES;
+            const u32 weights_at = base + WEIGHTS_AT + buffer * WEIGHT_BYTES;
 #pragma unroll
             for (int k = 0; k < STEPS; k++) {
 #pragma unroll
                 for (int n = 0; n < HEAD_BLOCKS; n += 2) {
                     const int head = min(8 * n + (lane & 7) + (lane & 16) / 2, PADDED_HEADS - 1);
                     u32 found[4];
-                    load_matrices(found, buffer + weight_byte(head, 16 * k + (lane & 8)));
+                    load_matrices(found, weights_at + weight_byte(head, 16 * k + (lane & 8)));
                     weights[k][n][0] = found[0], weights[k][n][1] = found[1];
                     if (n + 1 < HEAD_BLOCKS) weights[k][n + 1][0] = found[2], weights[k][n + 1][1] = found[3];
                 }
             }
-            const float* const factors = reinterpret_cast<const float*>(memory + FACTORS_AT) + slot * PADDED_HEADS * 2;
+            const float* const factors =
+                reinterpret_cast<const float*>(memory + FACTORS_AT) + buffer * PADDED_HEADS * 2;
             const u32 stage = base + tile % STAGES * STAGE_BYTES;
 #pragma unroll
             for (int b = 0; b < WARP_BLOCKS; b++) {
@@ -433,12 +442,13 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
             }
         };
 
-        for (int tile = begin; tile < end; tile++, turn++) {
+        for (int tile = begin; tile < end; tile++, sequence++) {
             asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3) : "memory");
             __syncthreads();  // the tile has arrived, and that of two before has been added
             load(tile + STAGES - 2);
 
-            if (thread == 0) expect(base + BARRIERS_AT + 8 * (turn % RING), HEADS * (2 * TILE + 8));
+            // Of each head weights and factors, from whichever member has it.
+            if (thread == 0) expect(base + BARRIERS_AT + 8 * (sequence % RING), HEADS * (2 * TILE + 8));
 
             // Scores of this warp's tokens.
             float rotation_cos[TOKENS][PAIRS], rotation_sin[TOKENS][PAIRS];
@@ -499,7 +509,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                 }
             }
 
-            // Weights: a warp has all tokens of a head. The others go on.
+            // Weights: a warp takes all scores of a head, and waits for them. Warps without a head go on.
             constexpr int WEIGHT_WARPS = OWN < WARPS ? OWN : WARPS;
             if (warp < WEIGHT_WARPS) {
                 asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
@@ -507,12 +517,12 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                 for (int i = 0; i < WARP_HEADS; i++) {
                     const int h = warp + i * WARPS;
                     if (h < OWN) {
-                        const int token = 2 * lane, known = length - (first + tile * TILE);
+                        const int token = 2 * lane, tokens = length - (first + tile * TILE);
                         float low = NEGATIVE_INFINITY, high = NEGATIVE_INFINITY;
                         if (token < TILE) {
                             const float2 found = *reinterpret_cast<const float2*>(scores + h * TILE + token);
-                            low = token < known ? found.x : NEGATIVE_INFINITY;
-                            high = token + 1 < known ? found.y : NEGATIVE_INFINITY;
+                            low = token < tokens ? found.x : NEGATIVE_INFINITY;
+                            high = token + 1 < tokens ? found.y : NEGATIVE_INFINITY;
                         }
                         float largest = fmaxf(low, high);
 #pragma unroll
@@ -536,14 +546,14 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                             chunk[word] = __shfl_sync(~0u, packed, lane % (TILE / 8) * 4 + word);
                         }
                         const int head = member * OWN + h;
-                        const u32 slot = turn % RING, barrier = base + BARRIERS_AT + 8 * slot;
+                        const u32 buffer = sequence % RING, barrier = base + BARRIERS_AT + 8 * buffer;
                         const u32 weight_at =
-                            base + WEIGHTS_AT + slot * WEIGHT_BYTES + weight_byte(head, lane % (TILE / 8) * 8);
+                            base + WEIGHTS_AT + buffer * WEIGHT_BYTES + weight_byte(head, lane % (TILE / 8) * 8);
 #pragma unroll
                         for (int to = lane / (TILE / 8); to < MEMBERS; to += 256 / TILE) {
                             send(remote(weight_at, to), chunk, remote(barrier, to));
                         }
-                        const u32 factor_at = base + FACTORS_AT + (slot * PADDED_HEADS + head) * 8;
+                        const u32 factor_at = base + FACTORS_AT + (buffer * PADDED_HEADS + head) * 8;
                         if (lane < MEMBERS) {
                             send(remote(factor_at, lane), rescale, row_sum[i], remote(barrier, lane));
                         }
@@ -553,15 +563,15 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                 asm volatile("bar.arrive 1, %0;" ::"n"(THREADS) : "memory");
             }
 
-            if (tile > begin) add_tile(tile - 1, turn - 1);
+            if (tile > begin) add_tile(tile - 1, sequence - 1);
         }
-        add_tile(end - 1, turn - 1);
+        add_tile(end - 1, sequence - 1);
         asm volatile("cp.async.wait_group 0;" ::: "memory");
 
         const i64 piece = group + row;
         float* const out = part_out + piece * HEADS * WIDTH;
         const float* const factors =
-            reinterpret_cast<const float*>(memory + FACTORS_AT) + (turn - 1) % RING * PADDED_HEADS * 2;
+            reinterpret_cast<const float*>(memory + FACTORS_AT) + (sequence - 1) % RING * PADDED_HEADS * 2;
 #pragma unroll
         for (int b = 0; b < WARP_BLOCKS; b++) {
             const int block = warp + b * WARPS;

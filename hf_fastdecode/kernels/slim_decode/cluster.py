@@ -10,7 +10,7 @@ import torch
 from ..cuda_module import CudaKernel, load_kernel
 
 _MOST_SUMS = 128  # per thread, of 255 registers
-_RING = 4  # buffers of weights, as in the source
+_RING = 4  # buffers of weights, as in cluster.cu
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class ClusterShape:
         heads: Heads of the layer.
         head_dim: Numbers per head.
         rank: V-coordinates.
-        rotated: Whether RoPE rotates whole heads; else none of them.
+        rotary_dim: Numbers of a head that RoPE rotates: all or none.
         offset: Whether keys have an offset.
         starts: Whether rows begin with padding.
-        bf16: Whether keys are bf16; else fp16.
+        dtype: Of the cached keys, fp16 or bf16.
         config: Launch parameters.
     """
 
     heads: int
     head_dim: int
     rank: int
-    rotated: bool
+    rotary_dim: int
     offset: bool
     starts: bool
-    bf16: bool
+    dtype: torch.dtype
     config: ClusterConfig
 
     @property
@@ -66,21 +66,45 @@ class ClusterShape:
         row = -(-2 * columns // 128) * 128
         ring = padded * config.tile * 2 + padded * 8 + 8  # weights, factors and a barrier
         query = own * self.head_dim * 4 * (2 if self.offset else 1)
-        turns = config.tile // config.warps * self.head_dim * 4 if self.rotated else 0
+        turns = config.tile // config.warps * self.head_dim * 4 if self.rotary_dim else 0
         return config.stages * config.tile * row + _RING * ring + own * config.tile * 4 + query + turns
 
-    def fits(self, shared_memory: int) -> bool:
-        """Whether a block has enough shared memory and registers, and each warp whole tokens."""
+    def refusal(self, shared_memory: int) -> str | None:
+        """Why the kernel does not take this shape, or None.
+
+        Args:
+            shared_memory: Bytes of shared memory per block.
+        """
         config = self.config
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            return f"clusters take keys in fp16 and bf16, got {self.dtype}"
+        if self.head_dim not in (64, 128, 256) or self.rotary_dim not in (0, self.head_dim) or self.rank % 8:
+            return (
+                "clusters take heads of 64, 128 or 256 numbers, of which RoPE rotates all or none, and multiples of 8 "
+                f"V-coordinates, got {self.head_dim}, {self.rotary_dim} and {self.rank}"
+            )
+        if config.members not in (1, 2, 4, 8) or self.heads % config.members:
+            return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
+        # Each warp computes the scores of whole tokens, several lanes one of them.
+        whole = config.tile * self.head_dim % (512 * config.warps) == 0
+        if config.tile not in (32, 64) or config.stages < 3 or not whole:
+            return (
+                "clusters take tiles of 32 or 64 tokens, at least 3 stages, and warps that share a tile's tokens, got "
+                f"{config.tile}, {config.stages} and {config.warps}"
+            )
         columns = self.heads // config.members * self.head_dim + -(-self.rank // (16 * config.members)) * 16
         sums = -(-columns // (16 * config.warps)) * -(-self.heads // 8) * 4
-        whole = config.tile * self.head_dim % (512 * config.warps) == 0
-        return whole and sums <= _MOST_SUMS and self.shared_bytes <= shared_memory
+        if sums > _MOST_SUMS:
+            return f"clusters have up to {_MOST_SUMS} sums per thread, got {sums}; raise members or warps"
+        if self.shared_bytes > shared_memory:
+            return f"clusters have {shared_memory} bytes of shared memory per block, and need {self.shared_bytes}"
+        return None
 
     def numbers(self) -> dict[str, int]:
-        """Macros of the source."""
+        """Macros of ``cluster.cu``."""
         config = self.config
-        flags = {"ROTATED": self.rotated, "OFFSET": self.offset, "STARTS": self.starts, "BF16": self.bf16}
+        flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
+        flags["BF16"] = self.dtype == torch.bfloat16
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "RANK": self.rank, "SHARED_BYTES": self.shared_bytes}
         launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "WARPS": config.warps}
         return sizes | launch | {name: int(value) for name, value in flags.items()}

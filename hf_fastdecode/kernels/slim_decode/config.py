@@ -10,7 +10,7 @@ import triton
 
 from .cluster import ClusterConfig, ClusterShape
 
-Config = TypeVar("Config", "SlimConfig", ClusterConfig)
+Config = TypeVar("Config", bound="SlimConfig | ClusterConfig")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,14 @@ def parse_config(text: str, base: Config) -> Config:
 
 
 def choose_cluster_config(
-    heads: int, head_dim: int, rank: int, *, rotary_dim: int, offset: bool, shared_memory: int = 227 * 1024
+    heads: int,
+    head_dim: int,
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    rotary_dim: int,
+    offset: bool,
+    shared_memory: int = 227 * 1024,
 ) -> ClusterConfig | None:
     """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
 
@@ -74,17 +81,17 @@ def choose_cluster_config(
         heads: Heads of the layer.
         head_dim: Numbers per head.
         rank: V-coordinates.
+        dtype: Of the cached keys.
         rotary_dim: Numbers of a head that RoPE rotates.
         offset: Whether keys have an offset.
         shared_memory: Bytes of shared memory per block.
     """
-    if head_dim not in (64, 128, 256) or rotary_dim not in (0, head_dim) or rank % 8:
-        return None
+    offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
     for tile, stages in ((64, 3), (32, 5), (32, 4), (32, 3)):
         for members in (1, 2, 4, 8):
             config = ClusterConfig(members, tile, stages)
-            shape = ClusterShape(heads, head_dim, rank, rotary_dim > 0, offset, True, False, config)
-            if heads % members == 0 and shape.fits(shared_memory):
+            shape = ClusterShape(heads, head_dim, rank, rotary_dim, offset, True, dtype, config)
+            if shape.refusal(shared_memory) is None:
                 return config
     return None
 
@@ -133,3 +140,23 @@ def _shared_bytes(config: SlimConfig, width: int, coordinates: int, dtype: torch
     keys = config.own_heads * width * dtype.itemsize
     token = keys + coordinates * dtype.itemsize + 4 * width
     return config.block_t * ((config.stages - 1) * token + keys) + 8 * 1024
+
+
+def check_slim_config(config: SlimConfig, members: int, groups: int) -> None:
+    """Check launch parameters in two launches.
+
+    Args:
+        config: Launch parameters.
+        members: Programs per group.
+        groups: Groups of programs.
+
+    Raises:
+        ValueError: One is out of its bounds.
+    """
+    for name, value, least in (("own_heads", config.own_heads, 1), ("block_t", config.block_t, 16)):
+        if value < least or value & (value - 1):
+            raise ValueError(f"{name} must be a power of 2 from {least}, got {value}")
+    if config.parts not in (1, 2):
+        raise ValueError(f"parts must be 1 or 2, got {config.parts}")
+    if not groups:
+        raise ValueError(f"a group needs {members} programs; raise own_heads or programs")

@@ -4,7 +4,7 @@
 Averages ``P K`` have all columns of the cached keys for each head, ``heads * e`` sums, more than a multiprocessor
 holds. So a *group* of programs shares the columns: a program owns some heads and their columns. It computes the scores
 of its heads in one launch, and the averages of all heads over its columns in the other. As many bytes are read as with
-keys and values. On GPUs with thread block clusters, ``cluster.cu`` reads the keys once.
+keys and values. ``cluster.cu`` reads the keys once, on GPUs with thread block clusters.
 
 Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
 A *piece* is what a group has of one row; it writes an fp32 partial.
@@ -99,6 +99,7 @@ def add_tile(
 
 @triton.jit
 def multiply(weights, operand, acc, TRANSPOSED: tl.constexpr):
+    """``acc + weights @ tile``, or its transpose."""
     if TRANSPOSED:
         acc = tl.dot(operand, tl.trans(weights), acc, input_precision="ieee")
     else:
@@ -108,7 +109,7 @@ def multiply(weights, operand, acc, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOSED: tl.constexpr):
-    """Normalised averages, ``[H, columns]``."""
+    """Store normalised averages, ``[H, columns]``."""
     averages = tl.trans(acc) if TRANSPOSED else acc
     averages = averages * (1.0 / row_sum)[:, None]
     tl.store(out + heads.to(tl.int64)[:, None] * head_stride + column[None, :], averages, mask=mask)

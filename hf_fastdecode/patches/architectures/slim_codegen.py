@@ -46,14 +46,14 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `SlimAttention.forward` does, with the cache as `layer_past`, and positions for tables."""
         if isinstance(layer_past, SharedContextCache):
-            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids, unrotates=self.unrotates)
+            kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids, unrotates=self.config.unrotates)
             return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
         cached, slots = 0, hidden_states.shape[1]
         if layer_past is not None:
             cached = layer_past.get_seq_length(self.layer_idx)
             slots, _ = layer_past.get_mask_sizes(slots, self.layer_idx)
         keys = None
-        if not self.unrotates:
+        if not self.config.unrotates:
             keys = self.tables(key_positions(position_ids, visible_slots(attention_mask), cached, slots))
         kwargs[ROTATION] = Rotation(position_ids, self.tables(position_ids), keys)
         return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)

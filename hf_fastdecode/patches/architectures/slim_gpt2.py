@@ -16,7 +16,6 @@ class SlimGPT2Attention(SlimAttention, GPT2Attention):
 
     values_from = "c_attn"
     output_projection = "c_proj"
-    rotary = False
     attn_dropout: nn.Dropout
     resid_dropout: nn.Module
 

@@ -17,7 +17,6 @@ class SlimOPTAttention(SlimAttention, OPTAttention):
     """Attention of a layer that caches no values."""
 
     output_projection = "out_proj"
-    rotary = False
     dropout: float
 
     def dropout_share(self) -> float:

@@ -75,14 +75,14 @@ class SlimAttention(SlimTokens):
                 positions.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
-        if self.rotary and rotation is None:
+        if self.config.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
         query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
             check_trainable(stored_dtype, self.layer_idx)
-        if self.unrotates and isinstance(past_key_values, QuantizedCache):
+        if self.config.unrotates and isinstance(past_key_values, QuantizedCache):
             raise ValueError(
                 "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set "
                 "model.config.slim_rope to 'raw', or convert with cache dtype int8"

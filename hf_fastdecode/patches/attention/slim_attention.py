@@ -12,7 +12,7 @@ from ...attention.autocast import no_autocast
 from ..slim_layers import SlimLayer, check_threshold
 from ..values.eight_bits import EIGHT_BITS
 from .cached_values import CachedValues
-from .sparsity import QUERIES, averaged, without_small
+from .sparsity import QUERIES_AT_ONCE, averaged, without_small
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
@@ -102,7 +102,7 @@ def slim_attention(
         if mask is None and causal:
             mask = causal_mask(queries, keys.shape[2], query.device)
         outs, weights = [], []
-        at_once = QUERIES if threshold else queries
+        at_once = QUERIES_AT_ONCE if threshold else queries
         for part, hidden in zip(query.split(at_once, 2), _split_mask(mask, queries, at_once)):
             probabilities = _probabilities(part, rotated_keys, hidden, scaling)
             if threshold:

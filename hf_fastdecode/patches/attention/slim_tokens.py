@@ -43,7 +43,6 @@ class SlimTokens(nn.Module):
     norm nor RoPE is in such layers.
 
     Attributes:
-        rotary: Whether RoPE stands between projections and scores.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
         tables: Makes the tables of positions ``[rows or 1, tokens]``; the decoder sets it if there is RoPE.
         layer: What the layer caches.
@@ -51,7 +50,6 @@ class SlimTokens(nn.Module):
         v_proj: That of the ordinary layer, for cached inputs.
     """
 
-    rotary: ClassVar[bool] = True
     interleaved: ClassVar[bool] = False
     tables: Callable[[Tensor], Tables]
     config: Any
@@ -69,20 +67,6 @@ class SlimTokens(nn.Module):
         """Number of heads, the same for queries and for keys and values."""
         count: int = self.config.num_attention_heads
         return count
-
-    @property
-    def unrotates(self) -> bool:
-        """Whether keys are cached after RoPE, beside their positions, and un-rotated when they are read.
-
-        Raises:
-            ValueError: The config says so, and there is no RoPE.
-        """
-        unrotates = bool(self.config.slim_rope == "unrotate")
-        if unrotates and not self.rotary:
-            raise ValueError(
-                f"slim_rope 'unrotate' needs RoPE, and {self.config.model_type} has none; set it to 'raw'"
-            )
-        return unrotates
 
     @property
     def values(self) -> CachedValues:
@@ -109,7 +93,7 @@ class SlimTokens(nn.Module):
         Returns:
             Both rounded; of keys after RoPE, with positions beside the coordinates.
         """
-        if not self.unrotates or rotation is None:
+        if not self.config.unrotates or rotation is None:
             return Segment(store(keys, dtype, self.head_dim), store(coordinates, dtype, self.head_dim))
         count = keys.shape[2]
         cos, sin = (table[:, :count] for table in rotation.tokens)
@@ -126,7 +110,7 @@ class SlimTokens(nn.Module):
             tables: Of their positions, where these are not cached; None without RoPE.
         """
         dtype = cache_dtype(self.q_proj.weight.dtype, self.layer)
-        if not self.unrotates:
+        if not self.config.unrotates:
             return CachedTokens(load(keys, dtype, self.head_dim), load(coordinates, dtype, self.head_dim), tables)
         coordinates, positions = without_positions(coordinates)
         tables = self.tables(positions)
@@ -191,7 +175,7 @@ class SlimTokens(nn.Module):
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
         """Make keys and values of cached tokens, see `MakesNodes.as_nodes`."""
-        tables = self.tables(positions) if self.rotary and not self.unrotates else None
+        tables = self.tables(positions) if self.config.rotary and not self.config.unrotates else None
         return self.keys_and_values(self.read(keys, coordinates, tables), dtype or self.q_proj.weight.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .cached_values import CachedValues
 
-QUERIES: Final = 256
-"""Queries whose weights are in memory at a time, where many are at hand."""
+QUERIES_AT_ONCE: Final = 256
+"""Queries of a prompt whose attention weights are in memory at a time."""
 
 _below: ContextVar[list[Tensor] | None] = ContextVar("weights_below_threshold", default=None)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...attention.kv import ForestKV
 from ...attention.partial import Partial
+from ...kernels.slim_decode.arguments import RotaryTables
 from ...kernels.slim_decode.limits import refusal
-from ...kernels.slim_decode.tables import RotaryTables
 from .slim_tokens import SlimTokens
 
 

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels import slim_decode
+from hf_fastdecode.kernels.slim_decode import api
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, choose_config
 from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 from hf_fastdecode.kernels.slim_decode.config import choose_cluster_config
@@ -100,23 +101,52 @@ def test_launches_on_several_streams():
         assert all(torch.equal(*pair) for pair in zip(result, expected[index % 4]))
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("of", "config", "message"),
+    [
+        (case(9, heads=8, dtype=torch.float32), ClusterConfig(8), "take keys in fp16 and bf16, got torch.float32"),
+        (case(9, heads=8, head_dim=96), ClusterConfig(8), "heads of 64, 128 or 256 numbers, .* got 96, 96 and 0"),
+        (case(9, heads=8, rotary=64), ClusterConfig(8), "of which RoPE rotates all or none, .* got 128, 64 and 0"),
+        (case(9, heads=12), ClusterConfig(8), "1, 2, 4 or 8 members, which divide the heads, got 8 and 12"),
+        (case(9, heads=12), ClusterConfig(3), "1, 2, 4 or 8 members, which divide the heads, got 3 and 12"),
+        (case(9, heads=8), ClusterConfig(8, tile=16), "tiles of 32 or 64 tokens, .* got 16, 3 and 8"),
+        (case(9, heads=8), ClusterConfig(8, stages=2), "at least 3 stages, .* got 64, 2 and 8"),
+        (
+            case(9, heads=8, head_dim=64),
+            ClusterConfig(8, tile=32, warps=16),
+            "share a tile's tokens, got 32, 3 and 16",
+        ),
+        (case(9, heads=32), ClusterConfig(1), "128 sums per thread, got 512; raise members or warps"),
+        (case(9, heads=32), ClusterConfig(8, stages=9), "232448 bytes of shared memory per block, and need"),
+    ],
+    ids=str,
+)
+def test_what_clusters_do_not_take(of, config, message, monkeypatch):
+    """Before anything is compiled, so that the kernel is not marked as failed; fp32 keys would be read as fp16."""
+    monkeypatch.setattr(api, "shared_memory", lambda _: 227 * 1024)
+    problem = make_problem(of)
+    with pytest.raises(ValueError, match=message):
+        problem.run(config)
+
+
 def test_tables_without_turns_are_refused():
-    problem = make_problem(CASES[0], "cuda")
+    problem = make_problem(case(9, heads=8))
     problem.options["rotary"] = problem.options["rotary"]._replace(turns=None)
-    with pytest.raises(Exception, match="clusters need tables of RoPE with turns"):
+    with pytest.raises(ValueError, match="clusters need tables of RoPE with turns"):
         problem.run(ClusterConfig(8))
 
 
 def test_launch_parameters_of_real_shapes():
-    def config(*shape: int, rotary_dim: int, offset: bool = False, **options) -> ClusterConfig | None:
-        return choose_cluster_config(*shape, rotary_dim=rotary_dim, offset=offset, **options)
+    def config(*shape: int, rotary_dim: int, offset=False, dtype=HALF, **options) -> ClusterConfig | None:
+        return choose_cluster_config(*shape, dtype, rotary_dim=rotary_dim, offset=offset, **options)
 
     assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=64, stages=3)
     assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
     assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5)
     assert config(8, 64, 0, rotary_dim=0).members == 1
     assert config(32, 96, 0, rotary_dim=96) is None
+    assert config(32, 128, 4, rotary_dim=128) is None
+    assert config(32, 128, 0, rotary_dim=128, dtype=torch.float32) is None
     assert config(32, 128, 0, rotary_dim=64) is None
     assert config(128, 128, 0, rotary_dim=128) is None
     assert config(32, 128, 0, rotary_dim=128, shared_memory=48 * 1024) is None
@@ -126,10 +156,9 @@ def test_launch_parameters_of_real_shapes():
 @pytest.mark.parametrize("of", [CASES[0], CASES[2], CASES[5], CASES[7]], ids=str)
 def test_it_compiles_and_its_shared_memory_is_as_the_host_counts(of, tmp_path):
     """The source asserts its own number of bytes."""
-    config = choose_cluster_config(of.heads, of.head_dim, of.rank, rotary_dim=of.rotary, offset=of.offset)
-    shape = ClusterShape(
-        of.heads, of.head_dim, of.rank, of.rotary > 0, of.offset and of.rotary > 0, True, of.dtype == BRAIN, config
-    )
+    config = choose_cluster_config(of.heads, of.head_dim, of.rank, of.dtype, rotary_dim=of.rotary, offset=of.offset)
+    offset = of.offset and of.rotary > 0
+    shape = ClusterShape(of.heads, of.head_dim, of.rank, of.rotary, offset, True, of.dtype, config)
     numbers = [f"-D{name}={value}" for name, value in shape.numbers().items()]
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
     command = ["nvcc", *target, "-o", str(tmp_path / "kernel.cubin"), *numbers, "-x", "cu", str(SOURCE)]

@@ -76,10 +76,10 @@ def test_arguments_are_checked(name, change, message):
 
 
 def test_clusters_need_aligned_coordinates():
-    keys, lengths = torch.zeros(2, 9, 64).half(), torch.zeros(2, dtype=INT)
+    keys, lengths = torch.zeros(2, 9, 256).half(), torch.zeros(2, dtype=INT)
     coordinates = torch.zeros(2, 9, 12).half()[..., 4:]
     with pytest.raises(ValueError, match="slots of coordinates must begin at multiples of 16 bytes"):
-        slim_decode(torch.zeros(2, 4, 1, 16), keys, coordinates, lengths, ClusterConfig(1), scale=1.0)
+        slim_decode(torch.zeros(2, 4, 1, 64), keys, coordinates, lengths, ClusterConfig(1), scale=1.0)
 
 
 def test_launch_parameters_of_real_shapes():

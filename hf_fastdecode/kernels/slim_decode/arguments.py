@@ -1,0 +1,134 @@
+"""Arguments of `slim_decode`, and their checks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..forest_decode.arguments import check_table
+
+TURNS = 8
+"""Rows of the table of turns."""
+
+
+class RotaryTables(NamedTuple):
+    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` numbers of a head.
+
+    Attributes:
+        cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
+        sin: Likewise.
+        turns: ``[8, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of 0 to 7 positions, where each row's
+            positions rise by one from slot to slot; None where they may not.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    turns: Tensor | None = None
+
+    @classmethod
+    def of(cls, frequencies: Tensor, positions: Tensor) -> RotaryTables:
+        """Tables of consecutive positions.
+
+        Args:
+            frequencies: ``[rotary_dim / 2]``: radians per position.
+            positions: ``[rows or 1, slots]``, rising by one from slot to slot.
+        """
+        angles = positions[..., None].double() * frequencies.double()
+        turns = torch.arange(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
+        return cls(angles.cos().float(), angles.sin().float(), torch.stack([turns.cos(), turns.sin()], 1).float())
+
+
+class Arguments(NamedTuple):
+    """Tensors and options of one call, as `slim_decode` documents them."""
+
+    query: Tensor
+    keys: Tensor
+    coordinates: Tensor
+    lengths: Tensor
+    scale: float
+    key_offset: Tensor | None
+    rotary: RotaryTables | None
+    starts: Tensor | None
+
+    @property
+    def first_slots(self) -> Tensor:
+        """Starts, or any table of this type where kernels do not read them."""
+        return self.lengths if self.starts is None else self.starts
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that RoPE rotates."""
+        return 0 if self.rotary is None else 2 * self.rotary.cos.shape[-1]
+
+    @property
+    def table_row_stride(self) -> int:
+        """Numbers between the tables of two rows; 0 for tables of all rows."""
+        return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
+
+    def parts(self, groups: int) -> tuple[Tensor, Tensor]:
+        """Memory for the pieces: averages ``[pieces, heads, e + r]``, and base-2 log-sum-exp ``[pieces, heads]``."""
+        pieces, heads = groups + self.query.shape[0] - 1, self.query.shape[1]
+        width = self.keys.shape[2] + self.coordinates.shape[2]
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": self.keys.device}
+        return torch.empty(pieces, heads, width, **fp32), torch.empty(pieces, heads, **fp32)
+
+
+def check_arguments(given: Arguments) -> None:
+    """Check against out-of-bounds accesses; contents of device tensors are not checked.
+
+    Raises:
+        ValueError: A shape, stride, dtype or number is not as documented.
+    """
+    query, keys, coordinates, lengths, scale, key_offset, rotary, starts = given
+    if query.ndim != 4 or query.shape[2] != 1 or query.shape[3] % 2:
+        raise ValueError(f"query must be [rows, heads, 1, head_dim] with an even head_dim, got {list(query.shape)}")
+    rows, heads, _, head_dim = query.shape
+    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"keys must be fp16, bf16 or fp32, got {keys.dtype}")
+    if query.dtype not in (torch.float32, keys.dtype) or query.stride(3) != 1:
+        raise ValueError(
+            f"query must be float32 or {keys.dtype}, contiguous in the last dimension, got {query.dtype} with strides "
+            f"{query.stride()}"
+        )
+    slots = keys.shape[1] if keys.ndim == 3 else -1
+    for name, part, width in (("keys", keys, heads * head_dim), ("coordinates", coordinates, -1)):
+        wanted = width if width >= 0 else part.shape[-1]
+        if part.shape != (rows, slots, wanted) or part.dtype != keys.dtype:
+            raise ValueError(
+                f"{name} must be [{rows}, {slots}, {'r' if width < 0 else width}] {keys.dtype}, got "
+                f"{list(part.shape)} {part.dtype}"
+            )
+        if wanted and part.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
+    check_alignment("keys", keys)
+    check_table("lengths", lengths, (rows,), torch.int32)
+    if starts is not None:
+        check_table("starts", starts, (rows,), torch.int32)
+    if key_offset is not None:
+        check_table("key_offset", key_offset, (heads * head_dim,), torch.float32)
+    if rotary is not None:
+        half = rotary[0].shape[-1]
+        if not 0 < half <= head_dim // 2:
+            raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
+        if rotary.turns is not None:
+            check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
+        for name, table in zip(("cos", "sin"), rotary[:2]):
+            of_rows = rows if table.shape[0] != 1 else 1
+            check_table(name, table, (of_rows, slots, half), torch.float32)
+        if rotary[0].shape != rotary[1].shape:
+            raise ValueError(f"cos and sin must have one shape, got {rotary[0].shape} and {rotary[1].shape}")
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+
+
+def check_alignment(name: str, part: Tensor) -> None:
+    """Check that a part of the cache can be copied by 16 bytes.
+
+    Raises:
+        ValueError: Rows or slots begin elsewhere.
+    """
+    size = part.element_size()
+    if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
+        raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")

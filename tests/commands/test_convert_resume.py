@@ -1,0 +1,97 @@
+"""`hf-fastdecode convert-checkpoint --resume` after an interruption: what it continues, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.checkpoint.shards import ShardWriter
+
+from ..conversion.checkpoint.checkpoints import contents, save_multi_head
+from .command_line import refusal, run
+
+RESUME = ("--max-shard-size", 20_000, "--rank", 3, "--resume")
+refused = partial(refusal, "convert-checkpoint")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_multi_head(tmp_path_factory.mktemp("multi-head"))
+
+
+@pytest.fixture
+def interrupted(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a conversion that stopped after some layers."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    options = Settings(str(source), tmp_path / "slim", shard_bytes=20_000, choice=PlanChoice(rank=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(options)
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "conversion.json").read_text())["groups"] > 1
+    return folder
+
+
+def edited(**fields: object) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), **fields})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "null",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: '{"settings": 3}',
+        lambda text: '{"name": "a conversion of another program", "settings": {}}',
+        lambda text: json.dumps({"settings": json.loads(text)["settings"]}),
+        edited(groups="two"),
+        edited(groups=-1),
+        edited(groups=100),
+        edited(shards=[["a"]]),
+        edited(found=[None, {}]),
+        edited(sha256=3),
+    ],
+    ids=range(14),
+)
+def test_odd_states_are_not_resumed(interrupted: Path, source: Path, edit: Callable[[str], str]) -> None:
+    """One line, and nothing is changed."""
+    state = interrupted / "conversion.json"
+    state.write_text(edit(state.read_text()))
+    before = contents(interrupted)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"{interrupted} holds no conversion that could be resumed; remove it" in message
+    assert contents(interrupted) == before
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut off", "another"])
+@pytest.mark.parametrize("kind", ["shard-00001", "carried-*"])
+def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str, harm: str) -> None:
+    (file,) = interrupted.glob(f"{kind}.safetensors")
+    if harm == "missing":
+        file.unlink()
+    elif harm == "cut off":
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        save_file({"other": torch.ones(1)}, file)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"{file} of the interrupted conversion is missing or damaged; remove {interrupted}" in message
+
+
+def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -> None:
+    done = run("convert-checkpoint", source, interrupted.with_name("slim"), *RESUME)
+    assert done.exit_code == 0, done.output
