@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .slim_layers import PLANS, ROPES, SlimLayer, check_threshold, read_layers
+from .slim_layers import PLANS, SlimLayer, check_threshold, read_layers, unrotates
 
 
 class SlimConfig(PreTrainedConfig):
@@ -50,8 +50,7 @@ class SlimConfig(PreTrainedConfig):
                 multi-head.
         """
         super().__post_init__(**kwargs)
-        if self.slim_rope not in ROPES:
-            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {self.slim_rope!r}")
+        unrotates(self.slim_rope)
         check_threshold(self.slim_sparsity_threshold)
         if self.slim_matrix_dtype not in ("float16", "float32"):
             raise ValueError(f"slim_matrix_dtype must be float16 or float32, got {self.slim_matrix_dtype!r}")

@@ -12,6 +12,7 @@ from ..cache.shared import SharedContextCache
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
 from .attention.rotation import ROTATION, Rotation, Tables, forest_rotation
+from .slim_layers import unrotates
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -82,7 +83,7 @@ class SlimRotaryDecoder(SlimDecoder):
         """
         tokens = input_ids if input_ids is not None else inputs_embeds
         if self.first_slim is not None and tokens is not None:
-            unrotates = self.config.slim_rope == "unrotate"
+            positions_cached = unrotates(self.config.slim_rope)
             length, device = tokens.shape[1], tokens.device
             cached = 0 if past_key_values is None else past_key_values.get_seq_length()
             slots, dropped = length, 0
@@ -91,13 +92,13 @@ class SlimRotaryDecoder(SlimDecoder):
             visible, shared = None, isinstance(past_key_values, SharedContextCache)
             if position_ids is None:
                 position_ids = (torch.arange(length, device=device) + cached)[None]
-            elif not shared and not unrotates:
+            elif not shared and not positions_cached:
                 visible = visible_slots(attention_mask, dropped)
                 if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
             if shared:
                 kwargs |= self.forest_rotation(past_key_values, position_ids)
-            elif unrotates:
+            elif positions_cached:
                 kwargs |= self.rotation(position_ids, None)
             else:
                 kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
@@ -117,8 +118,8 @@ class SlimRotaryDecoder(SlimDecoder):
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
         """Argument of the attention layers, for a pass over a shared-context cache."""
-        unrotates = self.config.slim_rope == "unrotate"
-        return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
+        positions_cached = unrotates(self.config.slim_rope)
+        return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=positions_cached)}
 
     def tables(self, positions: Tensor) -> Tables:
         """Tables of positions ``[rows or 1, tokens]``."""

@@ -19,11 +19,11 @@ from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
 from ..cache_errors import relative_error
-from .calibration import calibration_ids, check_ids
+from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device
 from .families import family_of_slim
-from .family import attention_inputs, longest_text
+from .family import attention_inputs, language_config, longest_text
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,16 @@ def measure_sparsity(
         tokenizer: Of the model.
 
     Raises:
-        ValueError: The model has no slim layers, the threshold is out of its bounds, or there is no usable text.
+        ValueError: The model has no slim layers, the threshold is out of its bounds, or there is no usable text, of
+            ids that the model has.
         TypeError: `model` neither is nor wraps a transformers model.
     """
     check_threshold(threshold)
     model = unwrapped(model)
     kinds = (SlimAttention, SlimDecoderAttention)
     attentions = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
-    if not isinstance(model.config, SlimConfig) or not attentions:
+    config = language_config(model.config)
+    if not isinstance(config, SlimConfig) or not attentions:
         raise ValueError(
             f"a sparsity threshold is for slim layers, and this {type(model).__name__} has none; pass a model that "
             "to_slim or convert-checkpoint made"
@@ -119,7 +121,7 @@ def measure_sparsity(
         if tokenizer is None:
             raise ValueError("measure_sparsity needs a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer)
-    ids = check_ids(calibration)[: longest_text(model.config)]
+    ids = check_vocabulary(check_ids(calibration), config.vocab_size)[: longest_text(config)]
     _, family = family_of_slim(model.config)
     inputs = {"input_ids": ids[None]}
     if isinstance(family, EncoderDecoder):
@@ -177,9 +179,10 @@ def _measure_into(found: list[LayerSparsity], model: PreTrainedModel, name: str,
 
 @contextmanager
 def _threshold(model: PreTrainedModel, threshold: float) -> Iterator[None]:
-    before = model.config.slim_sparsity_threshold
-    model.config.slim_sparsity_threshold = threshold
+    config = language_config(model.config)
+    before = config.slim_sparsity_threshold
+    config.slim_sparsity_threshold = threshold
     try:
         yield
     finally:
-        model.config.slim_sparsity_threshold = before
+        config.slim_sparsity_threshold = before
