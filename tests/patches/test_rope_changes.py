@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import hf_fastdecode as fd
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
+from .family_models import family_pair
 from .slim_models import PLANS, TEXT, pair
 
 OTHER = {"raw": "unrotate", "unrotate": "raw"}
@@ -78,3 +79,7 @@ def test_unknown_values_are_refused() -> None:
         slim.config.slim_rope = wrong
         with pytest.raises(ValueError, match=f"slim_rope must be one of raw, unrotate, got {wrong!r}"):
             slim(TEXT[None, :20])
+    long = deepcopy(family_pair("phi3-long", "k")[1])
+    long.config.slim_rope = "unrotate"
+    with pytest.raises(ValueError, match="of type 'longrope' change with the length of the text; set it to 'raw'"):
+        long(TEXT[None, :20])
