@@ -30,6 +30,10 @@ from .slim_models import TEXT, relative
 
 EPS = torch.finfo(torch.float32).eps
 MIXED = (("kv", 0), ("k+r", 5))
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32},
+    **{"short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
 
 
 def tokens(model: PreTrainedModel, given: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
@@ -131,8 +135,9 @@ def test_command_line(tmp_path: Path) -> None:
         ({"num_key_value_heads": 2}, "got 2 != 4"),
         ({"model_type": "mistral"}, "no slim form of mistral models"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "RoPE of type 'dynamic'"),
+        ({"model_type": "phi3", "pad_token_id": 0, "rope_parameters": LONGROPE}, "keep keys of both frequencies"),
     ],
-    ids=["gqa", "mistral", "rope"],
+    ids=["gqa", "mistral", "rope", "longrope"],
 )
 def test_refused_language_models(language: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

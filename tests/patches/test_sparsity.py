@@ -226,6 +226,8 @@ def test_refusals() -> None:
             sparse(slim, threshold)(TEXT[None])
     with pytest.raises(ValueError, match="this LlamaForCausalLM has none"):
         fd.measure_sparsity(model, THRESHOLD, TEXT)
+    with pytest.raises(ValueError, match="this SlimLlamaModel has no head"):
+        fd.measure_sparsity(slim.model, THRESHOLD, TEXT)
     with pytest.raises(ValueError, match="tokenizer="):
         fd.measure_sparsity(slim, THRESHOLD)
     for wrong in (-1, VOCABULARY):

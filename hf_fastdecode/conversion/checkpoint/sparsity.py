@@ -103,8 +103,8 @@ def measure_sparsity(
         tokenizer: Of the model.
 
     Raises:
-        ValueError: The model has no slim layers, the threshold is out of its bounds, or there is no usable text, of
-            ids that the model has.
+        ValueError: The model has no slim layers or no head, the threshold is out of its bounds, or there is no usable
+            text, of ids that the model has.
         TypeError: `model` neither is nor wraps a transformers model.
     """
     check_threshold(threshold)
@@ -116,6 +116,11 @@ def measure_sparsity(
         raise ValueError(
             f"a sparsity threshold is for slim layers, and this {type(model).__name__} has none; pass a model that "
             "to_slim or convert-checkpoint made"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"measure_sparsity compares logits, and this {type(model).__name__} has no head; pass a model with its "
+            "head, as AutoModelForCausalLM loads it"
         )
     if calibration is None:
         if tokenizer is None:
