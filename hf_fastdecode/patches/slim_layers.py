@@ -73,15 +73,15 @@ def check_plan(plan: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
 
 
-def check_threshold(threshold: float) -> None:
+def check_threshold(threshold: object) -> None:
     """Refuse a bound on attention weights that is none.
 
     Raises:
-        ValueError: It is negative, or at least 1, below which all weights are.
+        ValueError: It is no number, negative, or at least 1, below which all weights are.
     """
-    if not 0 <= threshold < 1:
+    if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise ValueError(
-            f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold}"
+            f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold!r}"
         )
 
 

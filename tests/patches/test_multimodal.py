@@ -37,6 +37,10 @@ from .slim_models import TEXT, relative
 
 EPS = torch.finfo(torch.float32).eps
 MIXED = (("kv", 0), ("k+r", 5))
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32},
+    **{"short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
 
 
 def tokens(model: PreTrainedModel, given: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
@@ -157,6 +161,9 @@ def test_command_line(tmp_path: Path) -> None:
     done = run("convert-checkpoint", tmp_path / "source", tmp_path / "slim", "--plan", "k", "--verify")
     assert done.exit_code == 0, done.output
     assert "50.0% saved" in " ".join(done.stdout.split())
+    config = tmp_path / "slim" / "config.json"
+    planned = run("convert-checkpoint", tmp_path / "source", "--dry-run", "--plan", config, "--json")
+    assert [one["plan"] for one in json.loads(planned.stdout)["layers"]] == ["k", "k"]
     again = run("convert-checkpoint", tmp_path / "slim", tmp_path / "slimmer")
     assert (again.exit_code, "slim already" in again.stderr) == (2, True)
     full = run("convert-checkpoint", tmp_path / "source", tmp_path / "full", "--format", "full")
@@ -169,8 +176,9 @@ def test_command_line(tmp_path: Path) -> None:
         ({"num_key_value_heads": 2}, "got 2 != 4"),
         ({"model_type": "mistral"}, "no slim form of mistral models"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "RoPE of type 'dynamic'"),
+        ({"model_type": "phi3", "pad_token_id": 0, "rope_parameters": LONGROPE}, "keep keys of both frequencies"),
     ],
-    ids=["gqa", "mistral", "rope"],
+    ids=["gqa", "mistral", "rope", "longrope"],
 )
 def test_refused_language_models(language: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -184,6 +192,25 @@ def test_refused_without_the_import(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Unrecognized model type for subconfig: slim_llama" in done.stderr
+
+
+@pytest.mark.parametrize("rope", ["raw", "unrotate"])
+def test_options_of_the_language_model(rope: str, tmp_path: Path) -> None:
+    """They reach its layers, are saved, and may be changed and measured there."""
+    model, ids = multimodal_model("llava"), TEXT[:64].clamp(max=90)
+    sparse = to_slim(model, TEXT, plan="k", rope=rope, sparsity_threshold=0.02)
+    assert relative(sparse(**inputs(model)).logits, model(**inputs(model)).logits) > 1e-3  # else this shows nothing
+    sparse.save_pretrained(tmp_path)
+    slim = loaded(tmp_path)
+    assert torch.equal(slim(**inputs(model)).logits, sparse(**inputs(model)).logits)
+    slim.config.text_config.slim_sparsity_threshold = 0.0
+    assert torch.equal(tokens(slim), tokens(model))
+    found = fd.measure_sparsity(slim, 0.02, ids)
+    assert found.logits_error == pytest.approx(relative(sparse(ids[None]).logits, slim(ids[None]).logits), rel=1e-4)
+    assert [layer.name for layer in found.layers] == [f"model.language_model.layers.{at}.self_attn" for at in (0, 1)]
+    assert slim.config.text_config.slim_sparsity_threshold == 0.0
+    with pytest.raises(ValueError, match="this LlavaForConditionalGeneration has none"):
+        fd.measure_sparsity(model, 0.02, ids)
 
 
 def test_shared_context() -> None:

@@ -44,7 +44,7 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_positions_are_exact(dtype: torch.dtype) -> None:
-    positions = torch.tensor([[0, 1, 255, 256, 257], [2047, 2049, 65535, 131071, 2**24 - 1]])
+    positions = torch.tensor([[0, 1, 255, 256, 257], [-1, -(2**23), 65535, 131071, 2**23 - 1]])
     stored = torch.arange(30).view(2, 1, 5, 3).to(dtype)
     kept, read = without_positions(with_positions(stored, positions))
     assert torch.equal(kept, stored)
@@ -119,7 +119,9 @@ def in_passes(model: PreTrainedModel, cache: Any, passes: list[Tensor], rows: in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [[], [torch.cat([torch.arange(20), torch.arange(20)])]], ids=["passes", "packed"])
+@pytest.mark.parametrize(
+    "first", [[], [torch.cat([torch.arange(-5, 15), torch.arange(20)])]], ids=["passes", "packed"]
+)
 def test_any_positions(first: list[Tensor]) -> None:
     """Keys are rotated when they are cached, so that no later pass needs to count their positions."""
     model, slim = unrotating()

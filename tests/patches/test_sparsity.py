@@ -22,7 +22,7 @@ from hf_fastdecode.patches.attention import slim_attention
 
 from ..commands.command_line import needs_weights
 from ..test_layout import ROOT
-from ..tiny_models import ragged_prompts, seeded
+from ..tiny_models import VOCABULARY, ragged_prompts, seeded
 from .encoder_decoder_models import encoder_decoder_pair, read_by
 from .family_models import family_condition, family_pair
 from .slim_models import TEXT, pair, relative
@@ -217,7 +217,7 @@ def test_set_and_saved(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     model, slim = pair("k")
-    for threshold in (-0.1, 1.0, float("nan")):
+    for threshold in (-0.1, 1.0, float("nan"), None):
         with pytest.raises(ValueError, match=r"at least 0 \(off\) and below 1, got"):
             fd.to_slim(model, TEXT, sparsity_threshold=threshold)
         with pytest.raises(ValueError, match=r"at least 0 \(off\) and below 1, got"):
@@ -226,5 +226,13 @@ def test_refusals() -> None:
             sparse(slim, threshold)(TEXT[None])
     with pytest.raises(ValueError, match="this LlamaForCausalLM has none"):
         fd.measure_sparsity(model, THRESHOLD, TEXT)
+    with pytest.raises(ValueError, match="this SlimLlamaModel has no head"):
+        fd.measure_sparsity(slim.model, THRESHOLD, TEXT)
     with pytest.raises(ValueError, match="tokenizer="):
         fd.measure_sparsity(slim, THRESHOLD)
+    for wrong in (-1, VOCABULARY):
+        ids = torch.cat([TEXT[:40], torch.tensor([wrong])])
+        with pytest.raises(ValueError, match=rf"has id {wrong}, and the model has {VOCABULARY} tokens"):
+            fd.measure_sparsity(slim, THRESHOLD, ids)
+        with pytest.raises(ValueError, match=rf"has id {wrong}, and the model has {VOCABULARY} tokens"):
+            fd.to_slim(model, ids)

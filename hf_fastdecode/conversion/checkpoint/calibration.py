@@ -53,3 +53,21 @@ def check_ids(ids: Tensor) -> Tensor:
     if len(ids) < LEAST:
         raise ValueError(f"a calibration text needs {LEAST} tokens, got {len(ids)}; give a longer one")
     return ids
+
+
+def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
+    """The same ids.
+
+    Args:
+        ids: ``[tokens]``.
+        vocabulary: Tokens that the model has.
+
+    Raises:
+        ValueError: The model has no such tokens.
+    """
+    if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < vocabulary]:
+        raise ValueError(
+            f"the calibration text has id {wrong[-1]}, and the model has {vocabulary} tokens, from 0; take the "
+            "model's own tokenizer"
+        )
+    return ids

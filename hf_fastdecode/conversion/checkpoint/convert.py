@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from .calibration import calibration_ids
+from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
 from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
@@ -130,13 +130,7 @@ def _ids(source: Checkpoint, settings: Settings, family: Family | EncoderDecoder
         ) from error
     text = None if _has_features(settings, family) else settings.calibration
     config = language_config(source.config)
-    ids = calibration_ids(tokenizer, text, longest_text(config))
-    if int(ids.max()) >= config.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer gives id {int(ids.max())}, and the model has {config.vocab_size} tokens; save the "
-            "model's own tokenizer beside its weights"
-        )
-    return ids
+    return check_vocabulary(calibration_ids(tokenizer, text, longest_text(config)), config.vocab_size)
 
 
 def _has_features(settings: Settings, family: Family | EncoderDecoder) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
-from .calibration import calibration_ids, check_ids
+from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
 from .families import family_of, require_rope
@@ -59,7 +59,7 @@ def to_slim(
         rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the
             attention mask. ``unrotate`` caches them after RoPE, beside their positions, which may then be any.
         sparsity_threshold: Attention weights of slim layers below it count as 0, which `measure_sparsity` measures;
-            0 for none. ``model.config.slim_sparsity_threshold`` changes it.
+            0 for none. ``slim_sparsity_threshold`` of its config changes it.
 
     Returns:
         The slim model, in eval mode, on the same device.
@@ -81,11 +81,12 @@ def to_slim(
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(config))
+    calibration = check_vocabulary(check_ids(calibration), config.vocab_size)
     if isinstance(family, EncoderDecoder):
-        slim = decoder_to_slim(model, family, choice, check_ids(calibration), features)
+        slim = decoder_to_slim(model, family, choice, calibration, features)
         slim.config.slim_sparsity_threshold = sparsity_threshold
         return slim
-    inputs = layer_inputs(model, family, check_ids(calibration))
+    inputs = layer_inputs(model, family, calibration)
     state, count = model.state_dict(), config.num_hidden_layers
     rotation = family.rotation(config, len(calibration))
     entries = []

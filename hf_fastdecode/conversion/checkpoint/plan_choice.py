@@ -148,6 +148,8 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
         raise PlanError(f"{path} is not a JSON file ({error}); name a list of plans, or a slim config.json") from error
     entries = content
     if isinstance(content, dict):
+        inner = content.get("text_config")  # of a multimodal model's config
+        content = inner if isinstance(inner, dict) else content
         entries = content.get("slim_layers", content.get("layers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise PlanError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')

@@ -18,7 +18,7 @@ from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
 from ..cache_errors import relative_error
-from .calibration import calibration_ids, check_ids
+from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device
 from .families import family_of_slim, is_slim
@@ -102,7 +102,8 @@ def measure_sparsity(
         tokenizer: Of the model.
 
     Raises:
-        ValueError: The model has no slim layers, the threshold is out of its bounds, or there is no usable text.
+        ValueError: The model has no slim layers or no head, the threshold is out of its bounds, or there is no usable
+            text, of ids that the model has.
         TypeError: `model` neither is nor wraps a transformers model.
     """
     check_threshold(threshold)
@@ -114,12 +115,17 @@ def measure_sparsity(
             f"a sparsity threshold is for slim layers, and this {type(model).__name__} has none; pass a model that "
             "to_slim or convert-checkpoint made"
         )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"measure_sparsity compares logits, and this {type(model).__name__} has no head; pass a model with its "
+            "head, as AutoModelForCausalLM loads it"
+        )
     if calibration is None:
         if tokenizer is None:
             raise ValueError("measure_sparsity needs a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer)
     config = language_config(model.config)
-    ids = check_ids(calibration)[: longest_text(config)]
+    ids = check_vocabulary(check_ids(calibration), config.vocab_size)[: longest_text(config)]
     _, family = family_of_slim(model.config)
     inputs = {"input_ids": ids[None]}
     if isinstance(family, EncoderDecoder):

@@ -13,7 +13,7 @@ from ..failures import Kernel, launching
 from ..forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
-from .arguments import Arguments, RotaryTables, check_alignment, check_arguments
+from .arguments import Arguments, check_alignment, check_arguments
 from .cluster import ClusterConfig, ClusterShape, cluster_kernel
 from .config import (
     SlimConfig,
@@ -25,6 +25,7 @@ from .config import (
 )
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
+from .tables import RotaryTables
 
 __all__ = [
     "ClusterConfig",

@@ -8,36 +8,7 @@ import torch
 from torch import Tensor
 
 from ..forest_decode.arguments import check_table
-
-TURNS = 8
-"""Rows of the table of turns."""
-
-
-class RotaryTables(NamedTuple):
-    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` numbers of a head.
-
-    Attributes:
-        cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
-        sin: Likewise.
-        turns: ``[8, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of 0 to 7 positions, where each row's
-            positions rise by one from slot to slot; None where they may not.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    turns: Tensor | None = None
-
-    @classmethod
-    def of(cls, frequencies: Tensor, positions: Tensor) -> RotaryTables:
-        """Tables of consecutive positions.
-
-        Args:
-            frequencies: ``[rotary_dim / 2]``: radians per position.
-            positions: ``[rows or 1, slots]``, rising by one from slot to slot.
-        """
-        angles = positions[..., None].double() * frequencies.double()
-        turns = torch.arange(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
-        return cls(angles.cos().float(), angles.sin().float(), torch.stack([turns.cos(), turns.sin()], 1).float())
+from .tables import TURNS, RotaryTables
 
 
 class Arguments(NamedTuple):

@@ -71,8 +71,8 @@ class SlimAttention(SlimTokens):
 
         Raises:
             ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; the layer caches in
-                8 bits, through which no gradients flow, and is being trained; or a `QuantizedCache` would round
-                positions.
+                8 bits, through which no gradients flow, and is being trained; a `QuantizedCache` would round
+                positions; or the cache holds tokens of another `slim_rope` or model.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
@@ -84,8 +84,8 @@ class SlimAttention(SlimTokens):
             check_trainable(stored_dtype, self.layer_idx)
         if self.config.unrotates and isinstance(past_key_values, QuantizedCache):
             raise ValueError(
-                "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set "
-                "model.config.slim_rope to 'raw', or convert with cache dtype int8"
+                "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set slim_rope of the config "
+                "to 'raw', or convert with cache dtype int8"
             )
         exact = self.to_cache(hidden_states)
         if isinstance(past_key_values, SharedContextCache):
@@ -94,6 +94,8 @@ class SlimAttention(SlimTokens):
         with no_autocast(query.device):  # which does not concatenate fp16
             keys, coordinates = self.stored(*exact, stored_dtype, rotation)
             if past_key_values is not None:
+                if (held := values_held(past_key_values, self.layer_idx)) is not None:
+                    self.require_layout(held)
                 keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
             tokens = self.read(keys, coordinates, rotation and rotation.keys)
         dropout = self.dropout_share() if self.training else 0.0
@@ -127,3 +129,10 @@ class SlimAttention(SlimTokens):
     def weights_wanted(self, kwargs: dict[str, Any]) -> bool:
         """Whether a pass with these arguments may be asked for its attention weights."""
         return bool(self.config._attn_implementation == "eager")
+
+
+def values_held(cache: Any, layer_idx: int) -> Tensor | None:
+    """What a cache of transformers holds in the place of a layer's values, ``[rows, heads, slots, width]``, if any."""
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer_idx], "values", None) if layer_idx < len(layers) else None
+    return held if held is not None and held.dim() == 4 else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
-from ...kernels.slim_decode.arguments import TURNS, RotaryTables
+from ...kernels.slim_decode.tables import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
 """Argument of the attention layers: a `Rotation`."""

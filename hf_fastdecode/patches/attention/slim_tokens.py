@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ...attention.kv import Segment
 from ..slim_layers import SlimLayer
-from ..values.eight_bits import load, store
+from ..values.eight_bits import load, store, stored_bytes
 from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
 from ..values.slim_values import SlimValues
-from ..values.stored_positions import with_positions, without_positions
+from ..values.stored_positions import DIGITS, with_positions, without_positions
 from ..values.wide_products import wide
 from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
@@ -101,6 +101,24 @@ class SlimTokens(nn.Module):
         beside = with_positions(store(coordinates, dtype, self.head_dim), rotation.positions[:, :count])
         return Segment(store(self._joined(keys), dtype, self.head_dim), beside)
 
+    def require_layout(self, cached: Tensor) -> None:
+        """Refuse a cache that was begun with another `slim_rope`, or by another model.
+
+        Args:
+            cached: The cache's tensor in the place of values.
+
+        Raises:
+            ValueError: It is not as `stored` makes it.
+        """
+        dtype = cache_dtype(self.q_proj.weight.dtype, self.layer)
+        width = stored_bytes(self.layer.rank, dtype, self.head_dim) // dtype.itemsize + DIGITS * self.config.unrotates
+        if (cached.shape[1], cached.shape[-1]) != (1, width):
+            raise ValueError(
+                f"layer {self.layer_idx} caches {width} numbers per token beside keys with slim_rope "
+                f"{self.config.slim_rope!r}, and the cache holds {cached.shape[1]} * {cached.shape[-1]}; begin a new "
+                "cache where slim_rope changes, and for each model"
+            )
+
     def read(self, keys: Tensor, coordinates: Tensor, tables: Tables | None) -> CachedTokens:
         """Inverse of `stored`.
 
@@ -174,7 +192,8 @@ class SlimTokens(nn.Module):
         return Segment(scored.to(dtype), values.unflatten(-1, (scored.shape[1], -1)).transpose(1, 2).to(dtype))
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
-        """Make keys and values of cached tokens, see `MakesNodes.as_nodes`."""
+        """Make keys and values of cached tokens, see `MakesNodes.as_nodes` and `require_layout`."""
+        self.require_layout(coordinates)
         tables = self.tables(positions) if self.config.rotary and not self.config.unrotates else None
         return self.keys_and_values(self.read(keys, coordinates, tables), dtype or self.q_proj.weight.dtype)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...attention.kv import ForestKV
 from ...attention.partial import Partial
-from ...kernels.slim_decode.arguments import RotaryTables
 from ...kernels.slim_decode.limits import refusal
+from ...kernels.slim_decode.tables import RotaryTables
 from .slim_tokens import SlimTokens
 
 
@@ -22,11 +22,11 @@ def kernel_refusal(layer: SlimTokens, query: Tensor, kv: ForestKV) -> str | None
     """
     if layer.layer.plan == "x":
         return "it reads keys, and the layer caches inputs"
-    if layer.unrotates:
+    if layer.config.unrotates:
         return "it reads keys of before RoPE, and slim_rope is 'unrotate'"
     if type(layer).key_norm is not SlimTokens.key_norm:
         return "keys are normalised when they are read"
-    if layer.rotary and layer.interleaved:
+    if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
     if kv.suffix.keys.element_size() == 1:
         return "the layer caches 8 bits"

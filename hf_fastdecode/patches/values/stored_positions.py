@@ -1,7 +1,7 @@
 """Positions of cached tokens, as numbers beside theirs, in tensors that any cache of transformers holds.
 
 Caches reorder, crop and repeat these with the tokens. A position is three digits of base 256, which every floating
-dtype, and a byte, holds exactly.
+dtype, and a byte, holds exactly. Negative ones are counted down from ``256 ** 3``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 DIGITS: Final = 3
-"""Numbers per token; the largest position is ``256 ** 3 - 1``."""
+"""Numbers per token; positions are at least ``-(2**23)`` and below ``2**23``."""
 
 _PLACES: Final = (2**16, 2**8, 1)
 
@@ -22,7 +22,7 @@ def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         stored: ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8.
-        positions: ``[rows or 1, tokens]``, int64, at least 0 but for padding, which may have any.
+        positions: ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
 
     Returns:
         ``[rows, 1, tokens, width + DIGITS]``.
@@ -34,7 +34,8 @@ def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
 def without_positions(cached: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse of `with_positions`: what was stored, and positions ``[rows, tokens]``."""
     digits = cached[:, 0, :, -DIGITS:].long()
-    return cached[..., :-DIGITS], (digits * torch.tensor(_PLACES, device=cached.device)).sum(-1)
+    numbers = (digits * torch.tensor(_PLACES, device=cached.device)).sum(-1)
+    return cached[..., :-DIGITS], torch.where(numbers < 2**23, numbers, numbers - 2**24)
 
 
 def position_bytes(dtype: torch.dtype) -> int:

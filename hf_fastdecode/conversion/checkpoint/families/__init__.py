@@ -59,6 +59,11 @@ def family_of(config: Any) -> Family | EncoderDecoder:
                 f"the language model of this {model_type} has an encoder ({config.text_config.model_type}); "
                 "only decoders are converted in multimodal models"
             )
+        if (rope := _rope_type(language_config(config))) == "longrope":
+            raise UnconvertibleError(
+                f"RoPE of type {rope!r} changes with the length of the text, and multimodal models then keep keys of "
+                "both frequencies in the cache, which a slim one cannot; convert models with fixed frequencies"
+            )
         return multimodal_family(config, language)
     if (heads := config.num_attention_heads) != kv_heads(config):
         raise UnconvertibleError(
