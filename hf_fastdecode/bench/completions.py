@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
 
 from ..measurement.status import status_of
 from .ceilings import measure_ceilings
 from .completion_cases import CompletionCase
 from .generate import collect, what_ran
-from .generate_calls import caller, load
+from .generate_calls import caller, kv_bytes_per_token, load
 from .generate_cases import GenerateCase
 from .generate_check import check_way
 from .generate_ways import GenerateWay, find_way, using
@@ -36,7 +35,7 @@ class CompletionBench:
 
     def __init__(self, device: torch.device, *, check: bool = True, budget_s: float = 120.0):
         self.device, self.check, self.budget_s = device, check, budget_s
-        self._loaded: tuple[tuple[str, str], Any] | None = None
+        self._loaded: tuple[tuple[str, str, str | None], Any] | None = None
         self._timed: dict[tuple[GenerateCase, tuple[int, ...], str], dict[str, Any]] = {}
         self._bytes_per_s: float | None = None
 
@@ -44,8 +43,9 @@ class CompletionBench:
         """The columns of one way's row.
 
         ``ms_per_step``: mean over the steps of the span. ``kv_floor_ms``: what reading the keys and values of a step
-        takes at the rate of a copy, measured in the same run. ``peak_bytes``: most memory over the weights in the
-        whole call. ``ran``: what our report says ran.
+        takes at the rate of a copy, measured in the same run; of a slim model those of the
+        ordinary one. ``peak_bytes``: most memory over the weights in the whole call. ``ran``: what our report says
+        ran.
         """
         key = case.call, case.marks, way_name
         if key not in self._timed:  # once for all spans of the call
@@ -75,7 +75,7 @@ class CompletionBench:
             return {"status": status_of(error)}
 
     def _measured(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
-        model = self._model(case.call)
+        model = self._model(case.call, way)
         collect()
         cuda = self.device.type == "cuda"
         before = torch.cuda.memory_allocated(self.device) if cuda else 0
@@ -94,17 +94,17 @@ class CompletionBench:
         return {
             "status": "ok",
             "times": clock.ms_per_step(),
-            "bytes_per_token": KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
+            "bytes_per_token": kv_bytes_per_token(model),
             "peak_bytes": peak,
             "ran": ran,
         }
 
-    def _model(self, call: GenerateCase) -> Any:
-        key = call.shape, call.dtype
+    def _model(self, call: GenerateCase, way: GenerateWay) -> Any:
+        key = call.shape, call.dtype, way.slim
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None
             collect()
-            self._loaded = key, load(call.shape, self.device, getattr(torch, call.dtype))
+            self._loaded = key, load(call.shape, self.device, getattr(torch, call.dtype), way.slim)
         return self._loaded[1]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import QuantizedCache
 
 import hf_fastdecode as fd
-from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.cache.shared import cache_bytes
 
 from ..measurement.status import NotAvailableError, status_of
 from ..measurement.timing import Times, percentiles, wall_samples, wall_seconds
-from .generate_calls import batch_caller, caller, load
+from .generate_calls import batch_caller, caller, kv_bytes_per_token, load
 from .generate_cases import GenerateCase
 from .generate_check import check_way
 from .generate_ways import GenerateWay, find_way, using
@@ -40,8 +40,8 @@ class GenerateBench:
 
     def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
         self.device, self.repeats, self.check, self.budget_s = device, repeats, check, budget_s
-        self._loaded: tuple[tuple[str, str], PreTrainedModel] | None = None
-        self._single_prefills: dict[tuple[str, str, int], float] = {}
+        self._loaded: tuple[tuple[str, str, str | None], PreTrainedModel] | None = None
+        self._single_prefills: dict[tuple[str, str, str | None, int], float] = {}
         self._checked: dict[tuple[str, str], str | None] = {}
 
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
@@ -51,7 +51,8 @@ class GenerateBench:
         seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
-        end; ``floor_kv_bytes``: of the prompts' tokens once and every sample's. ``peak_bytes``: most memory over the
+        end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens once and every sample's, as keys and
+        values. ``peak_bytes``: most memory over the
         weights since the way was turned on, on CUDA. ``embedded_tokens``: tokens that the embedding saw in a call,
         where a hook can count them. ``ran``: what our report says ran. Times are medians.
         """
@@ -63,7 +64,7 @@ class GenerateBench:
         if self.check and way.exact and way.enable is not None and (red := self._red(case, way_name, way)):
             return result | {"status": red}
         try:
-            return result | {"status": "ok"} | self._measured(self._model(case), case, way)
+            return result | {"status": "ok"} | self._measured(self._model(case, way), case, way)
         except Exception as error:
             return result | {"status": status_of(error)}
         finally:
@@ -76,12 +77,12 @@ class GenerateBench:
             self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype))
         return self._checked[key]
 
-    def _model(self, case: GenerateCase) -> PreTrainedModel:
-        key = case.shape, case.dtype
+    def _model(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
+        key = case.shape, case.dtype, way.slim
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None
             collect()
-            self._loaded = key, load(case.shape, self.device, getattr(torch, case.dtype))
+            self._loaded = key, load(case.shape, self.device, getattr(torch, case.dtype), way.slim)
         return self._loaded[1]
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class GenerateBench:
         result = _times(steps, drawn, most) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
         if way.attention is not None:
             return result
-        result |= {"prefill_s": short.p50, "single_prefill_s": self._single_prefill(model, case)}
+        result |= {"prefill_s": short.p50, "single_prefill_s": self._single_prefill(model, case, way)}
         if most < case.new_tokens:
             return result | memory
         return result | {"total_s": percentiles(whole).p50} | memory
@@ -125,8 +126,8 @@ class GenerateBench:
     def _samples(self, call: Callable[[], Any], warming: Callable[[], bool] = lambda: False) -> list[float]:
         return wall_samples(call, self.device, repeats=self.repeats, budget_s=self.budget_s, warming=warming)
 
-    def _single_prefill(self, model: PreTrainedModel, case: GenerateCase) -> float:
-        key = case.shape, case.dtype, case.context
+    def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:
+        key = case.shape, case.dtype, way.slim, case.context
         if key not in self._single_prefills:
             call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype), GenerateWay())
             call(1)
@@ -149,9 +150,10 @@ class GenerateBench:
         finally:
             hook.remove()
         tokens = case.prompt_tokens + sum(case.lengths())
+        counted_whole = cache is not None and not isinstance(cache, QuantizedCache)
         return {
-            "kv_bytes": None if cache is None else cache_bytes(cache),
-            "floor_kv_bytes": tokens * KVShape.from_config(model.config).bytes_per_token(model.dtype.itemsize),
+            "kv_bytes": cache_bytes(cache) if counted_whole else None,
+            "floor_kv_bytes": tokens * kv_bytes_per_token(model),
             "embedded_tokens": sum(counted) if counts else None,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,41 @@ from transformers import (
 
 import hf_fastdecode as fd
 
+from ..cache.accounting import KVShape
 from ..measurement.shapes import SHAPES, random_model
 from ..measurement.status import NotAvailableError
+from ..patches.slim_layers import SlimLayer
 from .generate_cases import GenerateCase
 from .generate_ways import SAMPLING, GenerateWay
+from .slim_cases import RANK_DIVISOR
 
 _FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
 
 
-def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None = None) -> PreTrainedModel:
     """The model of a shape: random weights, ``embedded`` for the one that the package carries, or a checkpoint.
 
     Every sample of it runs to the end, so that steps are comparable.
 
+    Args:
+        shape: Of the model.
+        device: Where it runs.
+        dtype: Of its weights.
+        slim: Plan of every layer of a slim model with random weights; None for an ordinary model.
+
     Raises:
         OSError: There is no such checkpoint.
+        NotAvailableError: The shape has no slim form.
     """
+    if slim is not None:
+        fields = SHAPES.get(shape, {})
+        if not fields or fields["num_key_value_heads"] != fields["num_attention_heads"]:
+            raise NotAvailableError(
+                "slim ways need a named shape with as many KV heads as query heads, since each head's values are made "
+                f"of all keys, got {shape}; choose 7b-mha, 13b-mha or tiny-mha"
+            )
+        rank = fields["hidden_size"] // RANK_DIVISOR if slim == "k+r" else 0
+        return random_model(shape, device, dtype, SlimLayer(slim, rank))
     if shape in SHAPES:
         return random_model(shape, device, dtype)
     if shape == "embedded":
@@ -45,6 +65,13 @@ def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
     end = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
     return model
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
+    config = copy.copy(model.config)
+    config.slim_layers = None
+    return KVShape.from_config(config).bytes_per_token(model.dtype.itemsize)
 
 
 class RowsFinish(StoppingCriteria):

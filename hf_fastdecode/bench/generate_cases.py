@@ -15,9 +15,16 @@ from ..generation.options import CHOICES, Options
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
+    "stock-slim-k": "the same with a slim model of this shape that caches keys only; multi-head shapes only",
+    "stock-slim-k+r": "the same with keys and d/8 V-coordinates",
+    "quantized-fp8": "stock with transformers' QuantizedCache in fp8",
+    "quantized-hqq": "the same in 8 bits by HQQ, where hqq is installed",
+    "quantized-quanto": "the same in 4 bits, the most it takes, by quanto, where optimum-quanto is installed",
     "stock-beams": "transformers' beam search, with as many beams as samples",
     "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
+    "slim-k": "the same with a slim model of this shape: what rows add is stored as keys only",
+    "slim-k+r": "the same as keys and d/8 V-coordinates",
     "eager": "hf_fastdecode, mode='eager'",
     "graph": "hf_fastdecode, mode='graph'",
     "compile": "hf_fastdecode, mode='compile'",
@@ -31,7 +38,10 @@ WAYS: dict[str, str] = {
 }
 """Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
-_STOCK_WAYS = ("stock", "stock-static", "stock-beams", "generate_batch")
+_STOCK_WAYS = (
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "stock-beams", "generate_batch"),
+    *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
+)
 
 DEFAULT_WAYS = (
     *("stock", "stock-static", "shared", "eager", "graph", "compile"),
@@ -45,7 +55,8 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
     Raises:
         ValueError: There is no such way or option, the option does not take this, or stock was given options.
     """
-    base, *options = name.split("+")
+    base = max((way for way in WAYS if f"{name}+".startswith(f"{way}+")), key=len, default=name.partition("+")[0])
+    options = name.removeprefix(base).split("+")[1:]
     if base not in WAYS:
         raise ValueError(f"a way is one of {', '.join(WAYS)}, got {base!r}")
     if options and (base in _STOCK_WAYS or not all("=" in option for option in options)):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..measurement.shapes import random_model
 from ..measurement.status import status_of
 from .accuracy import BOUND
+from .generate_calls import load
 from .generate_ways import GenerateWay, using
 
 _ROWS, _CONTEXT, _TOKENS = 8, 200, 24
@@ -47,7 +47,7 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> str
 
 def gives_stock_tokens(way: GenerateWay, device: torch.device) -> bool:
     """Whether stock and the way draw the same tokens in fp32."""
-    model = random_model("tiny", device, torch.float32)
+    model = _tiny(way, device, torch.float32)
     arguments = way.call_arguments(_ROWS)
     stock = _generate(model, arguments)
     with using(model, way):
@@ -57,7 +57,7 @@ def gives_stock_tokens(way: GenerateWay, device: torch.device) -> bool:
 
 def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> float:
     """How many times stock's error the way's logits err, on its own tokens, against the model in fp64."""
-    model = random_model("tiny", device, dtype)
+    model = _tiny(way, device, dtype)
     with using(model, way):
         found = _generate(model, GenerateWay().call_arguments(_ROWS), output_logits=True)
     ours = torch.stack(found.logits, 1).double()  # [rows, tokens, vocabulary]
@@ -66,6 +66,10 @@ def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> 
     return float(
         torch.maximum((ours - oracle).abs().max() / theirs.abs().max(), (ours - oracle).norm() / theirs.norm())
     )
+
+
+def _tiny(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    return load("tiny" if way.slim is None else "tiny-mha", device, dtype, way.slim)
 
 
 @torch.no_grad()

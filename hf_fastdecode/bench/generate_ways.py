@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class GenerateWay:
         compiles: Whether it may compile anything: it then starts without what others compiled.
         hooks: Whether forward hooks leave the way what it is, so that tokens can be counted.
         half: Whether on CUDA it takes half precision only, as this package's kernels and flash attention do.
+        slim: Plan of every layer of a slim model; None for an ordinary model.
+        requires: The optional package that it needs.
     """
 
     enable: dict[str, Any] | None = None
@@ -43,11 +46,13 @@ class GenerateWay:
     compiles: bool = False
     hooks: bool = True
     half: bool = False
+    slim: str | None = None
+    requires: str | None = None
 
     @property
     def exact(self) -> bool:
         """Whether its tokens are supposed to be right."""
-        return self.attention != "none"
+        return self.attention != "none" and "cache_config" not in self.arguments
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
         """What a call of so many samples of one prompt gives `generate`."""
@@ -63,13 +68,26 @@ _MODES = {
     "compile": GenerateWay(enable={"mode": "compile"}, compiles=True, hooks=False, half=True),
 }
 
+
+def _quantized(backend: str, requires: str | None = None, **config: int) -> GenerateWay:
+    arguments = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **config}}
+    return GenerateWay(arguments=arguments, requires=requires)
+
+
 _WAYS: dict[str, GenerateWay] = {
     "stock": GenerateWay(),
     "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, compiles=True, hooks=False),
+    "stock-slim-k": GenerateWay(slim="k"),
+    "stock-slim-k+r": GenerateWay(slim="k+r"),
+    "quantized-fp8": _quantized("fp8"),
+    "quantized-hqq": _quantized("hqq", "hqq", nbits=8, axis_key=1, axis_value=1),
+    "quantized-quanto": _quantized("quanto", "optimum-quanto", nbits=4),
     "stock-beams": GenerateWay(beams=True),
     "beams": GenerateWay(enable={"mode": "eager"}, beams=True),
     "generate_batch": GenerateWay(batch=True, hooks=False),
     **_MODES,
+    "slim-k": replace(_MODES["shared"], slim="k"),
+    "slim-k+r": replace(_MODES["shared"], slim="k+r"),
     **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},
     "eager-bifurcated": replace(_MODES["eager"], attention="bifurcated"),
     "eager-hydragen": replace(_MODES["eager"], attention="hydragen", half=True),
@@ -102,8 +120,13 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
 
     Raises:
-        NotAvailableError: The attention was not replaced.
+        NotAvailableError: The attention was not replaced, or a package is not installed.
     """
+    if way.requires is not None:
+        try:
+            version(way.requires)
+        except PackageNotFoundError as error:
+            raise NotAvailableError(f"{way.requires} is not installed; pip install {way.requires}") from error
     # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
     if way.compiles and model.device.type == "cuda":
         torch.compiler.reset()

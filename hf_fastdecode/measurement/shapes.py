@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from ..patches.slim_layers import SlimLayer
+
 MAX_POSITIONS = 131072
 """Of every named shape."""
 
@@ -66,29 +68,57 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "tiny-mha": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
 }
 
 
-def random_model(shape: str, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+def random_model(
+    shape: str, device: torch.device | str, dtype: torch.dtype, slim: SlimLayer | None = None
+) -> PreTrainedModel:
     """A Llama of the named shape with random weights, in eval mode, that never stops by itself.
 
+    Args:
+        shape: One of `SHAPES`.
+        device: Where its weights are.
+        dtype: Of weights.
+        slim: What each layer of a slim model caches; None for an ordinary model.
+
     Raises:
-        ValueError: No such shape.
+        ValueError: No such shape, or one that has no slim form.
     """
     import torch  # here, since the names of shapes are also read where its seconds would be lost
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from ..patches.architectures.slim_llama import SlimLlamaForCausalLM
+    from ..patches.slim_configs import SlimLlamaConfig
+    from ..patches.values.wide_products import StoredMatrix
+
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=MAX_POSITIONS, pad_token_id=0, eos_token_id=None)
+    fields = SHAPES[shape] | {"max_position_embeddings": MAX_POSITIONS, "pad_token_id": 0, "eos_token_id": None}
+    config, model_class = LlamaConfig(**fields), LlamaForCausalLM
+    if slim is not None:
+        fields["slim_layers"] = [slim.to_dict()] * config.num_hidden_layers
+        fields["slim_matrix_dtype"] = "float16" if dtype.itemsize == 2 else "float32"  # as in conversion
+        config, model_class = SlimLlamaConfig(**fields), SlimLlamaForCausalLM
     torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(config)
+            model = model_class(config)
     finally:
         torch.set_default_dtype(previous)
+    for module in model.modules():
+        if isinstance(module, StoredMatrix):  # a buffer, which no initialization fills
+            module.values.normal_(std=len(module.values) ** -0.5)
     return model.eval()
 
 

@@ -39,6 +39,15 @@ def test_spans_are_of_one_call(bench, monkeypatch):
     assert rows[2]["kv_floor_ms"] == rows[3]["kv_floor_ms"] == pytest.approx(tokens * PER_TOKEN / 1e6)
 
 
+def test_slim_spans_have_the_floor_of_keys_and_values(bench):
+    case = spans(GenerateCase("tiny-mha", 40, 3, 12, "float32"), (2, 6, 12))[0]
+    rows = {way: bench.measure(case, way) for way in ("stock", "slim-k+r")}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert all(row["ms_per_step"] > 0 for row in rows.values())
+    assert {row["kv_floor_ms"] for row in rows.values()} == {rows["stock"]["kv_floor_ms"]}
+    assert rows["slim-k+r"]["ran"] == "eager, sampler hf"
+
+
 @pytest.mark.parametrize("way", ["stock", "shared"])
 def test_a_slow_call_is_cut_short(way, monkeypatch):
     monkeypatch.setattr(completions, "_STEPS_BETWEEN_LOOKS", 1)

@@ -1,6 +1,7 @@
 """Whole calls of generate on the CPU, tiny: what a row holds, what is refused, and attention that is replaced."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
-from hf_fastdecode.bench import attention_hook, generate
+from hf_fastdecode.bench import attention_hook, generate, generate_ways
 from hf_fastdecode.bench.attention_hook import no_attention, replaced_attention
 from hf_fastdecode.bench.generate import GenerateBench
 from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load, prompt
@@ -112,7 +113,7 @@ def test_out_of_memory_and_errors_are_results(bench, monkeypatch):
 
         return call
 
-    model = bench._model(CASE)
+    model = bench._model(CASE, find_way("stock"))
     monkeypatch.setattr(model, "generate", fail(torch.OutOfMemoryError("on purpose")))
     assert bench.measure(CASE, "stock")["status"] == "out of memory"
     monkeypatch.setattr(model, "generate", fail(RuntimeError("on purpose")))
@@ -130,11 +131,16 @@ def test_a_model_that_does_not_load_is_a_result(tmp_path):
 
 def test_every_way_is_known():
     for name in WAYS:
-        assert find_way(name).exact != name.endswith("-no-attention")
+        assert find_way(name).exact != (name.endswith("-no-attention") or name.startswith("quantized-"))
     with pytest.raises(ValueError, match=r"a way is one of stock, .*, got 'fast'"):
         find_way("fast")
     with pytest.raises(ValueError, match=r"options are written NAME=VALUE behind one of ours.*got 'stock\+a=1'"):
         find_way("stock+a=1")
+    assert find_way("slim-k+r+sampler=hf") == replace(find_way("slim-k+r"), enable={"sampler": "hf"})
+    with pytest.raises(
+        ValueError, match=r"options are written NAME=VALUE behind one of ours.*got 'stock-slim-k\+r\+a=1'"
+    ):
+        find_way("stock-slim-k+r+a=1")
     assert find_way("graph+sampler=fast+min_shared_tokens=8").enable == {
         "mode": "graph",
         "sampler": "fast",
@@ -170,6 +176,64 @@ def test_without_attention_tokens_differ(model):
         with using(model, find_way(way)):
             drawn.append(caller(model, CASE, find_way(way))(8))
     assert not torch.equal(*drawn)
+
+
+# --- slim models and quantized caches --------------------------------------------------------------------------------
+
+
+SLIM_CASE = replace(CASE, shape="tiny-mha")
+
+
+@pytest.mark.parametrize(("plan", "width"), [("k", 128), ("k+r", 128 + 128 // 8)])
+def test_slim_ways(bench, plan, width):
+    stock, shared = (bench.measure(SLIM_CASE, way) for way in (f"stock-slim-{plan}", f"slim-{plan}"))
+    assert stock["status"] == shared["status"] == "ok"
+    assert min(stock["ms_per_step"], shared["ms_per_step"]) > 0
+    assert shared["ran"] == "eager, sampler hf"
+    assert stock["kv_bytes"] == 4 * (120 + 7) * 2 * width * 4  # rows, tokens, layers, numbers, bytes
+    assert shared["kv_bytes"] == 120 * 2 * PER_TOKEN + 4 * 8 * 2 * width * 4  # the prompt as keys and values
+    assert stock["floor_kv_bytes"] == shared["floor_kv_bytes"] == (120 + 4 * 8) * 2 * PER_TOKEN
+
+
+def test_slim_models_are_as_converted_ones():
+    model = load("tiny-mha", CPU, torch.bfloat16, "k+r")
+    assert {(layer.plan, layer.rank, layer.float16) for layer in model.config.layer_plans} == {("k+r", 16, True)}
+    with torch.no_grad():
+        cache = model(torch.arange(3, 10)[None]).past_key_values
+    assert [cache.layers[0].keys.dtype, cache.layers[0].values.shape[-1]] == [torch.float16, 16]
+
+
+def test_wrong_slim_steps_are_not_measured(monkeypatch):
+    monkeypatch.setattr("hf_fastdecode.patches.attention.forest_attention.merge", lambda suffix, nodes: nodes)
+    row = GenerateBench(CPU, repeats=1).measure(SLIM_CASE, "slim-k")
+    assert row["status"] == "wrong: other tokens than stock in fp32 on cpu"
+
+
+@pytest.mark.parametrize("shape", ["tiny", "embedded"])
+def test_slim_ways_need_a_named_multi_head_shape(shape):
+    row = GenerateBench(CPU, check=False).measure(replace(CASE, shape=shape), "slim-k")
+    assert row["status"].startswith("not run: slim ways need a named shape with as many KV heads as query heads")
+    assert row["status"].endswith(f"got {shape}; choose 7b-mha, 13b-mha or tiny-mha")
+
+
+def test_quantized_caches(bench, model):
+    row = bench.measure(CASE, "quantized-fp8")
+    assert row["status"] == "ok"
+    assert row["ms_per_step"] > 0
+    assert row["kv_bytes"] is None  # transformers counts what is not quantized
+    cache = caller(model, CASE, find_way("quantized-fp8"))(2, return_dict=True).past_key_values
+    assert type(cache).__name__ == "QuantizedCache"
+
+
+@pytest.mark.parametrize(("way", "package"), [("quantized-hqq", "hqq"), ("quantized-quanto", "optimum-quanto")])
+def test_packages_that_are_not_installed(bench, monkeypatch, way, package):
+    def absent(name):
+        assert name == package
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(generate_ways, "version", absent)
+    row = bench.measure(CASE, way)
+    assert row["status"] == f"not run: {package} is not installed; pip install {package}"
 
 
 # --- rows that finish one after another ------------------------------------------------------------------------------
@@ -273,6 +337,6 @@ def test_models(tmp_path, model):
     assert loaded.generation_config.eos_token_id is None
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
     with pytest.raises(
-        ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, 1b-gqa, tiny, got '9b'"
+        ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, 1b-gqa, tiny, tiny-mha, got '9b'"
     ):
         random_model("9b", CPU, torch.float32)

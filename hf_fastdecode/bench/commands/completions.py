@@ -26,7 +26,8 @@ def completions(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny; or `embedded`.",
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
+            "`embedded`.",
             show_default="embedded",
         ),
     ] = None,

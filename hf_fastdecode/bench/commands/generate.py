@@ -28,8 +28,8 @@ def generate(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny; or `embedded`, which "
-            "is trained and small.",
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
+            "`embedded`, which is trained and small.",
             show_default="embedded",
         ),
     ] = None,
@@ -81,11 +81,19 @@ def generate(
     `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples, and
     `beams` the same on an enabled model. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
     `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
-    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. Where
-    `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
+    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. `slim-k` and `slim-k+r`
+    are `shared` with slim models of random weights, which store what rows add as keys, or as keys and V-coordinates;
+    prompts they store as keys and values. `stock-slim-k` and `stock-slim-k+r` are `stock` with these models, whose
+    prompts are slim too. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto` (4 bits, the most it takes)
+    are `stock` with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and
+    stands in front of a row's command.
+
+    A single row shares nothing: ways whose steps are not captured, such as `slim-k`, run it only with
+    `+reuse_prefix=1` behind them.
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
-    layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` has 2 layers.
+    layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`
+    have 2 layers.
 
     Examples:
 
