@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -101,3 +102,19 @@ def loaded_name(renamings: Iterable[WeightRenaming], stored: str) -> str:
     for renaming in renamings:
         stored, _ = renaming.rename_source_key(stored)
     return stored
+
+
+def all_tokens_without_cache(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap Phi-3's `prepare_inputs_for_generation`: when it drops the cache, the step gets all tokens.
+
+    Before transformers 5.20 the step gets the last token only; remove this when 5.20 is the oldest supported.
+    """
+
+    @wraps(prepare)
+    def prepare_inputs(model: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(model, input_ids, past_key_values=past_key_values, **kwargs)
+        if past_key_values is None or inputs.get("past_key_values") is not None:
+            return inputs
+        return prepare(model, input_ids, **{**kwargs, "next_sequence_length": None})
+
+    return prepare_inputs

@@ -18,7 +18,7 @@ from .slim_layers import PLANS, ROPES, SlimLayer, check_threshold, read_layers
 class SlimConfig(PreTrainedConfig):
     """Base class of slim models' configs; it precedes the ordinary config among base classes.
 
-    Tensor parallelism splits the MLPs only: the matrices from keys to values mix all heads, so every rank needs all.
+    Tensor parallelism splits no attention: the matrices from keys to values mix all heads, so every rank needs all.
 
     Attributes:
         slim_layers: A dictionary of `SlimLayer`'s fields per layer; None for keys and values everywhere.

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -16,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    Phi3ForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
@@ -39,10 +42,14 @@ from .slim_models import TEXT, relative
 
 PROMPTS = ragged_prompts(9, 31)
 EPS = torch.finfo(torch.float32).eps
+DROPS_TOKENS = Version(transformers.__version__) < Version("5.20")
+"""Whether ordinary Phi-3 reads only the last token where it drops the cache; without a cache it reads all."""
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
     settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
+    if DROPS_TOKENS and type(model) is Phi3ForCausalLM and model.config.rope_parameters["rope_type"] == "longrope":
+        settings = {**settings, "cache_implementation": None, "use_cache": False}
     return model.generate(**settings, output_logits=True)
 
 
@@ -56,7 +63,8 @@ def test_every_family_is_tested_and_listed() -> None:
 def test_configs_split_no_attention_over_devices(model_type: str) -> None:
     config = AutoConfig.for_model(f"slim_{model_type}")
     assert {layer.plan for layer in config.layer_plans} == {"kv"}
-    assert all(".mlp." in name for name in config.base_model_tp_plan or {})
+    split = set(config.base_model_tp_plan or {}) - {"embed_tokens"}  # tied embeddings, before transformers 5.21
+    assert all(".mlp." in name for name in split)
     if config.to_dict().get("num_key_value_heads"):
         with pytest.raises(ValueError, match="num_key_value_heads == num_attention_heads, got 1 != "):
             AutoConfig.for_model(

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model
 
+from ..._compat import all_tokens_without_cache
 from ..attention.attention_layer import SlimAttention
 from ..attention.rotation import Rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
@@ -54,6 +55,7 @@ class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):
 
     config_class = SlimPhi3Config
     slim_decoder = SlimPhi3Model
+    prepare_inputs_for_generation = all_tokens_without_cache(Phi3ForCausalLM.prepare_inputs_for_generation)
 
 
 AutoModel.register(SlimPhi3Config, SlimPhi3Model, exist_ok=True)
