@@ -154,6 +154,9 @@ class ShardWriter:
                 "its command, or remove the folder"
             )
         self.state = state
+        for pattern in (".tmp*", "*.partial"):  # files of safetensors and of this module that were being written
+            for file in self.folder.glob(pattern):
+                file.unlink()
         for number, names in enumerate(state["shards"], 1):
             written, final = self._shard_files(number)
             file = final if final.exists() else written
