@@ -95,3 +95,22 @@ def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str
 def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -> None:
     done = run("convert-checkpoint", source, interrupted.with_name("slim"), *RESUME)
     assert done.exit_code == 0, done.output
+
+
+def test_files_that_were_being_written_are_not_published(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a process that was killed."""
+    target, folder = tmp_path / "slim", tmp_path / ".slim.converting"
+
+    def killed(self: ShardWriter, carried: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "flush", killed)
+        run("convert-checkpoint", source, target, "--plan", "k")
+    for name in (".tmp1KVFxu", "carried-1.safetensors.partial"):
+        (folder / name).write_bytes(b"half")
+    done = run("convert-checkpoint", source, target, "--plan", "k", "--resume")
+    assert done.exit_code == 0, done.output
+    assert not [file.name for file in target.iterdir() if file.name.startswith(".tmp") or file.suffix == ".partial"]
