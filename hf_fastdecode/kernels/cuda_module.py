@@ -77,7 +77,14 @@ class CudaKernel:
 
 
 def load_kernel(
-    name: str, package: str, source: str, numbers: Mapping[str, int], *, threads: int, shared_bytes: int
+    name: str,
+    package: str,
+    source: str,
+    numbers: Mapping[str, int],
+    *,
+    headers: Sequence[str] = (),
+    threads: int,
+    shared_bytes: int,
 ) -> CudaKernel:
     """Compile a kernel for the current device, and load it.
 
@@ -86,6 +93,7 @@ def load_kernel(
         package: That has the source file.
         source: Name of the source file.
         numbers: Macros that the source reads.
+        headers: Names of the package's files that the source includes.
         threads: Threads per block.
         shared_bytes: Dynamic shared memory per block.
 
@@ -95,25 +103,35 @@ def load_kernel(
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability()
-    text = files(package).joinpath(source).read_text(encoding="utf-8")
+    texts = {one: files(package).joinpath(one).read_text(encoding="utf-8") for one in (source, *headers)}
+    text = texts.pop(source)
     torch.cuda.current_stream().synchronize()  # which makes PyTorch's context the current one
     architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with instructions of this architecture alone
-    (module,) = _checked(driver.cuModuleLoadData(compiled(text, numbers, architecture)))
+    (module,) = _checked(driver.cuModuleLoadData(compiled(text, numbers, architecture, texts)))
     (function,) = _checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
     return CudaKernel(function, threads, shared_bytes)
 
 
-def compiled(text: str, numbers: Mapping[str, int], architecture: str) -> bytes:
+def compiled(
+    text: str, numbers: Mapping[str, int], architecture: str, headers: Mapping[str, str] | None = None
+) -> bytes:
     """Machine code of a source for an architecture such as ``sm_90``; needs no GPU.
+
+    Args:
+        text: Of the source.
+        numbers: Macros.
+        architecture: To compile for.
+        headers: Texts of the files that it includes, by name.
 
     Raises:
         RuntimeError: It does not compile.
     """
     from cuda.bindings import nvrtc
 
-    (program,) = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
+    texts, names = ([one.encode() for one in part] for part in ((headers or {}).values(), headers or {}))
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", len(names), texts, names))
     options = [
         f"--gpu-architecture={architecture}",
         "-std=c++17",

@@ -13,9 +13,7 @@
 // ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
 // STAGES, WARPS and SHARED_BYTES.
 
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include "instructions.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int OWN = HEADS / MEMBERS;
@@ -62,94 +60,6 @@ constexpr int TURNS_AT = OFFSET_AT + (OFFSET ? OWN * HEAD_DIM * 4 : 0);
 constexpr int BARRIERS_AT = TURNS_AT + (ROTATED ? WARP_TOKENS * HEAD_DIM * 4 : 0);
 static_assert(BARRIERS_AT + RING * 8 == SHARED_BYTES);
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-// Address of the same place in another block's shared memory.
-__device__ __forceinline__ u32 remote(u32 address, int member) {
-    u32 result;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(member));
-    return result;
-}
-
-// Writes to a block of the cluster, whose barrier counts the bytes. Unlike an ordinary write and an arrival that
-// releases it, this waits for nothing.
-__device__ __forceinline__ void send(u32 address, const u32 (&value)[4], u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-            address),
-        "r"(value[0]), "r"(value[1]), "r"(value[2]), "r"(value[3]), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void send(u32 address, float first, float second, u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-        "f"(first), "f"(second), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void copy16(u32 address, const void* source, bool valid) {  // else zeros
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 result;
-    if constexpr (BF16) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    }
-    return result;
-}
-
-__device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
-    if constexpr (BF16) {
-        low = __uint_as_float(word << 16);
-        high = __uint_as_float(word & 0xffff0000u);
-    } else {
-        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-            : "=f"(low), "=f"(high)
-            : "r"(word));
-    }
-}
-
-__device__ __forceinline__ void load_shared(u32 (&to)[4], u32 address) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
-}
-
 // Where a head's number `column` lies in shared memory: quads that lanes read at once follow one another. Likewise for
 // rows of the table of turns.
 __device__ __forceinline__ int pair_place(int column) {
@@ -163,32 +73,6 @@ __device__ __forceinline__ void load_pairs(float (&to)[PAIRS], const float* row,
     for (int quad = 0; quad < 2; quad++) {
         const float4 found = reinterpret_cast<const float4*>(row)[(half * 2 + quad) * LANES + lane];
         to[4 * quad] = found.x, to[4 * quad + 1] = found.y, to[4 * quad + 2] = found.z, to[4 * quad + 3] = found.w;
-    }
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
-}
-
-__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    if constexpr (BF16) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
 }
 
@@ -283,8 +167,8 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                  const int* __restrict__ lengths,       // [rows]
                  float* __restrict__ part_out,          // [groups + rows - 1, heads, heads * head_dim + r]
                  float* __restrict__ part_lse,          // [groups + rows - 1, heads], base 2
-                 i64 rows, i64 slots, float scale_log2, i64 query_row_stride, i64 query_head_stride,
-                 i64 key_row_stride, i64 key_stride, i64 coordinate_row_stride, i64 coordinate_stride,  // in bytes
+                 i64 rows, i64 slots, float scale_log2, i64 query_row_stride, i64 query_head_stride, i64 key_row_stride,
+                 i64 key_stride, i64 coordinate_row_stride, i64 coordinate_stride,  // in bytes
                  i64 table_row_stride) {
     extern __shared__ __align__(1024) char memory[];
     const u32 base = shared_address(memory);

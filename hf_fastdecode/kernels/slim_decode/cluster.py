@@ -119,6 +119,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
             __package__,
             "cluster.cu",
             shape.numbers(),
+            headers=["instructions.cuh"],
             threads=32 * shape.config.warps,
             shared_bytes=shape.shared_bytes,
         )
