@@ -77,6 +77,7 @@ class SlimBench:
         except Exception as error:  # a row says what failed, and the others are measured
             self._prepared = None
             forget(Kernel.SLIM)
+            forget(Kernel.CLUSTER)
             return result | {"status": status_of(error)}
         result |= found
         if result["us_p50"] is not None:

@@ -19,6 +19,7 @@ class Kernel(Enum):
     FOREST = "the decode kernels", "PyTorch's operators"
     SAMPLING = "the sampling kernel", "transformers' sampler"
     SLIM = "the slim decode kernel", "PyTorch's operators"
+    CLUSTER = "the slim decode kernel on clusters", "the one in two launches"
 
 
 class KernelFailedError(RuntimeError):

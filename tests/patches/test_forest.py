@@ -16,7 +16,9 @@ from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.patches.attention import forest_attention, rotation
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -247,6 +249,23 @@ def test_suffixes_by_kernel(name: str, plan: str) -> None:
     with fd.enabled(slim, backend="triton"):
         assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **call)), stock)
         assert "slim suffixes by slim_decode" in fd.explain(slim).last_call.layers[-1]
+
+
+@needs_kernels
+def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fastdecode.kernels.slim_decode import api
+
+    model, slim = pair("k+r")
+    stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))
+    monkeypatch.setattr(failures, "_failures", {})
+    monkeypatch.setattr(api, "slim_partials", None)
+    monkeypatch.setattr(forest_attention, "takes_kernels", lambda *_: True)
+    monkeypatch.setattr(rotation, "takes_kernels", lambda *_: True)
+    with fd.enabled(slim):
+        assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **CALLS["samples"])), stock)
+        assert "slim suffixes by PyTorch's operators" in fd.explain(slim).last_call.layers[-1]
+    with fd.enabled(slim, backend="triton"), pytest.raises(BackendError, match="the slim decode kernel cannot run"):
+        slim.generate(**PROMPTS, **CALLS["samples"])
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ..cuda_module import cuda_bindings_are_installed
-from ..failures import Kernel, launching
+from ..failures import Kernel, KernelFailedError, failure, launching
 from ..forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
@@ -84,7 +84,9 @@ def choose_config(
 
 
 def _has_clusters(device: torch.device) -> bool:
-    return not interpreted() and compute_capability(device) >= (9, 0) and cuda_bindings_are_installed()
+    if interpreted() or compute_capability(device) < (9, 0) or not cuda_bindings_are_installed():
+        return False
+    return failure(Kernel.CLUSTER, device) is None
 
 
 def slim_decode(
@@ -133,6 +135,7 @@ def slim_decode(
     rows, heads, _, head_dim = query.shape
     rank = coordinates.shape[2]
     device = keys.device
+    given_config = config
     if config is None:
         options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
         config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
@@ -152,7 +155,24 @@ def slim_decode(
         raise ValueError(f"{reason}; pass a SlimConfig, or None")
     else:
         check_alignment("coordinates", coordinates)
-    with launching(Kernel.SLIM, device):
+    try:
+        _launch(given, config, result)
+    except KernelFailedError:
+        if given_config is None and isinstance(config, ClusterConfig):  # which is no longer chosen
+            return slim_decode(*given[:4], scale=scale, key_offset=key_offset, rotary=rotary, starts=starts)
+        raise
+    if isinstance(config, ClusterConfig) and rotary is None and key_offset is not None:
+        # Without RoPE the offset adds one number to all scores of a head.
+        heads_of_offset = key_offset.view(heads, head_dim)
+        result.lse.add_((query[:, :, 0].float() * heads_of_offset).sum(-1), alpha=scale)
+    return result
+
+
+def _launch(given: Arguments, config: SlimConfig | ClusterConfig, result: SlimPartial) -> None:
+    """Run the kernels and merge their pieces into a result."""
+    rows, heads, _, head_dim = given.query.shape
+    rank, device, on_clusters = given.coordinates.shape[2], given.keys.device, isinstance(config, ClusterConfig)
+    with launching(Kernel.CLUSTER if on_clusters else Kernel.SLIM, device):
         if isinstance(config, ClusterConfig):
             groups, tile, parts = _on_clusters(given, config)
         else:
@@ -161,7 +181,7 @@ def slim_decode(
         merge_pieces[(rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block))](
             *parts,
             given.first_slots,
-            lengths,
+            given.lengths,
             *result,
             rows,
             groups,
@@ -170,16 +190,11 @@ def slim_decode(
             MERGE=4 if not interpreted() else 1,
             HEADS=heads,
             RANK=rank,
-            STARTS=starts is not None,
+            STARTS=given.starts is not None,
             BLOCK_T=tile,
             BLOCK_ROWS=triton.next_power_of_2(rows),
             num_warps=4,
         )
-    if isinstance(config, ClusterConfig) and rotary is None and key_offset is not None:
-        # Without RoPE the offset adds one number to all scores of a head.
-        heads_of_offset = key_offset.view(heads, head_dim)
-        result.lse.add_((query[:, :, 0].float() * heads_of_offset).sum(-1), alpha=scale)
-    return result
 
 
 _Launched = tuple[int, int, tuple[Tensor, Tensor]]

@@ -24,8 +24,9 @@ from ...cache.handles import DecodeKV, PrefillKV
 from ...cache.layer import require_dtype
 from ...cache.shared import SharedContextCache
 from ...cache.slim_storage import SlimStorage
+from ...kernels.failures import KernelFailedError
 from ...unsupported import Unsupported
-from .rotation import Rotation, Tables, by_kernel
+from .rotation import Rotation, Tables, takes_kernels
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens
 from .suffix_kernel import kernel_refusal, suffix_by_kernel
@@ -80,33 +81,38 @@ def forest_attention(
         require_dtype(dtype, kept.node_example)  # that suffixes have the right one says nothing of nodes
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
-        if by_kernels := _runs_kernel(layer, to_suffix, kv, cache):
-            merged = suffix_by_kernel(layer, to_suffix, kv, rotation and rotation.kernel)
-        else:
-            merged = _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
+        by_kernel = _by_kernel(layer, to_suffix, kv, rotation, cache)
+        merged = by_kernel or _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
             backend = cache.state.torch_backend
             merged = merge(merged, nodes_attention(to_nodes, kv.forest, kv.segments, layer.scaling, backend=backend))
     count, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
     did = f"{count} and slim suffixes by {pytorch}"
-    if by_kernels:
+    if by_kernel is not None:
         did = f"{count} by {pytorch}, slim suffixes by slim_decode"
     handle.layer.report("decode", did)
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
-def _runs_kernel(layer: SlimTokens, query: Tensor, kv: ForestKV, cache: SharedContextCache) -> bool:
-    """Whether `slim_decode` attends to the suffixes.
+def _by_kernel(
+    layer: SlimTokens, query: Tensor, kv: ForestKV, rotation: Rotation | None, cache: SharedContextCache
+) -> Partial | None:
+    """Attention to the suffixes by `slim_decode`; None where it does not attend to them.
 
     Raises:
         BackendError: The backend ``triton`` is forced, and it cannot.
     """
-    if not by_kernel(cache, query.device):
-        return False
+    if not takes_kernels(cache, query.device):
+        return None
     reason = kernel_refusal(layer, query, kv)
-    if reason is not None and cache.state.backend == "triton":
+    if reason is None:
+        try:
+            return suffix_by_kernel(layer, query, kv, rotation and rotation.kernel)
+        except KernelFailedError as error:  # from now on a reason
+            reason = str(error)
+    if cache.state.backend == "triton":
         raise cannot_run("triton", reason)
-    return reason is None
+    return None
 
 
 def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:

@@ -69,11 +69,11 @@ def forest_rotation(
     places = (first + torch.arange(count, device=device)).view(-1, count)
     slots = torch.arange(before.longest + count, device=device)[None]
     keys = tables(slots)
-    for_kernel = _for_kernel(tables, keys) if by_kernel(cache, device) else None
+    for_kernel = _for_kernel(tables, keys) if takes_kernels(cache, device) else None
     return Rotation(position_ids, tokens, keys, tables(places), for_kernel)
 
 
-def by_kernel(cache: SharedContextCache, device: torch.device) -> bool:
+def takes_kernels(cache: SharedContextCache, device: torch.device) -> bool:
     """Whether kernels attend to what is cached on a device, where they can."""
     backend = cache.state.backend
     return backend == "triton" or (backend == "auto" and device.type == "cuda")

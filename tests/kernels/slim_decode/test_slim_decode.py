@@ -7,7 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.attention.partial import Partial, merge
-from hf_fastdecode.kernels.slim_decode.api import SlimConfig
+from hf_fastdecode.kernels import failures
+from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+from hf_fastdecode.kernels.slim_decode import api
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, SlimConfig
 from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
 from hf_fastdecode.patches.values.slim_values import SlimValues
 
@@ -163,3 +166,25 @@ def test_every_launch_parameter_at_a_real_shape_on_a_gpu(change):
     problem = make_problem(REAL[1], DEVICE)
     config = replace(choose_slim_config(32, 128, 512, HALF), **change)
     problem.check(problem.run(config), parts=config.parts)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are interpreted")
+def test_two_launches_take_the_place_of_clusters_that_fail(monkeypatch):
+    """As without NVRTC; clusters that are asked for raise."""
+    case = Case((40, 3), heads=4, head_dim=64, consecutive=True)
+    problem, device = make_problem(case, DEVICE), torch.device("cpu")
+    clusters = ClusterConfig(1, tile=32, warps=4)
+
+    def fail(*_):
+        raise RuntimeError("no NVRTC")
+
+    def choose(*_, **__):
+        return clusters if failures.failure(Kernel.CLUSTER, device) is None else small()
+
+    monkeypatch.setattr(failures, "_failures", {})
+    monkeypatch.setattr(api, "_on_clusters", fail)
+    monkeypatch.setattr(api, "choose_config", choose)
+    problem.check(problem.run())
+    assert "on clusters cannot run on cpu: RuntimeError: no NVRTC" in failures.failure(Kernel.CLUSTER, device)
+    with pytest.raises(KernelFailedError, match="no NVRTC"):
+        problem.run(clusters)
