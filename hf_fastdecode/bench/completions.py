@@ -43,9 +43,8 @@ class CompletionBench:
         """The columns of one way's row.
 
         ``ms_per_step``: mean over the steps of the span. ``kv_floor_ms``: what reading the keys and values of a step
-        takes at the rate of a copy, measured in the same run; of a slim model those of the
-        ordinary one. ``peak_bytes``: most memory over the weights in the whole call. ``ran``: what our report says
-        ran.
+        takes at the rate of a copy, measured in the same run; of a slim model those of the ordinary one.
+        ``peak_bytes``: most memory over the weights in the whole call. ``ran``: what our report says ran.
         """
         key = case.call, case.marks, way_name
         if key not in self._timed:  # once for all spans of the call

@@ -52,9 +52,9 @@ class GenerateBench:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
         end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens once and every sample's, as keys and
-        values. ``peak_bytes``: most memory over the
-        weights since the way was turned on, on CUDA. ``embedded_tokens``: tokens that the embedding saw in a call,
-        where a hook can count them. ``ran``: what our report says ran. Times are medians.
+        values. ``peak_bytes``: most memory over the weights since the way was turned on, on CUDA. ``embedded_tokens``:
+        tokens that the embedding saw in a call, where a hook can count them. ``ran``: what our report says ran. Times
+        are medians.
         """
         way = find_way(way_name)
         result = dict.fromkeys(_COLUMNS)

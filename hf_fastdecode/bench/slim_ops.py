@@ -20,7 +20,7 @@ from .ops import OpBench
 from .slim_cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
-    from ..kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig
+    from ..kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -104,14 +104,14 @@ class SlimBench:
             raise NotAvailableError(reason)
         from ..kernels.forest_decode.limits import shared_memory
         from ..kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
-        from ..kernels.slim_decode.config import choose_slim_config, config_text, parse_config
+        from ..kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 
         name, _, changes = way.partition(":")
         rotary = _rope_tables(case, self.device)
         dtype, shape = inputs[0].keys.dtype, (case.heads, case.head_dim, case.rank(way))
         if name.endswith("two-launches"):
             memory = shared_memory(self.device)
-            config: SlimConfig | ClusterConfig = choose_slim_config(*shape, dtype, shared_memory=memory)
+            config: TwoLaunchConfig | ClusterConfig = choose_two_launch_config(*shape, dtype, shared_memory=memory)
         else:
             config = choose_config(*shape, dtype, self.device, rotary=rotary)
         config = parse_config(changes, config)

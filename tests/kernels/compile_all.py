@@ -40,7 +40,7 @@ from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, slim_decode
-from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
+from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 
 
 class Gpu(NamedTuple):
@@ -268,7 +268,7 @@ def attend_to_slim_caches() -> None:
         table = empty(rows if more else 1, 4096, tables, dtype=torch.float32)
         numbers = empty(rows, dtype=torch.int32)
         query = empty(rows, heads, 1, head_dim, dtype=torch.float32)
-        config = choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
+        config = choose_two_launch_config(heads, head_dim, rank, dtype, shared_memory=memory)
         for changes in (
             {},
             {"parts": 1},

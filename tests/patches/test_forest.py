@@ -273,18 +273,22 @@ def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["plain", "yarn"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
-    """Logits of rows of different lengths, beside those of PyTorch's operators over the same caches."""
     model = copy.deepcopy(pair("k+r", variant)[0]).to(dtype)
     slim = to_slim(model, TEXT, plan=PLANS["k+r"])
-    logits, texts = {}, TEXT[:66].view(2, 33)
-    for backend in ("triton", "auto"):  # which are PyTorch's operators on a CPU
+    # On a CPU "auto" is PyTorch's operators.
+    assert_like_pytorch(model, slim, TEXT[:64].view(2, 32), kernel="triton", pytorch="auto")
+
+
+def assert_like_pytorch(model: PreTrainedModel, slim: PreTrainedModel, texts: Tensor, **backends: str) -> None:
+    """Logits after forced tokens: with the kernel, at most twice the error of PyTorch's operators."""
+    errors, oracle = {}, copy.deepcopy(model).double()(texts).logits[:, -1:]
+    for name, backend in backends.items():
         with fd.enabled(slim, backend=backend):
             cache = fd.prefill(slim, texts[:, :20])
-            for start in range(20, 32):
-                logits[backend] = slim(texts[:, start : start + 1], past_key_values=cache).logits
-    oracle = model.double()(texts[:, :32]).logits[:, -1:]
-    ours, pytorch = (relative(logits[backend], oracle) for backend in ("triton", "auto"))
-    assert ours < 2 * pytorch
+            for token in texts[:, 20:].split(1, 1):
+                logits = slim(token, past_key_values=cache).logits
+        errors[name] = relative(logits, oracle)
+    assert errors["kernel"] < 2 * errors["pytorch"]
 
 
 @needs_kernels
@@ -327,12 +331,4 @@ def test_suffixes_by_kernel_on_a_gpu(dtype: torch.dtype, rank: int) -> None:
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
     layers = model.config.num_hidden_layers
     slim = to_slim(model, TEXT, plan=(("k+r" if rank else "k", rank),) * layers)
-    texts, logits = TEXT.cuda()[:240].view(2, 120), {}
-    for backend in ("auto", "plain"):
-        with fd.enabled(slim, backend=backend):
-            cache = fd.prefill(slim, texts[:, :20])
-            for start in range(20, 119):
-                logits[backend] = slim(texts[:, start : start + 1], past_key_values=cache).logits
-    oracle = model.double()(texts[:, :119]).logits[:, -1:]
-    ours, pytorch = (relative(logits[backend], oracle) for backend in ("auto", "plain"))
-    assert ours < 2 * pytorch
+    assert_like_pytorch(model, slim, TEXT.cuda()[:240].view(2, 120), kernel="auto", pytorch="plain")

@@ -244,7 +244,7 @@ def test_refusals() -> None:
         to_slim(pair()[0], TEXT, rope="both")
     with pytest.raises(ValueError, match=r"slim_rope must be one of raw, unrotate, got 'both'"):
         AutoConfig.for_model("slim_llama", slim_rope="both")
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has none; leave it out"):
+    with pytest.raises(ValueError, match="needs RoPE, and slim_gpt2 has none; set it to 'raw'"):
         to_slim(family_model("gpt2"), TEXT, rope="unrotate")
     with pytest.raises(
         ValueError, match="rope 'unrotate' needs fixed frequencies, and those of RoPE of type 'longrope'"

@@ -16,10 +16,10 @@ from ..installed import interpreted
 from .arguments import Arguments, check_alignment, check_arguments
 from .cluster import ClusterConfig, ClusterShape, cluster_kernel
 from .config import (
-    SlimConfig,
-    check_slim_config,
+    TwoLaunchConfig,
+    check_two_launch_config,
     choose_cluster_config,
-    choose_slim_config,
+    choose_two_launch_config,
     padded_heads,
     rank_block,
 )
@@ -30,8 +30,8 @@ from .tables import RotaryTables
 __all__ = [
     "ClusterConfig",
     "RotaryTables",
-    "SlimConfig",
     "SlimPartial",
+    "TwoLaunchConfig",
     "choose_config",
     "slim_decode",
 ]
@@ -60,7 +60,7 @@ def choose_config(
     *,
     rotary: RotaryTables | None = None,
     offset: bool = False,
-) -> SlimConfig | ClusterConfig:
+) -> TwoLaunchConfig | ClusterConfig:
     """Launch parameters for a layer on a device: on clusters where the GPU has them and the kernel takes the shape.
 
     Args:
@@ -80,7 +80,7 @@ def choose_config(
         )
         if config is not None:
             return config
-    return choose_slim_config(heads, head_dim, rank, dtype, shared_memory=memory)
+    return choose_two_launch_config(heads, head_dim, rank, dtype, shared_memory=memory)
 
 
 def _has_clusters(device: torch.device) -> bool:
@@ -94,7 +94,7 @@ def slim_decode(
     keys: Tensor,
     coordinates: Tensor,
     lengths: Tensor,
-    config: SlimConfig | ClusterConfig | None = None,
+    config: TwoLaunchConfig | ClusterConfig | None = None,
     *,
     scale: float,
     key_offset: Tensor | None = None,
@@ -135,7 +135,7 @@ def slim_decode(
     rows, heads, _, head_dim = query.shape
     rank = coordinates.shape[2]
     device = keys.device
-    given_config = config
+    chosen = config is None
     if config is None:
         options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
         config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
@@ -147,18 +147,20 @@ def slim_decode(
     )
     if not rows:
         return result
-    if isinstance(config, SlimConfig):
-        check_slim_config(config, *_groups(config, heads, device))
+    if isinstance(config, TwoLaunchConfig):
+        check_two_launch_config(config, *_groups(config, heads, device))
     elif rotary is not None and rotary.turns is None:
-        raise ValueError("clusters need tables of RoPE with turns, as RotaryTables.of makes; or pass a SlimConfig")
+        raise ValueError(
+            "clusters need tables of RoPE with turns, as RotaryTables.of makes; or pass a TwoLaunchConfig"
+        )
     elif reason := _cluster_shape(given, config).refusal(shared_memory(device)):
-        raise ValueError(f"{reason}; pass a SlimConfig, or None")
+        raise ValueError(f"{reason}; pass a TwoLaunchConfig, or None")
     else:
         check_alignment("coordinates", coordinates)
     try:
         _launch(given, config, result)
     except KernelFailedError:
-        if given_config is None and isinstance(config, ClusterConfig):  # which is no longer chosen
+        if chosen and isinstance(config, ClusterConfig):  # which is not chosen again
             return slim_decode(*given[:4], scale=scale, key_offset=key_offset, rotary=rotary, starts=starts)
         raise
     if isinstance(config, ClusterConfig) and rotary is None and key_offset is not None:
@@ -168,7 +170,7 @@ def slim_decode(
     return result
 
 
-def _launch(given: Arguments, config: SlimConfig | ClusterConfig, result: SlimPartial) -> None:
+def _launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: SlimPartial) -> None:
     """Run the kernels and merge their pieces into a result."""
     rows, heads, _, head_dim = given.query.shape
     rank, device, on_clusters = given.coordinates.shape[2], given.keys.device, isinstance(config, ClusterConfig)
@@ -217,23 +219,18 @@ def _cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
 
 
 def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
-    query, keys, coordinates, rotary = given.query.float(), given.keys, given.coordinates, given.rotary
+    query, keys, coordinates = given.query.float(), given.keys, given.coordinates
     rows, device, size = query.shape[0], keys.device, keys.element_size()
     shape = _cluster_shape(given, config)
     kernel, clusters = cluster_kernel(shape, device)
     groups = min(clusters, config.clusters or clusters)
     averages, lse = parts = given.parts(groups)
-    cos, sin, turns = (lse, lse, None) if rotary is None else rotary
     kernel.launch(
         groups * config.members,
         [
             query,
-            keys,
-            coordinates,
-            lse if given.key_offset is None else given.key_offset,
-            cos,
-            sin,
-            lse if turns is None else turns,
+            *given.read_only(lse),
+            lse if given.rotary is None or given.rotary.turns is None else given.rotary.turns,
             given.first_slots,
             given.lengths,
             averages,
@@ -251,14 +248,14 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     return groups, config.tile, parts
 
 
-def _groups(config: SlimConfig, heads: int, device: torch.device) -> tuple[int, int]:
+def _groups(config: TwoLaunchConfig, heads: int, device: torch.device) -> tuple[int, int]:
     """Programs per group, and groups."""
     members = -(-heads // config.own_heads)
     return members, (config.programs or multiprocessors(device)) // members
 
 
-def _in_two_launches(given: Arguments, config: SlimConfig) -> _Launched:
-    query, keys, coordinates, rotary = given.query, given.keys, given.coordinates, given.rotary
+def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
+    query, keys, coordinates = given.query, given.keys, given.coordinates
     rows, heads, _, head_dim = query.shape
     rank, device = coordinates.shape[2], keys.device
     members, groups = _groups(config, heads, device)
@@ -266,15 +263,10 @@ def _in_two_launches(given: Arguments, config: SlimConfig) -> _Launched:
     averages, lse = parts = given.parts(groups)
     tiles = rows * triton.cdiv(keys.shape[1], config.block_t)
     scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
-    cos, sin = (lse, lse) if rotary is None else rotary[:2]
     for phase in (SCORES, AVERAGES):
         slim_partials[(groups * members,)](
             query,
-            keys,
-            coordinates,
-            lse if given.key_offset is None else given.key_offset,
-            cos,
-            sin,
+            *given.read_only(lse),
             given.first_slots,
             given.lengths,
             scores,
@@ -289,7 +281,7 @@ def _in_two_launches(given: Arguments, config: SlimConfig) -> _Launched:
             given.table_row_stride,
             HEADS=heads,
             HEAD_DIM=head_dim,
-            ROTARY=2 * cos.shape[2] if rotary is not None else 0,
+            ROTARY=given.rotary_dim,
             RANK=rank,
             OFFSET=given.key_offset is not None,
             STARTS=given.starts is not None,

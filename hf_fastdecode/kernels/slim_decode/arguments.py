@@ -38,6 +38,11 @@ class Arguments(NamedTuple):
         """Numbers between the tables of two rows; 0 for tables of all rows."""
         return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
 
+    def read_only(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Keys, V-coordinates, key offset, cosines and sines, with `unused` for those that were not given."""
+        cos, sin = (unused, unused) if self.rotary is None else self.rotary[:2]
+        return self.keys, self.coordinates, unused if self.key_offset is None else self.key_offset, cos, sin
+
     def parts(self, groups: int) -> tuple[Tensor, Tensor]:
         """Memory for the pieces: averages ``[pieces, heads, e + r]``, and base-2 log-sum-exp ``[pieces, heads]``."""
         pieces, heads = groups + self.query.shape[0] - 1, self.query.shape[1]

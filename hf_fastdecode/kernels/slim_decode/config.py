@@ -10,11 +10,11 @@ import triton
 
 from .cluster import ClusterConfig, ClusterShape
 
-Config = TypeVar("Config", bound="SlimConfig | ClusterConfig")
+Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
 
 @dataclass(frozen=True)
-class SlimConfig:
+class TwoLaunchConfig:
     """Launch parameters of `slim_decode` in two launches.
 
     Attributes:
@@ -40,7 +40,7 @@ class SlimConfig:
     programs: int | None = None
 
 
-def config_text(config: SlimConfig | ClusterConfig) -> str:
+def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
     """A configuration as `parse_config` reads it."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return ",".join(f"{name}={int(value)}" for name, value in values.items() if value is not None)
@@ -99,9 +99,9 @@ def choose_cluster_config(
 _SUMS = 16 * 1024  # sums of keys per program: a quarter of a multiprocessor's registers
 
 
-def choose_slim_config(
+def choose_two_launch_config(
     heads: int, head_dim: int, rank: int, dtype: torch.dtype, *, shared_memory: int = 227 * 1024
-) -> SlimConfig:
+) -> TwoLaunchConfig:
     """Launch parameters in two launches for a layer's shape.
 
     A program has as many heads as the sums of all heads over their columns allow: tables of RoPE, which each program
@@ -116,7 +116,7 @@ def choose_slim_config(
     """
     padded, width = padded_heads(heads), triton.next_power_of_2(head_dim)
     own = max(1, min(triton.next_power_of_2(heads), _SUMS // (padded * width)))
-    config = SlimConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
+    config = TwoLaunchConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
     coordinates = rank_block(rank, -(-heads // own))
     while _shared_bytes(config, width, coordinates, dtype) > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
@@ -135,14 +135,14 @@ def rank_block(rank: int, members: int) -> int:
     return max(64, triton.next_power_of_2(-(-rank // members))) if rank else 0
 
 
-def _shared_bytes(config: SlimConfig, width: int, coordinates: int, dtype: torch.dtype) -> int:
+def _shared_bytes(config: TwoLaunchConfig, width: int, coordinates: int, dtype: torch.dtype) -> int:
     """Shared memory: keys, V-coordinates and tables of RoPE of each tile in flight, and operands of the products."""
     keys = config.own_heads * width * dtype.itemsize
     token = keys + coordinates * dtype.itemsize + 4 * width
     return config.block_t * ((config.stages - 1) * token + keys) + 8 * 1024
 
 
-def check_slim_config(config: SlimConfig, members: int, groups: int) -> None:
+def check_two_launch_config(config: TwoLaunchConfig, members: int, groups: int) -> None:
     """Check launch parameters in two launches.
 
     Args:

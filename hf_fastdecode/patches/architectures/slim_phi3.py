@@ -18,21 +18,6 @@ class SlimPhi3Attention(SlimAttention, Phi3Attention):
 
     values_from = "qkv_proj"
 
-    @property
-    def unrotates(self) -> bool:
-        """As of the base class.
-
-        Raises:
-            ValueError: Keys would be un-rotated with frequencies that have changed since they were cached.
-        """
-        rope = self.config.rope_parameters["rope_type"]
-        if super().unrotates and rope == "longrope":
-            raise ValueError(
-                f"slim_rope 'unrotate' needs fixed frequencies, and those of RoPE of type {rope!r} change with the "
-                "length of the text; set it to 'raw'"
-            )
-        return super().unrotates
-
 
 class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
     """Phi-3's decoder, with slim attention."""

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig, SlimPartial, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import (
+    ClusterConfig,
+    RotaryTables,
+    SlimPartial,
+    TwoLaunchConfig,
+    slim_decode,
+)
 
 from ...attention.forests import DTYPE_NAMES, assert_error_rule
 
@@ -45,7 +51,7 @@ class Problem:
     lengths: Tensor
     options: dict[str, Any]
 
-    def run(self, config: SlimConfig | ClusterConfig | None = None, **options: Any) -> SlimPartial:
+    def run(self, config: TwoLaunchConfig | ClusterConfig | None = None, **options: Any) -> SlimPartial:
         return slim_decode(self.query, self.keys, self.coordinates, self.lengths, config, **self.options, **options)
 
     def answer(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> SlimPartial:

@@ -8,8 +8,8 @@ from hf_fastdecode.kernels.forest_decode import limits
 from hf_fastdecode.kernels.slim_decode.limits import refusal
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, SlimConfig, slim_decode
-from hf_fastdecode.kernels.slim_decode.config import choose_slim_config, config_text, parse_config
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig, slim_decode
+from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 
 INT = torch.int32
 
@@ -60,17 +60,17 @@ def test_nothing_is_refused_where_it_runs():
         ("rotary", lambda x: RotaryTables(*(x[0].repeat(1, 1, 2),) * 2), "must have 1 to 8 columns, got 16"),
         ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[8, 2, 8\]"),
         ("scale", lambda _: -1.0, "scale must be above 0, got -1.0"),
-        ("config", lambda _: SlimConfig(3), "own_heads must be a power of 2 from 1, got 3"),
-        ("config", lambda _: SlimConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
-        ("config", lambda _: SlimConfig(4, parts=3), "parts must be 1 or 2, got 3"),
-        ("config", lambda _: SlimConfig(1, programs=3), "a group needs 4 programs; raise own_heads"),
+        ("config", lambda _: TwoLaunchConfig(3), "own_heads must be a power of 2 from 1, got 3"),
+        ("config", lambda _: TwoLaunchConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
+        ("config", lambda _: TwoLaunchConfig(4, parts=3), "parts must be 1 or 2, got 3"),
+        ("config", lambda _: TwoLaunchConfig(1, programs=3), "a group needs 4 programs; raise own_heads"),
     ],
 )
 def test_arguments_are_checked(name, change, message):
     keys = torch.zeros(2, 9, 64).half()
     given = {"query": torch.zeros(2, 4, 1, 16), "keys": keys, "coordinates": torch.zeros(2, 9, 8).half()}
     given |= {"lengths": torch.zeros(2, dtype=INT), "scale": 1.0, "rotary": RotaryTables(*(torch.zeros(1, 9, 8),) * 2)}
-    given |= {"config": SlimConfig(4)}
+    given |= {"config": TwoLaunchConfig(4)}
     with pytest.raises(ValueError, match=message):
         slim_decode(**given | {name: change(given.get(name))})
 
@@ -84,17 +84,17 @@ def test_clusters_need_aligned_coordinates():
 
 def test_launch_parameters_of_real_shapes():
     half = torch.float16
-    config = choose_slim_config(32, 128, 512, half)
-    assert config == SlimConfig(4, block_t=32, warps=8, stages=4, parts=2)
-    assert choose_slim_config(32, 128, 0, half, shared_memory=99 * 1024).stages == 2
-    assert choose_slim_config(40, 128, 0, half).own_heads == 2
-    assert choose_slim_config(8, 64, 0, half).own_heads == 8
+    config = choose_two_launch_config(32, 128, 512, half)
+    assert config == TwoLaunchConfig(4, block_t=32, warps=8, stages=4, parts=2)
+    assert choose_two_launch_config(32, 128, 0, half, shared_memory=99 * 1024).stages == 2
+    assert choose_two_launch_config(40, 128, 0, half).own_heads == 2
+    assert choose_two_launch_config(8, 64, 0, half).own_heads == 8
 
 
 def test_configurations_are_parsed():
-    config = parse_config("own_heads=8,apart=0,block_t=64", SlimConfig(4))
-    assert config == SlimConfig(8, block_t=64, apart=False)
-    assert parse_config(config_text(config), SlimConfig(1)) == config
+    config = parse_config("own_heads=8,apart=0,block_t=64", TwoLaunchConfig(4))
+    assert config == TwoLaunchConfig(8, block_t=64, apart=False)
+    assert parse_config(config_text(config), TwoLaunchConfig(1)) == config
     assert parse_config("", config) == config
     for text in ("tiles=3", "apart", "parts=x"):
         with pytest.raises(ValueError, match="with names own_heads, block_t"):

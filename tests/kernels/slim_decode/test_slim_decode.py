@@ -10,8 +10,8 @@ from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_decode import api
-from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, SlimConfig
-from hf_fastdecode.kernels.slim_decode.config import choose_slim_config
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
+from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.patches.values.slim_values import SlimValues
 
 from .problems import Case, Problem, make_problem
@@ -37,9 +37,9 @@ if INTERPRETED:  # tensor cores would round fp32 to TF32
     CASES.append(replace(CASES[-1], dtype=FULL))
 
 
-def small(**changes) -> SlimConfig:
+def small(**changes) -> TwoLaunchConfig:
     """A configuration for tests: few heads per program, so that a group has several."""
-    base = SlimConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8)
+    base = TwoLaunchConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8)
     return replace(base, **changes)
 
 
@@ -143,7 +143,7 @@ REAL = [
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_real_shapes_on_a_gpu(case):
     problem = make_problem(case, DEVICE)
-    config = choose_slim_config(case.heads, case.head_dim, case.rank, case.dtype)
+    config = choose_two_launch_config(case.heads, case.head_dim, case.rank, case.dtype)
     problem.check(problem.run(config))
 
 
@@ -164,7 +164,7 @@ def test_real_shapes_on_a_gpu(case):
 )
 def test_every_launch_parameter_at_a_real_shape_on_a_gpu(change):
     problem = make_problem(REAL[1], DEVICE)
-    config = replace(choose_slim_config(32, 128, 512, HALF), **change)
+    config = replace(choose_two_launch_config(32, 128, 512, HALF), **change)
     problem.check(problem.run(config), parts=config.parts)
 
 

@@ -84,7 +84,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
 
 
 def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
-    """Refuse to cache keys after RoPE where there is none, or where its frequencies change.
+    """Refuse a `slim_rope` that the slim model's config will refuse, before its layers are measured.
 
     Args:
         family: Of the model.
@@ -94,17 +94,10 @@ def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> Non
     Raises:
         UnconvertibleError: It is ``unrotate``, and the model has no RoPE of fixed frequencies.
     """
-    if rope != "unrotate":
-        return
-    if isinstance(family, EncoderDecoder) or family.rotary is None:
-        raise UnconvertibleError(
-            f"rope 'unrotate' caches keys after RoPE, and {family.architecture} has none; leave it out"
-        )
-    if (kind := _rope_type(language_config(config))) == "longrope":
-        raise UnconvertibleError(
-            f"rope 'unrotate' needs fixed frequencies, and those of RoPE of type {kind!r} change with the length of "
-            "the text; leave it out"
-        )
+    try:
+        family.slim_config(**_full_fields(language_config(config)), slim_rope=rope)
+    except ValueError as error:
+        raise UnconvertibleError(str(error)) from error
 
 
 def _rope_type(config: Any) -> str:
