@@ -132,7 +132,7 @@ def test_what_clusters_do_not_take(of, config, message, monkeypatch):
 def test_tables_without_turns_are_refused():
     problem = make_problem(case(9, heads=8))
     problem.options["rotary"] = problem.options["rotary"]._replace(turns=None)
-    with pytest.raises(ValueError, match="clusters need RoPE tables with turns"):
+    with pytest.raises(ValueError, match="clusters need tables of RoPE with turns"):
         problem.run(ClusterConfig(8))
 
 
