@@ -222,7 +222,7 @@ def generate(
     fuse_projections: Annotated[
         str,
         typer.Option(
-            help="Compute projections of one input concurrently, in uncompiled steps: auto, true or false; likewise."
+            help="Compute projections of one input concurrently, in captured steps: auto, true or false; likewise."
         ),
     ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,

@@ -70,10 +70,10 @@ class Options:
             value = getattr(self, name)
             if value not in known or type(value) not in map(type, known):  # 1 is equal to True
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-        if self.mode in ("eager", "compile") and self.fuse_projections is True:
+        if self.mode == "eager" and self.fuse_projections is True:
             raise ValueError(
-                f"fuse_projections=True cannot run with mode={self.mode!r}, since only captured, uncompiled steps "
-                "fuse; use mode='auto' or fuse_projections='auto'"
+                "fuse_projections=True cannot run with mode='eager', since only captured steps fuse; use mode='auto' "
+                "or fuse_projections='auto'"
             )
         if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
             raise ValueError(

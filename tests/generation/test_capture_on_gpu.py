@@ -215,16 +215,17 @@ def test_models_of_several_threads_capture_in_turns(on_a_gpu):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_projections_are_branches_of_the_graph(on_a_gpu):
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_projections_are_branches_of_the_graph(mode, on_a_gpu):
     """The same tokens as sequential projections, and every weight at its address."""
     call = gpu_call(300, 200)
     before = {name: parameter.data_ptr() for name, parameter in on_a_gpu.named_parameters()}
     outs = []
-    for fuse in (True, False):
-        with fd.enabled(on_a_gpu, mode="graph", fuse_projections=fuse):
+    for fuse in (True, False, "auto"):
+        with fd.enabled(on_a_gpu, mode=mode, fuse_projections=fuse):
             outs.append(seeded(lambda: on_a_gpu.generate(**call)))
             assert {name: parameter.data_ptr() for name, parameter in on_a_gpu.named_parameters()} == before
-    assert drawn_alike(*outs, call) > 0.9
+    assert all(drawn_alike(outs[0], other, call) > 0.9 for other in outs[1:])
 
 
 def test_a_deep_copy_captures_for_itself(on_a_gpu):

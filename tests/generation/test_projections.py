@@ -11,8 +11,8 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import compiled_projections, modes, projections
 from hf_fastdecode.generation.steps import cuda_graph as capture
-from hf_fastdecode.generation.steps import modes, projections
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
 
@@ -45,11 +45,13 @@ def together(monkeypatch):
     """Number of weights of each concurrent product."""
     counts: list[int] = []
 
-    def counted(inputs, weights, biases, stock=projections.linears):
-        counts.append(len(weights))
-        return stock(inputs, weights, biases)
+    def counted(inputs, weights, biases, *, concurrent=True, stock=projections.linears):
+        if concurrent:
+            counts.append(len(weights))
+        return stock(inputs, weights, biases, concurrent=concurrent)
 
-    monkeypatch.setattr(projections, "linears", counted)
+    for module in (projections, compiled_projections):
+        monkeypatch.setattr(module, "linears", counted)
     return counts
 
 
@@ -62,51 +64,63 @@ def places(model):
 
 
 @on_the_cpu
-def test_compiled_layers_are_not_fused(graphs, together):
-    model = tiny_model("llama-gqa", **SMALL)
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])  # without biases, and with
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+@pytest.mark.parametrize("fuse", ["auto", True, False])
+def test_captured_steps_give_stock_tokens(graphs, together, mode, name, fuse):
+    model = tiny_model(name, **SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     stock, where = seeded(lambda: model.generate(**call)), places(model)
-    with fd.enabled(model, mode="compile", backend="triton"):
+    with fd.enabled(model, mode=mode, backend="triton", fuse_projections=fuse):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert state_of(model).captures.count == 1
         assert places(model) == where
-    assert graphs
-    assert not together
-
-
-@on_the_cpu
-@pytest.mark.parametrize("fuse", ["auto", True, False])
-def test_captured_steps_give_stock_tokens(graphs, together, fuse):
-    model = tiny_model("llama-gqa", **SMALL)
-    call = ragged_prompts(41, 36, shared=33) | SAMPLING
-    stock, where = seeded(lambda: model.generate(**call)), places(model)
-    with fd.enabled(model, mode="graph", backend="triton", fuse_projections=fuse):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert places(model) == where
-    assert not graphs
+    assert bool(graphs) == (mode == "compile")
     assert together[:2] == ([3, 2] if fuse else [])
 
 
 @on_the_cpu
-def test_fusing_captures_at_once_and_never_compiles(graphs, together):
-    """Before steps pay for a capture, and still uncompiled once they would pay for a compilation."""
+@pytest.mark.parametrize("mode", ["graph", "compile"])
+def test_auto_fuses_up_to_a_number_of_rows(graphs, together, monkeypatch, mode):
+    """In compiled layers without another compilation: the first size compiles, and the second with dynamic shapes."""
+    monkeypatch.setattr(modes, "_FUSED_ROWS", {False: 4, True: 4})
+    model = tiny_model("llama-gqa", **SMALL)
+    call = ragged_prompts(41) | SAMPLING
+    fused, compiled = [], []
+    with fd.enabled(model, mode=mode, backend="triton"):
+        for samples in (2, 4, 8, 3):
+            together.clear()
+            stock = seeded(lambda samples=samples: model.generate(**call | {"num_return_sequences": samples}))
+            fused.append(bool(together))
+            compiled.append(len(graphs))
+            with fd.enabled(model, mode="eager"):
+                expected = seeded(lambda samples=samples: model.generate(**call | {"num_return_sequences": samples}))
+            assert torch.equal(stock, expected)
+    assert fused == [True, True, False, True]
+    assert compiled[1:] == compiled[1:2] * 3
+
+
+@on_the_cpu
+def test_fusing_captures_at_once(graphs, together):
+    """Before steps pay for a capture; compiled once they pay for a compilation."""
     model = tiny_model("llama-gqa", **SMALL)
     with fd.enabled(model, backend="triton", fuse_projections=True):
-        for steps in (0, 10_000):
+        for steps, mode in ((0, "graph"), (10_000, "compile")):
+            together.clear()
             state_of(model).captures.steps_asked = steps
             model.generate(**ragged_prompts(41), **SAMPLING)
-            assert fd.explain(model).last_call.mode == "graph"
-    assert together
-    assert not graphs
+            assert fd.explain(model).last_call.mode == mode
+            assert together
+    assert graphs
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("llama-gqa", {"mode": "eager"}, "fuse_projections=True cannot run with mode='eager'"),
-        ("llama-gqa", {"mode": "compile"}, "fuse_projections=True cannot run with mode='compile'.*; use mode='auto'"),
         ("llama-gqa", {}, "fuse_projections=True cannot run: .* got cpu; use fuse_projections='auto'"),
         ("gpt2", {"uncaptured": True}, "fuse_projections=True cannot run: GPT2LMHeadModel has no projections"),
+        ("gpt2", {"uncaptured": True, "mode": "compile"}, "fuse_projections=True cannot run: GPT2LMHeadModel has no"),
     ],
 )
 def test_fusing_runs_or_raises(name, options, message, monkeypatch):
@@ -246,7 +260,7 @@ def test_nothing_stays_when_a_layer_cannot_be_compiled(graphs, monkeypatch):
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
     stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
-    monkeypatch.setattr(CompiledLayers, "_compile", lambda self, kind: 1 / 0)
+    monkeypatch.setattr(CompiledLayers, "_compile", lambda self, kind, fused_rows: 1 / 0)
     with fd.enabled(model, mode="compile", backend="triton"):
         with pytest.raises(ZeroDivisionError):
             model.generate(**call)

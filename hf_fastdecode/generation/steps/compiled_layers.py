@@ -2,7 +2,8 @@
 
 `torch.compile` fuses the pointwise code around the matrix products: norms, rotary embedding, activations, residual
 sums; attention is excluded. All layers run the same code on different weights, so the first layer's compilation is
-reused for the rest, provided that the layer index is not specialized as a constant.
+reused for the rest, provided that the layer index is not specialized as a constant. Projections of the same input can
+be left to one operator, which runs them concurrently.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..._compat import COMPILED_CALL, dynamic_module_integers, uncompiled_call
 from ..instance_patch import own_method
+from .compiled_projections import with_concurrent_linears
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -43,16 +45,18 @@ class CompiledLayers:
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor"):
         self.backend = backend
-        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[type[nn.Module], int], Callable[..., Any]] = {}
 
     @contextmanager
-    def installed(self, model: PreTrainedModel) -> Iterator[None]:
+    def installed(self, model: PreTrainedModel, fused_rows: int = 0) -> Iterator[None]:
         """Context in which this thread runs the model's layers compiled; other threads are unaffected.
 
         Every attribute is restored on exit, also by an error.
 
         Args:
             model: The model.
+            fused_rows: Maximum rows for which projections of the same input run concurrently; 0 compiles them as they
+                are.
 
         Raises:
             ValueError: The model has no list of decoder layers, or a layer has an instance-level `forward`.
@@ -66,7 +70,7 @@ class CompiledLayers:
                 if own_method(layer, "forward") is not None:
                     raise ValueError(f"a layer of {type(model).__name__} carries a forward of its own")
                 before = vars(layer).get(COMPILED_CALL)  # set if the user has compiled the layer
-                call = _in_this_thread(self._compile(type(layer)), layer, before)
+                call = _in_this_thread(self._compile(type(layer), fused_rows), layer, before)
                 changed.append((layer, before))
                 vars(layer)[COMPILED_CALL] = call
             with dynamic_module_integers():
@@ -78,10 +82,11 @@ class CompiledLayers:
                 else:
                     vars(layer)[COMPILED_CALL] = before
 
-    def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(kind.forward, backend=self.backend)
-        return self._compiled[kind]
+    def _compile(self, kind: type[nn.Module], fused_rows: int) -> Callable[..., Any]:
+        if (kind, fused_rows) not in self._compiled:
+            backend = with_concurrent_linears(self.backend, fused_rows) if fused_rows else self.backend
+            self._compiled[kind, fused_rows] = torch.compile(kind.forward, backend=backend)
+        return self._compiled[kind, fused_rows]
 
 
 def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any) -> Callable[..., Any]:

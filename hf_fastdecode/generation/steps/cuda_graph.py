@@ -111,7 +111,7 @@ class CapturedStep:
             with ExitStack() as stack:
                 stack.enter_context(active(configs, lengths))
                 if options.compiled:
-                    stack.enter_context(compiled.installed(model))
+                    stack.enter_context(compiled.installed(model, options.fused_rows))
                 elif fused:
                     stack.enter_context(FusedProjections(model))
                 yield

@@ -26,18 +26,18 @@ _STEPS_THAT_PAY_A_CAPTURE = 64
 _STEPS_THAT_PAY_A_COMPILATION = 4096
 # Rows usually end before a large max_length.
 _MOST_STEPS_EXPECTED = 1024
+# Maximum rows for which projections of the same input run concurrently by default, by whether layers are compiled.
+_FUSED_ROWS = {False: 64, True: 64}
 
 
 def _fused_rows(option: str | bool, *, compiled: bool) -> int:
     """Maximum rows for which captured steps compute projections of the same input concurrently.
 
     ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
-    and 9.12 ms of 128. In compiled steps nothing is gained: 4.94 and 4.95 ms of 16.
+    and 9.12 ms of 128.
     """
-    if compiled:
-        return 0
     if option == "auto":
-        return 64
+        return _FUSED_ROWS[compiled]
     return sys.maxsize if option else 0
 
 
@@ -161,7 +161,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
         return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
-    pays_a_compilation = captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION
-    if pays_a_compilation and options.fuse_projections is not True and decoder_layers(model):
+    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
         return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
     return "graph", f"{captures.steps_asked} steps so far pay for a capture"

@@ -1,8 +1,9 @@
-"""Concurrent projections of the same input in captured steps of uncompiled layers.
+"""Concurrent projections of the same input in captured steps.
 
 A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
 Query, key and value projections have the same input, and so do gate and up projections: as parallel branches of the
-captured graph, one product starts while another drains.
+captured graph, one product starts while another drains. `FusedProjections` does this for uncompiled layers,
+`compiled_projections` for compiled ones.
 
 Parameters keep their memory and modules stay in place for every value of ``fuse_projections``. Only passes of the
 capturing thread are affected.
@@ -25,9 +26,11 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling modules that are applied to the same input."""
 
 
-def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`F.linear` of one input by several weights, concurrently on CUDA."""
-    if not inputs.is_cuda:
+def linears(
+    inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, concurrent: bool = True
+) -> list[Tensor]:
+    """`F.linear` of one input by several weights, on CUDA concurrently if asked for."""
+    if not (concurrent and inputs.is_cuda):
         return [F.linear(inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     main = torch.cuda.current_stream(inputs.device)
     streams = [main, *branch_streams(inputs.device)[: len(weights) - 1]]
