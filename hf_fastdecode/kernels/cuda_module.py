@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
@@ -38,12 +39,12 @@ class CudaKernel:
     threads: int
     shared_bytes: int
 
-    def launch(self, blocks: int, arguments: Sequence[Tensor | int | float], device: torch.device) -> None:
+    def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Launch on the device's current stream.
 
         Args:
             blocks: Of the grid, in one dimension.
-            arguments: Tensors pass their address, whole numbers 64 bits, other numbers 32 bits.
+            arguments: Tensors pass their address, whole numbers 64 bits, other numbers 32 bits; and tensor maps.
             device: The tensors' device.
 
         Raises:
@@ -135,6 +136,7 @@ def compiled(
     options = [
         f"--gpu-architecture={architecture}",
         "-std=c++17",
+        "--device-as-default-execution-space",
         *(f"-D{key}={value}" for key, value in numbers.items()),
     ]
     try:
@@ -153,10 +155,52 @@ def compiled(
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _argument(value: Tensor | int | float) -> tuple[int | float, Any]:
+@lru_cache(maxsize=1024)
+def tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, bf16: bool
+) -> Any:
+    """Describe a tensor of 16-bit numbers, for copies of boxes into shared memory, with zeros outside the tensor.
+
+    The last dimension of a box takes 128 bytes. Chunks of 16 bytes are permuted within them, by the index in the
+    dimension before, modulo 8.
+
+    Args:
+        address: Of the first number, at a multiple of 16 bytes.
+        shape: Up to five dimensions.
+        strides: Of all dimensions but the last, in bytes, multiples of 16.
+        box: Shape of a copy, with 64 in the last dimension.
+        bf16: Whether numbers are bf16, or else fp16.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    from cuda.bindings import driver
+
+    types = driver.CUtensorMapDataType
+    (described,) = _checked(
+        driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            len(shape),
+            address,
+            [driver.cuuint64_t(size) for size in reversed(shape)],
+            [driver.cuuint64_t(max(stride, 16)) for stride in reversed(strides)],  # 0 in dimensions of size 1
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return described
+
+
+def _argument(value: Any) -> tuple[Any, Any]:
     if isinstance(value, Tensor):
         return value.data_ptr(), ctypes.c_void_p
-    return (value, ctypes.c_longlong) if isinstance(value, int) else (value, ctypes.c_float)
+    if isinstance(value, int | float):
+        return value, ctypes.c_longlong if isinstance(value, int) else ctypes.c_float
+    return value, None  # a structure of the driver's
 
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:

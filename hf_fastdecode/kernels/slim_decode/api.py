@@ -14,7 +14,7 @@ from ..forest_decode.limits import compute_capability, multiprocessors, shared_m
 from ..forest_decode.node_kernel import LOG2E
 from ..installed import interpreted
 from .arguments import Arguments, check_alignment, check_arguments
-from .cluster import ClusterConfig, ClusterShape, cluster_kernel
+from .cluster import ClusterConfig, ClusterShape, cluster_kernel, tensor_maps
 from .config import (
     TwoLaunchConfig,
     check_two_launch_config,
@@ -25,7 +25,7 @@ from .config import (
 )
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
-from .tables import RotaryTables
+from .tables import TURNS, RotaryTables
 
 __all__ = [
     "ClusterConfig",
@@ -220,17 +220,19 @@ def _cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
 
 def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     query, keys, coordinates = given.query.float(), given.keys, given.coordinates
-    rows, device, size = query.shape[0], keys.device, keys.element_size()
+    rows, device = query.shape[0], keys.device
     shape = _cluster_shape(given, config)
     kernel, clusters = cluster_kernel(shape, device)
     groups = min(clusters, config.clusters or clusters)
     averages, lse = parts = given.parts(groups)
+    turn = lse if given.rotary is None else given.rotary.turns[TURNS.index(config.tile)]  # type: ignore[index]
     kernel.launch(
         groups * config.members,
         [
             query,
-            *given.read_only(lse),
-            lse if given.rotary is None or given.rotary.turns is None else given.rotary.turns,
+            *tensor_maps(keys, coordinates, shape),
+            *given.read_only(lse)[2:],
+            turn,
             given.first_slots,
             given.lengths,
             averages,
@@ -239,8 +241,6 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
             keys.shape[1],
             given.scale * LOG2E.value,
             *query.stride()[:2],
-            *(stride * size for stride in keys.stride()[:2]),
-            *(stride * size for stride in coordinates.stride()[:2]),
             given.table_row_stride,
         ],
         device,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..cuda_module import CudaKernel, load_kernel
+from ..cuda_module import CudaKernel, load_kernel, tensor_map
 
-_MOST_SUMS = 128  # per thread, of 255 registers
-_RING = 4  # buffers of weights, as in cluster.cu
+_MOST_NUMBERS = 208  # of queries and sums per thread, of 240 registers; the last ones are spilled
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,15 @@ class ClusterConfig:
     Attributes:
         members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
         tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, at least 3: one whose scores are computed, one that is being added, the others
-            on their way.
-        warps: Warps per block.
+        stages: Tiles in shared memory, 4 to 6: one whose scores are computed, one or, with 6, two whose weights are,
+            one that is being added, and the others on their way.
+        warps: Warps per block that compute, a multiple of 4.
         clusters: Clusters at most; as many as run at the same time when None.
     """
 
     members: int
-    tile: int = 64
-    stages: int = 3
+    tile: int = 32
+    stages: int = 6
     warps: int = 8
     clusters: int | None = None
 
@@ -62,12 +63,18 @@ class ClusterShape:
         """Shared memory per block."""
         config = self.config
         own, padded = self.heads // config.members, -(-self.heads // 8) * 8
-        columns = own * self.head_dim + -(-self.rank // (16 * config.members)) * 16
-        row = -(-2 * columns // 128) * 128
-        ring = padded * config.tile * 2 + padded * 8 + 8  # weights, factors and a barrier
+        boxes = own * self.head_dim // 64 + -(-self.rank_columns // 64)
+        buffers = 8 if config.stages >= 6 else 4  # of weights, as in cluster.cu
+        weights = buffers * (padded * config.tile * 2 + padded * 8 + 8)  # with factors and a barrier
+        scores = 4 * (own * config.tile * 4 + 8)
         query = own * self.head_dim * 4 * (2 if self.offset else 1)
-        turns = config.tile // config.warps * self.head_dim * 4 if self.rotary_dim else 0
-        return config.stages * config.tile * row + _RING * ring + own * config.tile * 4 + query + turns
+        turn = self.head_dim * 4 if self.rotary_dim else 0
+        return config.stages * (config.tile * boxes * 128 + 16) + weights + scores + query + turn
+
+    @property
+    def rank_columns(self) -> int:
+        """V-coordinates per block, padded to what matrix units take."""
+        return -(-self.rank // (16 * self.config.members)) * 16
 
     def refusal(self, shared_memory: int) -> str | None:
         """Why the kernel does not take this shape, or None.
@@ -86,16 +93,17 @@ class ClusterShape:
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
         # Each warp computes the scores of whole tokens, several lanes one of them.
-        whole = config.tile * self.head_dim % (512 * config.warps) == 0
-        if config.tile not in (32, 64) or config.stages < 3 or not whole:
+        tokens, rest = divmod(config.tile * self.head_dim, 512 * config.warps)
+        if config.tile not in (32, 64) or config.stages not in (4, 5, 6) or config.warps % 4 or rest or not tokens:
             return (
-                "clusters take tiles of 32 or 64 tokens, at least 3 stages, and warps that share a tile's tokens, got "
-                f"{config.tile}, {config.stages} and {config.warps}"
+                "clusters take tiles of 32 or 64 tokens, 4 to 6 stages, and a multiple of 4 warps that share a tile's "
+                f"tokens, got {config.tile}, {config.stages} and {config.warps}"
             )
-        columns = self.heads // config.members * self.head_dim + -(-self.rank // (16 * config.members)) * 16
-        sums = -(-columns // (16 * config.warps)) * -(-self.heads // 8) * 4
-        if sums > _MOST_SUMS:
-            return f"clusters have up to {_MOST_SUMS} sums per thread, got {sums}; raise members or warps"
+        own = self.heads // config.members
+        blocks = -(-(own * self.head_dim + self.rank_columns) // (16 * config.warps))
+        numbers = 16 * own * tokens + blocks * -(-self.heads // 8) * 4
+        if numbers > _MOST_NUMBERS:
+            return f"clusters have up to {_MOST_NUMBERS} numbers per thread, got {numbers}; raise members or warps"
         if self.shared_bytes > shared_memory:
             return f"clusters have {shared_memory} bytes of shared memory per block, and need {self.shared_bytes}"
         return None
@@ -120,7 +128,29 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
             "cluster.cu",
             shape.numbers(),
             headers=["instructions.cuh"],
-            threads=32 * shape.config.warps,
+            threads=32 * (shape.config.warps + 4),  # with those that copy and exchange
             shared_bytes=shape.shared_bytes,
         )
         return kernel, kernel.most_clusters(shape.config.members)
+
+
+def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple[Any, Any]:
+    """Describe a cache for the kernel's copies: keys in boxes of 64 columns, all of a block's columns at once.
+
+    Args:
+        keys: ``[rows, slots, heads * head_dim]``.
+        coordinates: ``[rows, slots, r]``; not described where r is 0.
+        shape: What the kernel was compiled for.
+    """
+    rows, slots, width = keys.shape
+    tile, columns = shape.config.tile, shape.heads // shape.config.members * shape.head_dim
+    bf16 = keys.dtype == torch.bfloat16
+    row, token = (stride * keys.element_size() for stride in keys.stride()[:2])
+    of_keys = tensor_map(
+        keys.data_ptr(), (rows, width // 64, slots, 64), (row, 128, token), (1, columns // 64, tile, 64), bf16=bf16
+    )
+    if not shape.rank:
+        return of_keys, of_keys
+    row, token = (stride * coordinates.element_size() for stride in coordinates.stride()[:2])
+    sizes = (rows, 1, slots, shape.rank)
+    return of_keys, tensor_map(coordinates.data_ptr(), sizes, (row, 16, token), (1, 1, tile, 64), bf16=bf16)

@@ -74,8 +74,8 @@ def choose_cluster_config(
 ) -> ClusterConfig | None:
     """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
 
-    The largest tiles, each of which costs a round of messages, and then the smallest cluster that fit into the blocks'
-    shared memory and registers.
+    The largest tiles, each of which costs a round of messages, then the most of them, and then the smallest cluster
+    that fit into the blocks' shared memory and registers.
 
     Args:
         heads: Heads of the layer.
@@ -87,7 +87,7 @@ def choose_cluster_config(
         shared_memory: Bytes of shared memory per block.
     """
     offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
-    for tile, stages in ((64, 3), (32, 5), (32, 4), (32, 3)):
+    for tile, stages in ((64, 6), (64, 5), (32, 6), (32, 5), (32, 4)):
         for members in (1, 2, 4, 8):
             config = ClusterConfig(members, tile, stages)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim, offset, True, dtype, config)

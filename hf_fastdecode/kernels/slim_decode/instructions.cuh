@@ -18,18 +18,10 @@ __device__ __forceinline__ u32 remote(u32 address, int member) {
 
 // Writes to a block of the cluster, whose barrier counts the bytes. Unlike an ordinary write and an arrival that
 // releases it, this waits for nothing.
-__device__ __forceinline__ void send(u32 address, const u32 (&value)[4], u32 barrier) {
+__device__ __forceinline__ void send(u32 address, u32 first, u32 second, u32 barrier) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-            address),
-        "r"(value[0]), "r"(value[1]), "r"(value[2]), "r"(value[3]), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void send(u32 address, float first, float second, u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-        "f"(first), "f"(second), "r"(barrier)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+        "r"(first), "r"(second), "r"(barrier)
         : "memory");
 }
 
@@ -37,9 +29,15 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for a barrier. Warps that nobody waits for at once sleep between attempts, which take turns from other warps.
+template <int NANOSECONDS = 0>
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
+    while (true) {
+        u32 done;
         asm volatile(
             "{\n.reg .pred p;\n"
             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -47,6 +45,8 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
+        if (done) break;
+        if constexpr (NANOSECONDS > 0) asm volatile("nanosleep.u32 %0;" ::"n"(NANOSECONDS));
     }
 }
 
@@ -54,10 +54,20 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void copy16(u32 address, const void* source, bool valid) {  // else zeros
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+// What the driver makes of a tensor's address, shape and strides.
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+// Copies a box of a tensor of four dimensions; the barrier counts the bytes, with zeros outside the tensor.
+__device__ __forceinline__ void copy(u32 address, const TensorMap& map, int column, int token, int box, int row,
+                                     u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5}], "
+        "[%6];" ::"r"(address),
+        "l"(&map), "r"(column), "r"(token), "r"(box), "r"(row), "r"(barrier)
+        : "memory");
 }
 
 __device__ __forceinline__ float exp2_of(float x) {

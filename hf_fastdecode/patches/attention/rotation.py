@@ -68,9 +68,13 @@ def forest_rotation(
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
     slots = torch.arange(before.longest + count, device=device)[None]
-    keys = tables(slots)
-    for_kernel = _for_kernel(tables, keys) if takes_kernels(cache, device) else None
-    return Rotation(position_ids, tokens, keys, tables(places), for_kernel)
+    if not takes_kernels(cache, device):
+        return Rotation(position_ids, tokens, tables(slots), tables(places))
+    turns = torch.tensor([[0, *TURNS]], device=device)
+    cos, sin = tables(torch.cat([slots, turns], 1))
+    keys = cos[:, : slots.shape[1]], sin[:, : slots.shape[1]]
+    turned = cos[0, slots.shape[1] :], sin[0, slots.shape[1] :]
+    return Rotation(position_ids, tokens, keys, tables(places), _for_kernel(keys, turned))
 
 
 def takes_kernels(cache: SharedContextCache, device: torch.device) -> bool:
@@ -79,11 +83,16 @@ def takes_kernels(cache: SharedContextCache, device: torch.device) -> bool:
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
-def _for_kernel(tables: Callable[[Tensor], Tables], keys: Tables) -> RotaryTables:
-    half = keys[0].shape[-1] // 2  # "rotate half" has every number twice; layers with other pairs do not use this
-    cos, sin = (table[..., :half] for table in tables(torch.arange(TURNS, device=keys[0].device)[None]))
-    factor = cos[:, :1]  # that YaRN multiplies tables by: the cosine of 0
-    turns = torch.stack([cos[0], sin[0]], 1) / factor[0, :, None]
+def _for_kernel(keys: Tables, turned: Tables) -> RotaryTables:
+    """Tables of half the width, since "rotate half" has every number twice; layers with other pairs do not use this.
+
+    Args:
+        keys: Of the slots.
+        turned: Of position 0, whose cosine is the factor by which YaRN multiplies tables, and of the turns.
+    """
+    half = keys[0].shape[-1] // 2
+    cos, sin = (table[:, :half] for table in turned)
+    turns = torch.stack([cos / cos[:1], sin / cos[:1]], 1)[1:]
     return RotaryTables(keys[0][..., :half].contiguous(), keys[1][..., :half].contiguous(), turns.contiguous())
 
 

@@ -58,7 +58,7 @@ def test_nothing_is_refused_where_it_runs():
         ("key_offset", lambda _: torch.zeros(64).half(), r"key_offset must be \[64\] float32"),
         ("rotary", lambda x: RotaryTables(x[0], x[1][:, :5]), r"sin must be \[1, 9, 8\]"),
         ("rotary", lambda x: RotaryTables(*(x[0].repeat(1, 1, 2),) * 2), "must have 1 to 8 columns, got 16"),
-        ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[8, 2, 8\]"),
+        ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[2, 2, 8\]"),
         ("scale", lambda _: -1.0, "scale must be above 0, got -1.0"),
         ("config", lambda _: TwoLaunchConfig(3), "own_heads must be a power of 2 from 1, got 3"),
         ("config", lambda _: TwoLaunchConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
@@ -78,8 +78,9 @@ def test_arguments_are_checked(name, change, message):
 def test_clusters_need_aligned_coordinates():
     keys, lengths = torch.zeros(2, 9, 256).half(), torch.zeros(2, dtype=INT)
     coordinates = torch.zeros(2, 9, 12).half()[..., 4:]
+    config = ClusterConfig(1, tile=64, stages=5)
     with pytest.raises(ValueError, match="slots of coordinates must begin at multiples of 16 bytes"):
-        slim_decode(torch.zeros(2, 4, 1, 64), keys, coordinates, lengths, ClusterConfig(1), scale=1.0)
+        slim_decode(torch.zeros(2, 4, 1, 64), keys, coordinates, lengths, config, scale=1.0)
 
 
 def test_launch_parameters_of_real_shapes():
