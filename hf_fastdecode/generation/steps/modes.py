@@ -34,7 +34,7 @@ def _fused_rows(option: str | bool, *, compiled: bool) -> int:
     """Maximum rows for which captured steps compute projections of the same input concurrently.
 
     ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
-    and 9.12 ms of 128.
+    and 9.12 ms of 128; compiled 5.23 and 4.83 ms of one row, 5.61 and 4.96 ms of 16, 6.58 and 6.55 ms of 128.
     """
     if option == "auto":
         return _FUSED_ROWS[compiled]
