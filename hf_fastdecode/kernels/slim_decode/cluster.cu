@@ -14,7 +14,7 @@
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
 // ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
-// STAGES, WARPS and SHARED_BYTES.
+// STAGES, WARPS (that compute) and SHARED_BYTES.
 
 #include "instructions.cuh"
 
@@ -60,7 +60,8 @@ constexpr int WARP_HEADS = 32 / HEAD_LANES;                  // at once
 constexpr int PASSES = (OWN + WARP_HEADS - 1) / WARP_HEADS;  // of the own heads
 
 static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES > LAG + 1);
-static_assert((TILE == 32 || TILE == 64) && WARPS % 4 == 0 && MEMBERS <= HEAD_LANES);
+static_assert((TILE == 32 || TILE == 64) && MEMBERS <= HEAD_LANES);
+static_assert(WARPS == 8);  // of 240 registers, beside 4 warps of 24
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
 
 // Shared memory, in bytes from its beginning. A head's factors are two: that on its averages of earlier tiles, and the
@@ -71,10 +72,10 @@ constexpr int FACTORS_AT = SCORES_AT + SCORE_RING * OWN * TILE * 4;
 constexpr int QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
 constexpr int OFFSET_AT = QUERY_AT + OWN * HEAD_DIM * 4;
 constexpr int TURN_AT = OFFSET_AT + (OFFSET ? OWN * HEAD_DIM * 4 : 0);
-// Barriers: a tile has come, has been added; its scores are there, its weights have come.
-constexpr int COME_AT = TURN_AT + (ROTATED ? HEAD_DIM * 4 : 0);
-constexpr int ADDED_AT = COME_AT + STAGES * 8;
-constexpr int SCORED_AT = ADDED_AT + STAGES * 8;
+// Barriers: a stage is full, is empty; a tile's scores are there, its weights have come.
+constexpr int FULL_AT = TURN_AT + (ROTATED ? HEAD_DIM * 4 : 0);
+constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int SCORED_AT = EMPTY_AT + STAGES * 8;
 constexpr int WEIGHED_AT = SCORED_AT + SCORE_RING * 8;
 static_assert(WEIGHED_AT + RING * 8 == SHARED_BYTES);
 
@@ -163,8 +164,8 @@ __device__ __forceinline__ void copy_tiles(char* memory, const TensorMap& keys, 
     const u32 base = shared_address(memory);
     for (int tile = piece.begin; tile < piece.end; tile++) {
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
-        if (number >= STAGES) wait<200>(base + ADDED_AT + 8 * stage, (number / STAGES - 1) & 1);
-        const u32 barrier = base + COME_AT + 8 * stage, to = base + stage * STAGE_BYTES;
+        if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
+        const u32 barrier = base + FULL_AT + 8 * stage, to = base + stage * STAGE_BYTES;
         const int token = piece.first + tile * TILE;
         expect(barrier, STAGE_BYTES);
         copy(to, keys, 0, token, member * KEY_BOXES, piece.row, barrier);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
         const u32 barrier = base + WEIGHED_AT + 8 * buffer;
         const int tokens = piece.length - (piece.first + tile * TILE) - token;  // from the lane's on
         if (lane == 0) expect(barrier, HEADS * (2 * TILE + 8));
-        wait<20>(base + SCORED_AT + 8 * (number % SCORE_RING), number / SCORE_RING & 1);
+        wait(base + SCORED_AT + 8 * (number % SCORE_RING), number / SCORE_RING & 1);
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const int h = pass * WARP_HEADS + of_pass, head = member * OWN + h;
@@ -310,7 +311,7 @@ __device__ __forceinline__ void compute(char* memory, const float* query, i64 qu
         const u32 add_buffer = number(tile - LAG) % RING;
         if (scores_one) {
             if (ROTATED && (tile - begin) % REFRESH == 0) rotate_queries(tile);
-            wait(base + COME_AT + 8 * score_stage, score_phase);
+            wait(base + FULL_AT + 8 * score_stage, score_phase);
             const int tokens = piece.length - (piece.first + tile * TILE);
             if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
                 for (int i = lane; i < WARP_TOKENS * BOXES * 8; i += 32) {
@@ -354,9 +355,9 @@ __device__ __forceinline__ void compute(char* memory, const float* query, i64 qu
             load_pairs(turn_sin, own_turn, 1, lane_in_token);
         }
         const u32 score_at = base + score_stage * STAGE_BYTES, add_at = base + add_stage * STAGE_BYTES;
-        constexpr int TURNS = OWN > WARP_BLOCKS ? OWN : WARP_BLOCKS;
+        constexpr int BOTH = OWN > WARP_BLOCKS ? OWN : WARP_BLOCKS;
 #pragma unroll
-        for (int index = 0; index < TURNS; index++) {  // of an own head, and of a block of columns
+        for (int index = 0; index < BOTH; index++) {  // of an own head, and of a block of columns
             if (index < OWN && scores_one) {
 #pragma unroll
                 for (int t = 0; t < TOKENS; t++) {
@@ -421,7 +422,7 @@ __device__ __forceinline__ void compute(char* memory, const float* query, i64 qu
         __syncwarp();
         if (lane == 0) {
             if (scores_one) arrive(base + SCORED_AT + 8 * score_buffer);
-            if (adds_one) arrive(base + ADDED_AT + 8 * add_stage);
+            if (adds_one) arrive(base + EMPTY_AT + 8 * add_stage);
         }
         if (++score_stage == STAGES) score_stage = 0, score_phase ^= 1;
         if (adds_one && ++add_stage == STAGES) add_stage = 0;
@@ -478,9 +479,9 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     const int member = blockIdx.x % MEMBERS, group = blockIdx.x / MEMBERS, groups = gridDim.x / MEMBERS;
     float* const own_turn = reinterpret_cast<float*>(memory + TURN_AT);
 
-    if (thread < (SHARED_BYTES - COME_AT) / 8) {
-        const int at = COME_AT + 8 * thread;
-        const bool of_warps = at >= ADDED_AT && at < WEIGHED_AT;
+    if (thread < (SHARED_BYTES - FULL_AT) / 8) {
+        const int at = FULL_AT + 8 * thread;
+        const bool of_warps = at >= EMPTY_AT && at < WEIGHED_AT;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(of_warps ? WARPS : 1));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

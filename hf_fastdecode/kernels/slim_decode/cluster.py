@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cuda_module import CudaKernel, load_kernel, tensor_map
 
+_WARPS = 8  # per block that compute; a copying and an exchanging one come with two idle ones
 _MOST_NUMBERS = 208  # of queries and sums per thread, of 240 registers; the last ones are spilled
 
 
@@ -23,14 +24,12 @@ class ClusterConfig:
         tile: Tokens per tile: 32 or 64.
         stages: Tiles in shared memory, 4 to 6: one whose scores are computed, one or, with 6, two whose weights are,
             one that is being added, and the others on their way.
-        warps: Warps per block that compute, a multiple of 4.
         clusters: Clusters at most; as many as run at the same time when None.
     """
 
     members: int
     tile: int = 32
     stages: int = 6
-    warps: int = 8
     clusters: int | None = None
 
 
@@ -93,17 +92,17 @@ class ClusterShape:
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
         # Each warp computes the scores of whole tokens, several lanes one of them.
-        tokens, rest = divmod(config.tile * self.head_dim, 512 * config.warps)
-        if config.tile not in (32, 64) or config.stages not in (4, 5, 6) or config.warps % 4 or rest or not tokens:
+        tokens, rest = divmod(config.tile * self.head_dim, 512 * _WARPS)
+        if config.tile not in (32, 64) or config.stages not in (4, 5, 6) or rest or not tokens:
             return (
-                "clusters take tiles of 32 or 64 tokens, 4 to 6 stages, and a multiple of 4 warps that share a tile's "
-                f"tokens, got {config.tile}, {config.stages} and {config.warps}"
+                "clusters take tiles of 32 or 64 tokens, of 64 for head_dim 64, and 4 to 6 stages, got "
+                f"{config.tile} and {config.stages}"
             )
         own = self.heads // config.members
-        blocks = -(-(own * self.head_dim + self.rank_columns) // (16 * config.warps))
+        blocks = -(-(own * self.head_dim + self.rank_columns) // (16 * _WARPS))
         numbers = 16 * own * tokens + blocks * -(-self.heads // 8) * 4
         if numbers > _MOST_NUMBERS:
-            return f"clusters have up to {_MOST_NUMBERS} numbers per thread, got {numbers}; raise members or warps"
+            return f"clusters have up to {_MOST_NUMBERS} numbers per thread, got {numbers}; raise members"
         if self.shared_bytes > shared_memory:
             return f"clusters have {shared_memory} bytes of shared memory per block, and need {self.shared_bytes}"
         return None
@@ -114,7 +113,7 @@ class ClusterShape:
         flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
         flags["BF16"] = self.dtype == torch.bfloat16
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "RANK": self.rank, "SHARED_BYTES": self.shared_bytes}
-        launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "WARPS": config.warps}
+        launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "WARPS": _WARPS}
         return sizes | launch | {name: int(value) for name, value in flags.items()}
 
 
@@ -128,7 +127,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
             "cluster.cu",
             shape.numbers(),
             headers=["instructions.cuh"],
-            threads=32 * (shape.config.warps + 4),  # with those that copy and exchange
+            threads=32 * (_WARPS + 4),
             shared_bytes=shape.shared_bytes,
         )
         return kernel, kernel.most_clusters(shape.config.members)

@@ -33,11 +33,9 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits for a barrier. Warps that nobody waits for at once sleep between attempts, which take turns from other warps.
-template <int NANOSECONDS = 0>
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    while (true) {
-        u32 done;
+    u32 done = 0;
+    while (!done) {
         asm volatile(
             "{\n.reg .pred p;\n"
             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -45,8 +43,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
-        if (done) break;
-        if constexpr (NANOSECONDS > 0) asm volatile("nanosleep.u32 %0;" ::"n"(NANOSECONDS));
     }
 }
 

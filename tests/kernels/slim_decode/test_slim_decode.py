@@ -173,7 +173,7 @@ def test_two_launches_take_the_place_of_clusters_that_fail(monkeypatch):
     """As without NVRTC; clusters that are asked for raise."""
     case = Case((40, 3), heads=4, head_dim=64, consecutive=True)
     problem, device = make_problem(case, DEVICE), torch.device("cpu")
-    clusters = ClusterConfig(1, tile=32, warps=4)
+    clusters = ClusterConfig(1, tile=64, stages=5)
 
     def fail(*_):
         raise RuntimeError("no NVRTC")
