@@ -15,7 +15,7 @@ from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import Enc
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.tensors import below
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper

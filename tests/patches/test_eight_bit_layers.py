@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode.conversion import CacheErrors, attention_output, key_statistics
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.patches.values.eight_bits import stored_bytes

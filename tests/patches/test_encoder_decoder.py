@@ -22,7 +22,7 @@ from transformers import (
 from hf_fastdecode.conversion import attention_output, inputs_cache_output
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
-from hf_fastdecode.conversion.checkpoint.families import ENCODER_DECODERS, family_of
+from hf_fastdecode.conversion.checkpoint.families.lookup import ENCODER_DECODERS, family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
 from hf_fastdecode.patches.attention.slim_attention import slim_attention

@@ -15,7 +15,7 @@ from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.family import longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice

@@ -27,8 +27,8 @@ from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion import attention_output
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.families import FAMILIES as SUPPORTED
-from hf_fastdecode.conversion.checkpoint.families import family_of
+from hf_fastdecode.conversion.checkpoint.families.lookup import FAMILIES as SUPPORTED
+from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, PlanError

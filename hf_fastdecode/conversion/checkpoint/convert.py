@@ -18,7 +18,8 @@ from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
 from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
-from .families import family_of, family_of_slim, require_rope
+from .families.configs import require_rope
+from .families.lookup import family_of, family_of_slim
 from .family import Family, language_config, longest_text
 from .plan_choice import PlanChoice
 from .report_plot import draw_report

@@ -14,7 +14,8 @@ from hf_fastdecode.wrappers import unwrapped
 from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
-from .families import family_of, require_rope
+from .families.configs import require_rope
+from .families.lookup import family_of
 from .family import Family, attention_inputs, language_config, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .encoder_decoder.architecture import EncoderDecoder
-from .families import slim_config
+from .families.configs import slim_config
 from .family import Family
 from .plan_choice import PlanChoice
 from .slim_layer import matrix_dtype

@@ -21,7 +21,7 @@ from ..cache_errors import relative_error
 from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device
-from .families import family_of_slim, is_slim
+from .families.lookup import family_of_slim, is_slim
 from .family import attention_inputs, language_config, longest_text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import full_config
+from .families.configs import full_config
 from .family import Family, language_config
 from .slim_layer import recover_values
 from .source import Checkpoint

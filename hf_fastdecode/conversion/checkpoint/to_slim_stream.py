@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .families import slim_config
+from .families.configs import slim_config
 from .family import Family, attention_inputs, language_config
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype

@@ -8,7 +8,7 @@ import torch
 
 from hf_fastdecode.cache.accounting import KVShape
 
-from ..checkpoint.families import UnconvertibleError, family_of
+from ..checkpoint.families.lookup import UnconvertibleError, family_of
 from ..checkpoint.family import language_config
 from ..checkpoint.slim_layer import matrix_dtype
 from ..layer_plan import RANK_SHARES, share_name

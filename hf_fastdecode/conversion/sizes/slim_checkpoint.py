@@ -13,7 +13,7 @@ from hf_fastdecode.patches.slim_layers import SlimLayer
 from hf_fastdecode.patches.values.eight_bits import stored_bytes
 from hf_fastdecode.patches.values.stored_positions import position_bytes
 
-from ..checkpoint.families import ordinary_config
+from ..checkpoint.families.configs import ordinary_config
 from ..checkpoint.family import language_config
 from .cache_size import CacheSize, value_matrices
 from .encoder_decoder import ON_CHIP, READ

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families import full_config, slim_config
+from ..families.configs import full_config, slim_config
 from ..plan_choice import PlanChoice
 from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
