@@ -18,8 +18,8 @@ SLIM_WAYS = (
     *("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches"),
     *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
 )
-"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches; those
-in 8 bits, and that in two launches, with the kernel for GPUs without clusters."""
+"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
+Those in 8 bits, and ``slim-k-two-launches``, are read by the kernel for GPUs without clusters."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class SlimCase:
         scales = 0
         if itemsize == 1:
             scales = 2 * (self.heads + -(-self.rank(way) // self.head_dim))
-        return tokens * (width * itemsize + scales) + self.context * self.head_dim * 4 + self.rows * self.heads * width * 4
+        return (
+            tokens * (width * itemsize + scales)
+            + self.context * self.head_dim * 4
+            + self.rows * self.heads * width * 4
+        )
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""

@@ -169,7 +169,8 @@ class SlimBench:
                 query = normal(case.rows, case.heads, 1, case.head_dim, dtype=torch.float32)
                 widths = case.columns_of_keys, key[1]
                 if dtype not in EIGHT_BITS:
-                    return SlimInputs(query, *(normal(case.rows, case.context, width) for width in widths))
+                    keys, coordinates = (normal(case.rows, case.context, width) for width in widths)
+                    return SlimInputs(query, keys, coordinates)
                 parts = [_in_8_bits(case, width, dtype, normal) for width in widths]
                 return _with_scales(query, *(views(part, dtype, case.head_dim) for part in parts))
 
