@@ -12,9 +12,14 @@ from typing import Any
 RANK_DIVISOR = 8
 """Numbers per cached key for each V-coordinate of ``slim-k+r``."""
 
-SLIM_WAYS = ("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches")
-"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches; the
-last with the kernel for GPUs without clusters."""
+_EIGHT_BITS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+SLIM_WAYS = (
+    *("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches"),
+    *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
+)
+"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
+Those in 8 bits, and ``slim-k-two-launches``, are read by the kernel for GPUs without clusters."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,29 @@ class SlimCase:
         """V-coordinates of a slim way."""
         return self.columns_of_keys // RANK_DIVISOR if way.startswith("slim-k+r") else 0
 
+    def cache_dtype(self, way: str) -> str:
+        """Name in torch of the dtype that a way caches."""
+        return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
+
     def bytes(self, way: str, itemsize: int) -> int:
-        """What must move at least: the cache and RoPE's tables, once, and the averages out."""
+        """What must move at least: the cache and RoPE's tables, once, and the averages out.
+
+        Args:
+            way: A way.
+            itemsize: Bytes per cached number; 1 for 8 bits, to which scales in 2 bytes are added.
+        """
         tokens = self.rows * self.context
         if not way.startswith("slim"):
             return 2 * (tokens + self.rows) * self.columns_of_keys * itemsize
         width = self.columns_of_keys + self.rank(way)
-        return tokens * width * itemsize + self.context * self.head_dim * 4 + self.rows * self.heads * width * 4
+        scales = 0
+        if itemsize == 1:
+            scales = 2 * (self.heads + -(-self.rank(way) // self.head_dim))
+        return (
+            tokens * (width * itemsize + scales)
+            + self.context * self.head_dim * 4
+            + self.rows * self.heads * width * 4
+        )
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""

@@ -13,6 +13,7 @@ from ..kernels.failures import Kernel, forget
 from ..kernels.slim_decode.limits import refusal
 from ..measurement.status import NotAvailableError, status_of
 from ..measurement.timing import Times, time_operator
+from ..patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
 from .accuracy import BOUND
 from .op_cases import NodeSpec, OpCase
 from .op_inputs import sets_needed
@@ -21,6 +22,7 @@ from .slim_cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
     from ..kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig
+    from ..kernels.slim_decode.scales import Scales
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -32,11 +34,25 @@ class SlimInputs(NamedTuple):
         query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
         keys: ``[rows, context, e]``.
         coordinates: ``[rows, context, r]``.
+        scales: Of 8 bits, in the tensors that hold the numbers.
     """
 
     query: Tensor
     keys: Tensor
     coordinates: Tensor
+    scales: Scales | None = None
+
+    def tokens(self, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and V-coordinates of the last row in fp64, up to `_CHUNK` tokens of them."""
+        parts = []
+        for index, part in enumerate((self.keys, self.coordinates)):
+            numbers = part[-1, start : start + _CHUNK]
+            if self.scales is not None:
+                scales = self.scales[index][-1, start : start + _CHUNK]
+                stored = torch.cat([numbers.view(torch.uint8), scales], -1)
+                numbers = load(stored, part.dtype, self.query.shape[3])
+            parts.append(numbers.double())
+        return parts[0], parts[1]
 
 
 class SlimBench:
@@ -50,7 +66,7 @@ class SlimBench:
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
         self._ops = OpBench(device, check=check)
-        self._prepared: tuple[tuple[SlimCase, int], list[SlimInputs]] | None = None
+        self._prepared: tuple[tuple[SlimCase, int, str], list[SlimInputs]] | None = None
 
     @torch.no_grad()
     def measure(self, case: SlimCase, way: str) -> dict[str, Any]:
@@ -67,7 +83,7 @@ class SlimBench:
             way: A way; for slim ones, launch parameters that differ may follow, as in ``slim-k:tile=32,stages=4``.
         """
         result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
-        size = case.bytes(way, getattr(torch, case.dtype).itemsize)
+        size = case.bytes(way, getattr(torch, case.cache_dtype(way)).itemsize)
         result |= {"over_floor": None, "bandwidth_share": None, "tb_per_s": None, "bytes": size, "floor_us": None}
         result |= {"copy_tb_per_s": None, "error_ratio": None}
         try:
@@ -100,7 +116,7 @@ class SlimBench:
 
     def _slim(self, case: SlimCase, way: str) -> dict[str, Any]:
         inputs = self._inputs(case, way)
-        if reason := refusal(*inputs[0]):
+        if reason := refusal(*inputs[0][:3]):
             raise NotAvailableError(reason)
         from ..kernels.forest_decode.limits import shared_memory
         from ..kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
@@ -119,11 +135,12 @@ class SlimBench:
         scale = case.head_dim**-0.5
 
         def call(given: SlimInputs) -> Callable[[], SlimPartial]:
-            return lambda: slim_decode(*given, lengths, config, scale=scale, rotary=rotary)
+            parts, scales = given[:3], given.scales
+            return lambda: slim_decode(*parts, lengths, config, scale=scale, rotary=rotary, scales=scales)
 
         calls = [call(given) for given in inputs]
         found: dict[str, Any] = {"variant": config_text(config)}
-        oracle = _Oracle(inputs[0], rotary, scale) if self.check else None
+        oracle = _Oracle(inputs[0], rotary, scale, getattr(torch, case.dtype)) if self.check else None
         if oracle is not None:
             found["error_ratio"] = error = oracle.error(*calls[0]()[:2])
             if not error <= BOUND:
@@ -137,57 +154,73 @@ class SlimBench:
         return found | {"us_p20": 1e6 * times.p20, "us_p50": 1e6 * times.p50, "us_p80": 1e6 * times.p80}
 
     def _inputs(self, case: SlimCase, way: str) -> list[SlimInputs]:
-        """Sets of inputs, together larger than the L2 cache; kept until another size asks."""
-        key = case, case.rank(way)
+        """Sets of inputs, together larger than the L2 cache; kept until another size or dtype asks."""
+        key = case, case.rank(way), case.cache_dtype(way)
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = None
             self._ops.drop_inputs()  # keys and values, which would not fit beside these
-            dtype: torch.dtype = getattr(torch, case.dtype)
+            dtype: torch.dtype = getattr(torch, key[2])
             generator = torch.Generator(self.device).manual_seed(0)
 
             def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
                 return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
 
-            tokens = case.rows, case.context
-            sets = [
-                SlimInputs(
-                    normal(case.rows, case.heads, 1, case.head_dim, dtype=torch.float32),
-                    normal(*tokens, case.columns_of_keys),
-                    normal(*tokens, key[1]),
-                )
-                for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))
-            ]
+            def one_set() -> SlimInputs:
+                query = normal(case.rows, case.heads, 1, case.head_dim, dtype=torch.float32)
+                widths = case.columns_of_keys, key[1]
+                if dtype not in EIGHT_BITS:
+                    keys, coordinates = (normal(case.rows, case.context, width) for width in widths)
+                    return SlimInputs(query, keys, coordinates)
+                parts = [_in_8_bits(case, width, dtype, normal) for width in widths]
+                return _with_scales(query, *(views(part, dtype, case.head_dim) for part in parts))
+
+            sets = [one_set() for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))]
             self._prepared = key, sets
         return self._prepared[1]
+
+
+def _in_8_bits(case: SlimCase, width: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> Tensor:
+    """A cache as slim layers store it, made of few tokens at once: in fp32 it may not fit."""
+    size = stored_bytes(width, dtype, case.head_dim)
+    stored: Tensor = normal(0, dtype=torch.float32).new_empty(case.rows, case.context, size, dtype=torch.uint8)
+    for row in stored:
+        for part in row.split(_CHUNK):
+            part.copy_(store(normal(len(part), width, dtype=torch.float32), dtype, case.head_dim))
+    return stored
+
+
+def _with_scales(query: Tensor, keys: tuple[Tensor, Tensor], coordinates: tuple[Tensor, Tensor]) -> SlimInputs:
+    from ..kernels.slim_decode.scales import Scales
+
+    return SlimInputs(query, keys[0], coordinates[0], Scales(keys[1], coordinates[1]))
 
 
 class _Oracle:
     """Averages of the last row and two heads in fp64, and the same with fused attention's rounding as the yardstick.
 
-    The yardstick rounds weights to the cache's dtype, as fused attention does, and nothing else.
+    The yardstick rounds weights to the model's dtype, as fused attention does, and nothing else.
     """
 
-    def __init__(self, inputs: SlimInputs, rotary: RotaryTables, scale: float):
+    def __init__(self, inputs: SlimInputs, rotary: RotaryTables, scale: float, dtype: torch.dtype):
         heads, _, head_dim = inputs.query.shape[1:]
         self.heads = [0, heads - 1]
         query = inputs.query[-1, self.heads, 0].double()
-        keys, coordinates = inputs.keys[-1], inputs.coordinates[-1]
-        chunks = range(0, len(keys), _CHUNK)
+        width = inputs.keys.shape[2] + inputs.coordinates.shape[2]
+        chunks = range(0, inputs.keys.shape[1], _CHUNK)
         scores = []
         for start in chunks:
-            own = keys[start : start + _CHUNK].double().unflatten(-1, (heads, head_dim))[:, self.heads]
+            own = inputs.tokens(start)[0].unflatten(-1, (heads, head_dim))[:, self.heads]
             cos, sin = (table[0, start : start + _CHUNK].double()[:, None] for table in rotary[:2])
             low, high = own.chunk(2, -1)
             rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)  # [tokens, 2, head_dim]
             scores.append(torch.einsum("hd,thd->ht", query, rotated) * scale)
         weights = torch.softmax(torch.cat(scores, 1), -1)
         largest = weights.amax(1, keepdim=True)
-        rounded = (weights / largest).to(keys.dtype).double() * largest
+        rounded = (weights / largest).to(dtype).double() * largest
         both = torch.cat([weights, rounded])  # [4, tokens]
-        averages = both.new_zeros(len(both), keys.shape[1] + coordinates.shape[1])
+        averages = both.new_zeros(len(both), width)
         for start in chunks:
-            tokens = slice(start, start + _CHUNK)
-            averages += both[:, tokens] @ torch.cat([keys[tokens], coordinates[tokens]], -1).double()
+            averages += both[:, start : start + _CHUNK] @ torch.cat(inputs.tokens(start), -1)
         self.exact, self.fused = averages.chunk(2)
 
     def error(self, keys: Tensor, coordinates: Tensor) -> float:

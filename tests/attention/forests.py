@@ -29,6 +29,7 @@ DEVICES = [
     ),
 ]
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPE_NAMES |= {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 LOW_AND_FULL = (torch.float32, torch.bfloat16, torch.float16)
 
 _GAP = 3  # poisoned tokens between nodes and behind suffixes

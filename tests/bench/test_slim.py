@@ -44,6 +44,18 @@ def test_bytes_of_the_ways():
     assert both / keys == pytest.approx(1.125, rel=0.01)
 
 
+def test_bytes_of_8_bits_are_those_that_a_cache_has(bench):
+    """Numbers, and a scale of 2 bytes for each head or as many V-coordinates; the rest is as in 16 bits."""
+    case = SLIM_SETS["grid"][0]
+    for way, scales in (("slim-k-int8", 32), ("slim-k-fp8", 32), ("slim-k+r-int8", 32 + 4)):
+        numbers = 4096 + 512 * ("+r" in way)
+        assert case.bytes(way, 1) == case.bytes(way, 2) - 32_768 * (numbers - 2 * scales)
+    small = SLIM_SETS["tiny"][1]
+    (inputs,) = bench._inputs(small, "slim-k+r-int8:parts=1")
+    assert inputs.keys.untyped_storage().nbytes() == 2 * 20 * (64 + 2 * 2)
+    assert inputs.coordinates.untyped_storage().nbytes() == 2 * 20 * (8 + 2)
+
+
 def test_a_wrong_kernel_gets_no_times(bench, monkeypatch):
     right = api.slim_decode
 

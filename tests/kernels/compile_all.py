@@ -39,8 +39,10 @@ from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
 from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
-from hf_fastdecode.kernels.slim_decode.api import RotaryTables, slim_decode
+from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
+from hf_fastdecode.kernels.slim_decode.limits import FP8_CAPABILITY
+from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 
 class Gpu(NamedTuple):
@@ -255,11 +257,14 @@ def attend_to_slim_caches() -> None:
     layouts = product(
         ((4, 64), (32, 64), (3, 80), (12, 128), (32, 128), (40, 128), (16, 256)),  # heads, head_dim
         (0, 16, 512),  # V-coordinates
-        (torch.float16, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn),
     )
     features = cycle(product((0.0, 0.5, 1.0), (False, True), (1, 9)))
+    takes_fp8 = torch.cuda.get_device_capability(CUDA) >= FP8_CAPABILITY
     memory = torch.cuda.get_device_properties(CUDA).shared_memory_per_block_optin
     for ((heads, head_dim), rank, dtype), (rotated, more, rows) in zip(layouts, features):
+        if dtype == torch.float8_e4m3fn and not takes_fp8:
+            continue
         columns, tables = heads * head_dim, int(rotated * head_dim) // 2
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -268,6 +273,9 @@ def attend_to_slim_caches() -> None:
         table = empty(rows if more else 1, 4096, tables, dtype=torch.float32)
         numbers = empty(rows, dtype=torch.int32)
         query = empty(rows, heads, 1, head_dim, dtype=torch.float32)
+        (keys, of_keys), (coordinates, of_coordinates) = (
+            slim_part(rows, width, head_dim, dtype) for width in (columns, rank)
+        )
         config = choose_two_launch_config(heads, head_dim, rank, dtype, shared_memory=memory)
         for changes in (
             {},
@@ -276,15 +284,23 @@ def attend_to_slim_caches() -> None:
         ):
             slim_decode(
                 query,
-                empty(rows, 4096, columns),
-                empty(rows, 4096, rank),
+                keys,
+                coordinates,
                 numbers,
                 replace(config, **changes),
                 scale=0.1,
                 key_offset=empty(columns, dtype=torch.float32) if more else None,
                 rotary=RotaryTables(table, table) if tables else None,
                 starts=numbers if more else None,
+                scales=Scales(of_keys, of_coordinates) if dtype.itemsize == 1 else None,
             )
+
+
+def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers of a slim cache, and the scales behind those of 8 bits."""
+    size = stored_bytes(width, dtype, head_dim) // dtype.itemsize
+    stored = torch.empty(rows, 4096, size, dtype=dtype, device=CUDA)
+    return stored[..., :width].as_subclass(Claimed), stored[..., width:].view(torch.uint8).as_subclass(Claimed)
 
 
 def compile_for(capability: tuple[int, int]) -> int:

@@ -252,6 +252,50 @@ def test_suffixes_by_kernel(name: str, plan: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")])
+def test_suffixes_in_8_bits_by_kernel(name: str, plan: str, cache_dtype: str) -> None:
+    """Tokens of the same model by PyTorch's operators, on rows of equal and of different lengths."""
+    slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], cache_dtype=cache_dtype, tolerance=1e9)
+    call = {**CALLS["samples"], "num_return_sequences": 2, "max_new_tokens": 9}
+    with fd.enabled(slim, backend="plain"):
+        expected = seeded(lambda: slim.generate(**PROMPTS, **call))
+        assert "slim suffixes by PyTorch's operators" in fd.explain(slim).last_call.layers[-1]
+    with fd.enabled(slim, backend="triton"):
+        assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **call)), expected)
+        assert "slim suffixes by slim_decode" in fd.explain(slim).last_call.layers[-1]
+
+
+@needs_kernels
+@torch.no_grad()
+def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is handed views of the cache, behind whose tokens a row has bytes of any value."""
+    from hf_fastdecode.kernels.slim_decode import api
+
+    slim = to_slim(pair("k+r")[0], TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
+    logits, handed = {}, []
+    launch = api._launch
+    monkeypatch.setattr(api, "_launch", lambda given, *rest: (handed.append(given), launch(given, *rest)))
+    for backend in ("triton", "plain"):
+        with fd.enabled(slim, backend=backend):
+            cache = fd.prefill(slim, TEXT[None, :20])
+            cache.batch_repeat_interleave(2)
+            for tokens in TEXT[20:28].view(4, 2, 1):
+                slim(tokens, past_key_values=cache)
+            cache.drop_last([3, 0])
+            for layer in cache.layers:
+                for part in layer.storage.suffix:
+                    part[0, :, 1:] = 255  # NaN as a scale
+            handed.clear()
+            logits[backend] = slim(TEXT[28:30].view(2, 1), past_key_values=cache).logits
+            assert len(handed) == (2 if backend == "triton" else 0)
+            memory = {part.untyped_storage().data_ptr() for layer in cache.layers for part in layer.storage.suffix}
+            views = [part for given in handed for part in (given.keys, given.coordinates, *given.scales)]
+            assert {part.untyped_storage().data_ptr() for part in views} <= memory
+    assert relative(logits["triton"], logits["plain"]) < 1e-5
+
+
+@needs_kernels
 def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_fastdecode.kernels.slim_decode import api
 
@@ -279,6 +323,16 @@ def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
     assert_like_pytorch(model, slim, TEXT[:64].view(2, 32), kernel="triton", pytorch="auto")
 
 
+@needs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernel_in_8_bits_in_half_precision(dtype: torch.dtype, cache_dtype: str) -> None:
+    model = copy.deepcopy(pair("k+r")[0]).to(dtype)
+    slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
+    assert_like_pytorch(model, slim, TEXT[:64].view(2, 32), kernel="triton", pytorch="auto")
+
+
 def assert_like_pytorch(model: PreTrainedModel, slim: PreTrainedModel, texts: Tensor, **backends: str) -> None:
     """Logits after forced tokens: with the kernel, at most twice the error of PyTorch's operators."""
     errors, oracle = {}, copy.deepcopy(model).double()(texts).logits[:, -1:]
@@ -299,7 +353,6 @@ def assert_like_pytorch(model: PreTrainedModel, slim: PreTrainedModel, texts: Te
         ("olmo2", "k", {}, "keys are normalised when they are read"),
         ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
         ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
-        ("qwen2", "k+r", {"cache_dtype": "int8", "tolerance": 1e9}, "the layer caches 8 bits"),
     ],
 )
 def test_forced_kernels_are_refused(name: str, plan: str, options: dict[str, Any], reason: str) -> None:
@@ -323,12 +376,14 @@ def test_positions_that_do_not_follow_are_refused(positions: list[int]) -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("rank", [0, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_suffixes_by_kernel_on_a_gpu(dtype: torch.dtype, rank: int) -> None:
+def test_suffixes_by_kernel_on_a_gpu(dtype: torch.dtype, rank: int, cache_dtype: str) -> None:
     """On clusters, where the GPU has them: logits after forced tokens, beside PyTorch's operators."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
     layers = model.config.num_hidden_layers
-    slim = to_slim(model, TEXT, plan=(("k+r" if rank else "k", rank),) * layers)
+    plan = (("k+r" if rank else "k", rank),) * layers
+    slim = to_slim(model, TEXT, plan=plan, cache_dtype=cache_dtype, tolerance=1e9)
     assert_like_pytorch(model, slim, TEXT.cuda()[:240].view(2, 120), kernel="auto", pytorch="plain")

@@ -42,9 +42,10 @@ def slim(
 
     `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
     matrix from keys to values. `slim-k-two-launches` is the kernel for GPUs without thread block clusters, which has
-    other launch parameters (own_heads, block_t). `flash` is PyTorch's attention over keys and values, `forest` this
-    package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first: they
-    err at most twice as much as fused attention.
+    other launch parameters (own_heads, block_t); `slim-k-int8`, `slim-k+r-int8` and `slim-k-fp8` run it over caches in
+    8 bits with scales, which it dequantises on chip. `flash` is PyTorch's attention over keys and values, `forest`
+    this package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first:
+    they err at most twice as much as fused attention.
 
     Examples:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -42,16 +43,26 @@ def refusal(
     return failure(Kernel.FOREST, keys.device)
 
 
-def refusal_of_any_shape(keys: Tensor, *others: Tensor) -> str | None:
-    """Why attention kernels support no keys of this dtype on this device, or these gradients; None when they do."""
+HALF_PRECISION: Final = (torch.float16, torch.bfloat16)
+
+
+def refusal_of_any_shape(keys: Tensor, *others: Tensor, dtypes: Sequence[torch.dtype] = HALF_PRECISION) -> str | None:
+    """Why attention kernels support no keys of this dtype on this device, or these gradients; None when they do.
+
+    Args:
+        keys: As cached.
+        others: Other tensors of the call.
+        dtypes: That the keys may have; any where Triton interprets.
+    """
     if torch.is_grad_enabled() and any(part.requires_grad for part in (keys, *others)):
         return "it computes no gradients; call it under torch.no_grad()"
     if not triton_is_installed():
         return "triton is not installed"
     if keys.device.type != "cuda" and not interpreted():
         return f"it runs on CUDA devices, got {keys.device.type!r}"
-    if keys.dtype not in (torch.float16, torch.bfloat16) and not interpreted():
-        return f"it takes float16 and bfloat16, got {keys.dtype}"  # Triton's dot computes float32 in tf32
+    if keys.dtype not in dtypes and not interpreted():  # Triton's dot computes float32 in tf32
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"it takes {', '.join(names)} and {last}, got {keys.dtype}"
     if keys.device.type == "cuda" and compute_capability(keys.device) < (8, 0):
         return f"it needs compute capability 8.0, got {'.'.join(map(str, compute_capability(keys.device)))}"
     return None

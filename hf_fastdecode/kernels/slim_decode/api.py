@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,13 @@ from .config import (
 )
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
+from .scales import EIGHT_BITS, Scales
 from .tables import TURNS, RotaryTables
 
 __all__ = [
     "ClusterConfig",
     "RotaryTables",
+    "Scales",
     "SlimPartial",
     "TwoLaunchConfig",
     "choose_config",
@@ -100,6 +103,7 @@ def slim_decode(
     key_offset: Tensor | None = None,
     rotary: RotaryTables | None = None,
     starts: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> SlimPartial:
     """Attend with one query per row, and average the cached keys of all heads for each head.
 
@@ -107,21 +111,24 @@ def slim_decode(
     ``(softmax(Q K^T) K) W_KV``; the product with ``W_KV`` is the caller's. ``score[h, t] = scale * query[h] .
     RoPE_t(keys[t, h] + key_offset[h])``. On thread block clusters keys are read from device memory once, in two
     launches twice. Work is split into equal shares of the tokens of all rows (LeanAttention, section 4). Results
-    are bitwise reproducible on one device.
+    are bitwise reproducible on one device. Keys in 8 bits are dequantised on chip, in two launches.
 
     Lengths and starts are read on the device, so that a captured CUDA graph follows growing lengths.
 
     Args:
-        query: ``[rows, heads, 1, head_dim]``, fp32 or the keys' dtype, rotated; the last dimension contiguous.
-        keys: ``[rows, slots, heads * head_dim]``, fp16, bf16 or fp32: before RoPE, less `key_offset`; the last
-            dimension contiguous, rows and slots at multiples of 16 bytes.
-        coordinates: ``[rows, slots, r]``, for clusters likewise; r may be 0.
+        query: ``[rows, heads, 1, head_dim]``, fp32 or the keys' dtype (fp32 for 8 bits), rotated; the last dimension
+            contiguous.
+        keys: ``[rows, slots, heads * head_dim]``, fp16, bf16 or fp32, or int8 or float8_e4m3fn with `scales`: before
+            RoPE, less `key_offset`; the last dimension contiguous, rows and slots at multiples of 16 bytes, but for 8
+            bits.
+        coordinates: ``[rows, slots, r]`` in the keys' dtype, for clusters likewise; r may be 0.
         lengths: ``[rows]`` int32: slots of each row that are filled, at most ``slots``.
         config: Launch parameters; those of `choose_config` when None.
         scale: Factor on the scores, positive.
         key_offset: ``[heads * head_dim]`` fp32, when given.
         rotary: Tables of RoPE; None without it. Clusters need ``turns``.
         starts: ``[rows]`` int32: first slot of each row that is not padding; 0 when None.
+        scales: Of keys and V-coordinates in 8 bits: a number counts as itself times its scale, in fp32.
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.
@@ -130,7 +137,7 @@ def slim_decode(
         ValueError: A shape, stride, dtype or number is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
-    given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts)
+    given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales)
     check_arguments(given)
     rows, heads, _, head_dim = query.shape
     rank = coordinates.shape[2]
@@ -254,19 +261,31 @@ def _groups(config: TwoLaunchConfig, heads: int, device: torch.device) -> tuple[
     return members, (config.programs or multiprocessors(device)) // members
 
 
+def _strides(part: Tensor) -> tuple[int, int, int]:
+    """Strides of rows and slots of a part of the cache in units, and the unit: up to 16 numbers, a power of 2."""
+    row, slot = part.stride()[:2]
+    unit = gcd(16, row, slot)
+    return row // unit, slot // unit, unit
+
+
 def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
     query, keys, coordinates = given.query, given.keys, given.coordinates
     rows, heads, _, head_dim = query.shape
-    rank, device = coordinates.shape[2], keys.device
+    rank, device, scales = coordinates.shape[2], keys.device, given.scales
     members, groups = _groups(config, heads, device)
+    block_r = rank_block(rank, members)
+    (*key_strides, key_unit), (*coordinate_strides, coordinate_unit) = map(_strides, (keys, coordinates))
     block_h = padded_heads(heads)
     averages, lse = parts = given.parts(groups)
     tiles = rows * triton.cdiv(keys.shape[1], config.block_t)
     scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
+    numbers = [part.view(torch.int8) if scales else part for part in (keys, coordinates)]
     for phase in (SCORES, AVERAGES):
         slim_partials[(groups * members,)](
             query,
-            *given.read_only(lse),
+            *numbers,
+            *(scales or (lse, lse)),
+            *given.read_only(lse)[2:],
             given.first_slots,
             given.lengths,
             scores,
@@ -276,8 +295,8 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
             groups,
             given.scale * LOG2E.value,
             *query.stride()[:2],
-            *keys.stride()[:2],
-            *coordinates.stride()[:2],
+            *key_strides,
+            *coordinate_strides,
             given.table_row_stride,
             HEADS=heads,
             HEAD_DIM=head_dim,
@@ -289,16 +308,21 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
             OWN=config.own_heads,
             HALF=triton.next_power_of_2(head_dim // 2),
             BLOCK_H=block_h,
-            BLOCK_R=rank_block(rank, members),
+            BLOCK_R=block_r,
             BLOCK_T=config.block_t,
             BLOCK_ROWS=triton.next_power_of_2(rows),
             PARTS=1 if keys.dtype == torch.float32 else config.parts,
             APART=config.apart,
             TRANSPOSED=config.transposed,
             WIDE=keys.dtype == torch.bfloat16 and interpreted(),  # whose products of bf16 are wrong
-            SHIFT=14 if keys.dtype == torch.float16 else 0,
+            SHIFT=14 if keys.dtype in (torch.float16, *EIGHT_BITS) else 0,
             PHASE=phase.value,
             STAGES=config.stages,
+            SCALED=scales is not None,
+            FP8=keys.dtype == torch.float8_e4m3fn,
+            KEY_UNIT=key_unit,
+            COORDINATE_UNIT=coordinate_unit,
+            SHARED_SCALE=gcd(block_r, head_dim),
             num_warps=config.warps,
             maxnreg=min(255, 65536 // (32 * config.warps)),  # all, as there is one program per multiprocessor
             enable_fp_fusion=True,  # Triton 3.9 warns about the default, which 3.10 changes

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..forest_decode.arguments import check_table
+from .scales import EIGHT_BITS, Scales, check_scales
 from .tables import TURNS, RotaryTables
 
 
@@ -22,6 +23,7 @@ class Arguments(NamedTuple):
     key_offset: Tensor | None
     rotary: RotaryTables | None
     starts: Tensor | None
+    scales: Scales | None = None
 
     @property
     def first_slots(self) -> Tensor:
@@ -57,16 +59,17 @@ def check_arguments(given: Arguments) -> None:
     Raises:
         ValueError: A shape, stride, dtype or number is not as documented.
     """
-    query, keys, coordinates, lengths, scale, key_offset, rotary, starts = given
+    query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales = given
     if query.ndim != 4 or query.shape[2] != 1 or query.shape[3] % 2:
         raise ValueError(f"query must be [rows, heads, 1, head_dim] with an even head_dim, got {list(query.shape)}")
     rows, heads, _, head_dim = query.shape
-    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"keys must be fp16, bf16 or fp32, got {keys.dtype}")
-    if query.dtype not in (torch.float32, keys.dtype) or query.stride(3) != 1:
+    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32, *EIGHT_BITS):
+        raise ValueError(f"keys must be fp16, bf16, fp32, int8 or float8_e4m3fn, got {keys.dtype}")
+    eight_bits = keys.dtype in EIGHT_BITS
+    if query.dtype not in (torch.float32, torch.float32 if eight_bits else keys.dtype) or query.stride(3) != 1:
         raise ValueError(
-            f"query must be float32 or {keys.dtype}, contiguous in the last dimension, got {query.dtype} with strides "
-            f"{query.stride()}"
+            f"query must be float32{'' if eight_bits else f' or {keys.dtype}'}, contiguous in the last dimension, got "
+            f"{query.dtype} with strides {query.stride()}"
         )
     slots = keys.shape[1] if keys.ndim == 3 else -1
     for name, part, width in (("keys", keys, heads * head_dim), ("coordinates", coordinates, -1)):
@@ -78,7 +81,9 @@ def check_arguments(given: Arguments) -> None:
             )
         if wanted and part.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
-    check_alignment("keys", keys)
+    if not eight_bits:  # where scales decide where tokens begin
+        check_alignment("keys", keys)
+    check_scales(keys, coordinates, head_dim, scales)
     check_table("lengths", lengths, (rows,), torch.int32)
     if starts is not None:
         check_table("starts", starts, (rows,), torch.int32)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from ..forest_decode.node_kernel import LOWEST
+from .dequantise import joined_bytes, load_scale_bytes, plain_numbers, scale_blocks, tile_unit
+from .products import add_scaled_tile, add_tile
 
 # The two launches of a step.
 SCORES = tl.constexpr(0)
@@ -71,43 +73,6 @@ def rotated_scores(low, high, cosines, sines, query_low, query_high, along, acro
 
 
 @triton.jit
-def add_tile(
-    acc, rescale, weights, tile, PARTS: tl.constexpr, APART: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr
-):
-    """``acc * rescale + weights @ tile``; weights ``[H, T]`` fp32 are multiplied in PARTS parts of the tile's dtype.
-
-    APART adds the product of a tile outside the matrix unit, whose accumulators truncate: errors of a column are
-    magnified by the matrix from keys to values, unlike errors of a weight, which all columns share.
-    """
-    element = tile.dtype
-    wide: tl.constexpr = tl.float32 if WIDE else element
-    coarse = weights.to(element)
-    operand = tl.trans(tile) if TRANSPOSED else tile
-    factor = rescale[None, :] if TRANSPOSED else rescale[:, None]
-    if APART:
-        part = tl.zeros(acc.shape, tl.float32)
-    else:
-        part = acc * factor
-    if PARTS == 2:
-        fine = (weights - coarse.to(tl.float32)).to(element)
-        part = multiply(fine.to(wide), operand.to(wide), part, TRANSPOSED)
-    part = multiply(coarse.to(wide), operand.to(wide), part, TRANSPOSED)
-    if APART:
-        part = tl.fma(acc, tl.broadcast_to(factor, acc.shape), part)
-    return part
-
-
-@triton.jit
-def multiply(weights, operand, acc, TRANSPOSED: tl.constexpr):
-    """``acc + weights @ tile``, or its transpose."""
-    if TRANSPOSED:
-        acc = tl.dot(operand, tl.trans(weights), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(weights, operand, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
 def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOSED: tl.constexpr):
     """Store normalised averages, ``[H, columns]``."""
     averages = tl.trans(acc) if TRANSPOSED else acc
@@ -118,8 +83,10 @@ def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOS
 @triton.jit
 def slim_partials(
     query,  # [rows, heads, head_dim]
-    keys,  # [rows, slots, e]
+    keys,  # [rows, slots, e]; of 8 bits as int8
     coordinates,  # [rows, slots, r]
+    key_scales,  # [rows, slots, 2 * heads] uint8 with the strides of the keys, with SCALED
+    coordinate_scales,  # [rows, slots, 2 * groups of r] uint8 with the strides of the V-coordinates, with SCALED
     key_offset,  # [e] fp32, with OFFSET
     cos,  # [rows or 1, slots, rotary / 2] fp32, with ROTARY; likewise sin
     sin,
@@ -133,9 +100,9 @@ def slim_partials(
     scale_log2,
     query_row_stride,
     query_head_stride,
-    key_row_stride,
+    key_row_stride,  # in units of KEY_UNIT
     key_stride,
-    coordinate_row_stride,
+    coordinate_row_stride,  # in units of COORDINATE_UNIT
     coordinate_stride,
     table_row_stride,
     HEADS: tl.constexpr,
@@ -158,6 +125,11 @@ def slim_partials(
     SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormal numbers
     PHASE: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,  # 8 bits with scales
+    FP8: tl.constexpr,  # of float8_e4m3fn
+    KEY_UNIT: tl.constexpr,  # divides the strides of the keys, so that the compiler knows the alignment of loads
+    COORDINATE_UNIT: tl.constexpr,
+    SHARED_SCALE: tl.constexpr,  # coordinates of a program in blocks with one scale
 ):
     member = tl.program_id(0) % MEMBERS
     group = tl.program_id(0) // MEMBERS
@@ -187,6 +159,8 @@ def slim_partials(
     of_own_heads = own_head[None, :] * BLOCK_T + token_in_tile[:, None]
     if RANK:
         coordinate = member * BLOCK_R + tl.arange(0, BLOCK_R)
+        BLOCKS: tl.constexpr = BLOCK_R // SHARED_SCALE
+        in_block = member * BLOCK_R + tl.arange(0, BLOCKS) * SHARED_SCALE  # first coordinate of each block
 
     for row in range(first_row, end_row):
         row_start = tl.sum(tl.where(all_rows == row, tile_starts, 0), 0)
@@ -197,7 +171,21 @@ def slim_partials(
             row64 = tl.cast(row, tl.int64)
             first = first_token(starts, row, True, STARTS)
             length = tl.load(lengths + row)
-            row_keys = keys + row64 * key_row_stride
+            row_at = row64 * key_row_stride * KEY_UNIT
+            row_keys = keys + row_at
+            row_coordinates_at = row64 * coordinate_row_stride * COORDINATE_UNIT
+            limit = tl.minimum(length, first + end * BLOCK_T)
+            if SCALED:
+                token = first + begin * BLOCK_T + token_in_tile
+                row_scales = key_scales + row_at
+                stride = key_stride * KEY_UNIT
+                scale_low, scale_high = load_scale_bytes(row_scales, token, limit, stride, own_head, own_head < HEADS)
+                if RANK and PHASE == AVERAGES:
+                    row_scales_r = coordinate_scales + row_coordinates_at
+                    stride_r = coordinate_stride * COORDINATE_UNIT
+                    scale_low_r, scale_high_r = load_scale_bytes(
+                        row_scales_r, token, limit, stride_r, in_block // HEAD_DIM, in_block < RANK
+                    )
             if PHASE == SCORES:
                 row_query = query + row64 * query_row_stride + (own_head * query_head_stride)[:, None]
                 query_low = tl.load(row_query + low[None, :], mask=in_column, other=0.0).to(tl.float32) * scale_log2
@@ -220,11 +208,21 @@ def slim_partials(
                     acc_r = tl.zeros(SHAPE_R, tl.float32)
             for tile in tl.range(begin, end, num_stages=STAGES):
                 token = first + tile * BLOCK_T + token_in_tile
-                here = token < tl.minimum(length, first + end * BLOCK_T)
+                here = token < limit
                 seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
-                at = token.to(tl.int64)[:, None, None] * key_stride
+                at = token.to(tl.int64)[:, None, None] * (key_stride * KEY_UNIT)
                 tile_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
                 tile_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
+                if SCALED:
+                    scales = joined_bytes(scale_low, scale_high)  # [T, OWN]
+                    scale_low, scale_high = load_scale_bytes(
+                        row_scales, token + BLOCK_T, limit, stride, own_head, own_head < HEADS
+                    )
+                    if PHASE == AVERAGES:
+                        unit, inverse = tile_unit(scales)
+                        scales *= inverse
+                    tile_low = plain_numbers(tile_low, FP8) * scales[:, :, None]
+                    tile_high = plain_numbers(tile_high, FP8) * scales[:, :, None]
                 if PHASE == SCORES:
                     if ROTARY:
                         table_at = (
@@ -261,13 +259,27 @@ def slim_partials(
                     row_max = new_row_max
                     columns_low = tl.reshape(tile_low, [BLOCK_T, COLUMNS])
                     columns_high = tl.reshape(tile_high, [BLOCK_T, COLUMNS])
-                    acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, TRANSPOSED, WIDE)
-                    acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, TRANSPOSED, WIDE)
+                    if SCALED:
+                        acc_low = add_scaled_tile(acc_low, rescale, weights, columns_low, unit, PARTS, TRANSPOSED)
+                        acc_high = add_scaled_tile(acc_high, rescale, weights, columns_high, unit, PARTS, TRANSPOSED)
+                    else:
+                        acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, TRANSPOSED, WIDE)
+                        acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, TRANSPOSED, WIDE)
                     if RANK:
-                        at = row64 * coordinate_row_stride + token.to(tl.int64)[:, None] * coordinate_stride
+                        at = row_coordinates_at + token.to(tl.int64)[:, None] * (coordinate_stride * COORDINATE_UNIT)
                         seen = here[:, None] & (coordinate < RANK)[None, :]
                         tile_r = tl.load(coordinates + at + coordinate[None, :], mask=seen, other=0.0)
-                        acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, TRANSPOSED, WIDE)
+                        if SCALED:
+                            scales = joined_bytes(scale_low_r, scale_high_r)  # [T, BLOCKS]
+                            scale_low_r, scale_high_r = load_scale_bytes(
+                                row_scales_r, token + BLOCK_T, limit, stride_r, in_block // HEAD_DIM, in_block < RANK
+                            )
+                            unit, inverse = tile_unit(scales)
+                            tile_r = plain_numbers(tile_r, FP8)
+                            tile_r = scale_blocks(tile_r, scales * inverse, BLOCK_T, BLOCKS, SHARED_SCALE)
+                            acc_r = add_scaled_tile(acc_r, rescale, weights, tile_r, unit, PARTS, TRANSPOSED)
+                        else:
+                            acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, TRANSPOSED, WIDE)
 
             if PHASE == AVERAGES:
                 piece = tl.cast(group + row, tl.int64)

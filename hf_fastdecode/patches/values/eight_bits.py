@@ -55,13 +55,23 @@ def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     """
     if dtype not in EIGHT_BITS:
         return stored
-    size = stored.shape[-1]
-    if not size:  # no coordinates beside the keys
+    if not stored.shape[-1]:  # no coordinates beside the keys
         return stored.float()
-    width = size - _SCALE.itemsize * -(-size // (group + _SCALE.itemsize))
-    aligned = stored[..., width:].clone(memory_format=torch.contiguous_format)  # scales begin at odd bytes too
+    numbers, scale_bytes = views(stored, dtype, group)
+    aligned = scale_bytes.clone(memory_format=torch.contiguous_format)  # scales begin at odd bytes too
     scales = aligned.view(_SCALE).float()
-    return stored[..., :width].view(dtype).float() * scales.repeat_interleave(group, -1)[..., :width]
+    return numbers.float() * scales.repeat_interleave(group, -1)[..., : numbers.shape[-1]]
+
+
+def views(stored: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
+    """View numbers and scales in what `store` made, with its arguments, for a dtype of `EIGHT_BITS`.
+
+    Returns:
+        ``[..., width]`` in `dtype`, and ``[..., 2 * groups]``: the bytes of the scales.
+    """
+    size = stored.shape[-1]
+    width = size - _SCALE.itemsize * -(-size // (group + _SCALE.itemsize))
+    return stored[..., :width].view(dtype), stored[..., width:]
 
 
 def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:

@@ -11,10 +11,12 @@ from torch import Tensor
 from hf_fastdecode.kernels.slim_decode.api import (
     ClusterConfig,
     RotaryTables,
+    Scales,
     SlimPartial,
     TwoLaunchConfig,
     slim_decode,
 )
+from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, views
 
 from ...attention.forests import DTYPE_NAMES, assert_error_rule
 
@@ -29,7 +31,8 @@ class Case:
     head_dim: int = 64
     rank: int = 0
     rotary: int = 64
-    dtype: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.float16  # of 8 bits: as `eight_bits.store` lays them out
+    magnitudes: bool = False  # of heads and tokens: from 1e-3 to 1e3 times those of others
     offset: bool = True
     tables_of_rows: bool = False
     consecutive: bool = False  # positions, as clusters take them; else random angles
@@ -43,19 +46,23 @@ class Case:
 
 @dataclass
 class Problem:
-    """Arguments of `slim_decode`; slots that no row has filled are NaN."""
+    """Arguments of `slim_decode`; slots that no row has filled are NaN.
+
+    `dequantised` are keys and V-coordinates as PyTorch's operators read them from 8 bits.
+    """
 
     query: Tensor
     keys: Tensor
     coordinates: Tensor
     lengths: Tensor
     options: dict[str, Any]
+    dequantised: tuple[Tensor, Tensor] | None = None
 
     def run(self, config: TwoLaunchConfig | ClusterConfig | None = None, **options: Any) -> SlimPartial:
         return slim_decode(self.query, self.keys, self.coordinates, self.lengths, config, **self.options, **options)
 
-    def answer(self, dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> SlimPartial:
-        """In PyTorch's operators in one dtype, with the weights rounded to another if given.
+    def answer(self, dtype: torch.dtype, operands: torch.dtype | None = None) -> SlimPartial:
+        """In PyTorch's operators in one dtype, with weights and what they average rounded to another if given.
 
         The oracle in fp64; in fp32, what slim layers compute without the kernel.
         """
@@ -66,8 +73,8 @@ class Problem:
         seen = slot < self.lengths[:, None]
         if starts is not None:
             seen &= slot >= starts[:, None]
-        stored = self.keys.masked_fill(~seen[..., None], 0).to(dtype)
-        coordinates = self.coordinates.masked_fill(~seen[..., None], 0).to(dtype)
+        parts = self.dequantised or (self.keys, self.coordinates)
+        stored, coordinates = (part.masked_fill(~seen[..., None], 0).to(dtype) for part in parts)
         offset = self.options["key_offset"]
         keys = (stored if offset is None else stored + offset.to(dtype)).unflatten(-1, (heads, head_dim))
         if self.options["rotary"] is not None:
@@ -78,13 +85,13 @@ class Problem:
         scores = scores[:, :, 0].masked_fill(~seen[:, None], -torch.inf)
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None].nan_to_num(neginf=0)).exp()
-        if weights_dtype is not None:
-            weights = weights.to(weights_dtype).to(dtype)
+        if operands is not None:
+            weights, stored, coordinates = (part.to(operands).to(dtype) for part in (weights, stored, coordinates))
         return SlimPartial(weights @ stored, weights @ coordinates, lse)
 
     def check(self, found: SlimPartial, *, parts: int = 2) -> None:
         """Hold a result against the oracle: at most twice the error of PyTorch's operators."""
-        dtype = self.keys.dtype
+        dtype = torch.float16 if self.dequantised else self.keys.dtype  # of the products' operands
         # Two parts of fp16 are as precise as fp32; bf16, and one part, have errors of weights as fused attention has.
         rounded = dtype if dtype == torch.bfloat16 or parts == 1 else None
         oracle, yardstick = self.answer(torch.float64), self.answer(torch.float32, rounded)
@@ -114,8 +121,21 @@ def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int =
     filled = slot < torch.tensor(case.lengths)[:, None]
     if case.starts is not None:
         filled &= slot >= torch.tensor(case.starts)[:, None]
-    wide[~filled] = torch.nan
-    wide = wide.to(case.dtype).to(device)
+    if case.magnitudes:
+        wide[..., :columns].unflatten(-1, (case.heads, -1)).mul_(10 ** (3 * normal(rows, slots, case.heads, 1)))
+    keys, coordinates, scales, dequantised = wide[..., :columns], wide[..., columns:][..., : case.rank], None, None
+    if case.dtype in EIGHT_BITS:
+        parts = [store(part, case.dtype, case.head_dim) for part in (keys, coordinates)]
+        dequantised = tuple(load(part, case.dtype, case.head_dim).to(device) for part in parts)
+        stored = torch.cat([*parts, torch.empty_like(parts[0][..., :7])], -1)
+        stored[~filled] = 255  # NaN as a scale, and in fp8
+        whole = stored.to(device).split([part.shape[-1] for part in parts] + [7], -1)
+        (keys, of_keys), (coordinates, of_coordinates) = (views(x, case.dtype, case.head_dim) for x in whole[:2])
+        scales = Scales(of_keys, of_coordinates)
+    else:
+        wide[~filled] = torch.nan
+        wide = wide.to(case.dtype).to(device)
+        keys, coordinates = wide[..., :columns], wide[..., columns : columns + case.rank]
     rotary = None
     if case.rotary:
         of_rows = rows if case.tables_of_rows else 1
@@ -132,13 +152,15 @@ def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int =
 
     return Problem(
         normal(rows, case.heads, 1, case.head_dim).to(device),
-        wide[..., :columns],
-        wide[..., columns : columns + case.rank],
+        keys,
+        coordinates,
         numbers(case.lengths),
         {
             "scale": case.head_dim**-0.5,
             "key_offset": normal(columns).to(device) if case.offset else None,
             "rotary": rotary,
             "starts": numbers(case.starts),
+            "scales": scales,
         },
+        dequantised,
     )

@@ -22,7 +22,7 @@ INT = torch.int32
         ((1, 2, 1, 33), torch.float16, "even head_dim up to 256, got 33"),
         ((1, 129, 1, 64), torch.float16, "up to 128 heads, got 129"),
         ((2000, 2, 1, 64), torch.float16, "up to 1024 rows, got 2000"),
-        ((1, 2, 1, 64), torch.float32, "takes float16 and bfloat16, got torch.float32"),
+        ((1, 2, 1, 64), torch.float32, "takes float16, bfloat16, int8 and float8_e4m3fn, got torch.float32"),
         ((1, 2, 1, 64), torch.float16, "runs on CUDA devices, got 'cpu'"),
     ],
 )
@@ -48,7 +48,7 @@ def test_nothing_is_refused_where_it_runs():
         ("query", lambda x: x[:, :, 0], "query must be .rows, heads, 1, head_dim.* got .2, 4, 16."),
         ("query", lambda x: x.bfloat16(), "query must be float32 or torch.float16, .* got torch.bfloat16"),
         ("query", lambda x: x.repeat(1, 1, 1, 2)[..., ::2], "contiguous in the last dimension"),
-        ("keys", lambda x: x.double(), "keys must be fp16, bf16 or fp32, got torch.float64"),
+        ("keys", lambda x: x.double(), "keys must be fp16, bf16, fp32, int8 or float8_e4m3fn, got torch.float64"),
         ("keys", lambda x: x[..., :32], r"keys must be \[2, 9, 64\] torch.float16, got \[2, 9, 32\]"),
         ("keys", lambda x: torch.cat([x, x[..., :1]], -1)[..., :-1], "multiples of 16 bytes, got strides"),
         ("coordinates", lambda x: x[:, :5], r"coordinates must be \[2, 9, r\] torch.float16, got \[2, 5, 8\]"),

@@ -1,0 +1,142 @@
+"""Keys and V-coordinates in 8 bits: dequantised on chip, against the fp64 oracle of what PyTorch dequantises."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode import limits as devices
+from hf_fastdecode.kernels.slim_decode import api, limits
+from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
+from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
+
+from .problems import Case, make_problem
+from .test_slim_decode import DEVICE, REAL, small
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+
+CASES = [
+    Case(),
+    Case((1,) * 9, rank=9),
+    Case((16, 63, 64, 65), rank=33, head_dim=128, heads=2, rotary=128),
+    Case((150, 0, 77), (5, 0, 40), rank=8),
+    Case((100, 20, 3), (7, 0, 1), heads=3, head_dim=96, rotary=0, rank=200),
+    Case((50, 50), heads=5, head_dim=80, rotary=40, rank=81, tables_of_rows=True),
+    Case((70,), heads=2, head_dim=256, rotary=128, rank=7, offset=False),
+    Case((0, 0), heads=2, rank=8),
+    Case((90, 33), rank=8, rotary=0, magnitudes=True),
+]
+
+
+@pytest.mark.parametrize("case", [replace(case, dtype=dtype) for case in CASES for dtype in (INT8, FP8)], ids=str)
+def test_averages_and_lse(case):
+    """At most twice the errors of PyTorch's operators in fp32 over the numbers that they dequantise."""
+    problem, config = make_problem(case, DEVICE), small(own_heads=1 if case.head_dim > 128 else 2)
+    found = problem.run(config)
+    problem.check(found)
+    assert all(torch.equal(*pair) for pair in zip(found, problem.run(config)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"own_heads": 1},
+        {"own_heads": 4, "block_t": 32},
+        {"own_heads": 8, "programs": 3},
+        {"transposed": True, "programs": 40},
+        {"transposed": True, "parts": 1},
+        {"parts": 1},
+    ],
+    ids=str,
+)
+def test_every_launch_parameter(change):
+    """One part rounds weights and dequantised numbers to fp16, as the yardstick then does."""
+    problem = make_problem(Case((90, 1, 40, 0), (3, 0, 10, 0), heads=4, rank=70, dtype=INT8), DEVICE)
+    problem.check(problem.run(small(**change)), parts=change.get("parts", 2))
+
+
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1e30])
+def test_the_range_is_that_of_fp32(magnitude):
+    """Averages of numbers far outside the range of fp16."""
+    problem = make_problem(Case((70, 20), rank=8, dtype=INT8, offset=False), DEVICE)
+    expected = problem.run(small())
+    for scales in problem.options["scales"]:
+        stored = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+        scales.copy_((stored.float() * magnitude).bfloat16().view(torch.uint8))
+    problem.query /= magnitude
+    found = problem.run(small())
+    torch.testing.assert_close(found.keys / magnitude, expected.keys, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found.coordinates / magnitude, expected.coordinates, rtol=0.02, atol=0.02)
+
+
+def test_clusters_are_neither_chosen_nor_taken(monkeypatch):
+    monkeypatch.setattr(api, "_has_clusters", lambda _: True)
+    shape = (32, 128, 512)
+    for dtype in (INT8, FP8):
+        assert isinstance(choose_config(*shape, dtype, torch.device("cpu")), TwoLaunchConfig)
+        problem = make_problem(Case((9,), heads=8, head_dim=64, rotary=0, dtype=dtype))
+        with pytest.raises(ValueError, match=f"take keys in fp16 and bf16, got {dtype}; pass a TwoLaunchConfig"):
+            problem.run(ClusterConfig(1, tile=64, stages=5))
+    assert isinstance(choose_config(*shape, torch.float16, torch.device("cpu")), ClusterConfig)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
+def test_fp8_is_refused_where_triton_does_not_convert_it(capability, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for module in (devices, limits):
+        monkeypatch.setattr(module, "compute_capability", lambda _: capability)
+    with FakeTensorMode():
+        for dtype in (INT8, FP8):
+            keys, coordinates = (torch.empty(1, 9, width, dtype=dtype, device="cuda") for width in (128, 0))
+            found = limits.refusal(torch.empty(1, 2, 1, 64, device="cuda"), keys, coordinates)
+            if dtype == FP8 and capability < (8, 9):
+                assert f"float8_e4m3fn from compute capability 8.9, got 8.{capability[1]}; int8 runs here" in found
+            else:
+                assert found is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": None}, "keys in torch.int8 need scales, got None; pass Scales"),
+        ({"keys": torch.zeros(2, 9, 64).half()}, "coordinates must be .* torch.float16, got .* torch.int8"),
+        ({"query": torch.zeros(2, 4, 1, 16).half()}, "query must be float32, contiguous .* got torch.float16"),
+        ({"scales": "short"}, r"scales of keys must be \[2, 9, 8\] uint8 on cpu, got \[2, 9, 6\] torch.uint8"),
+        ({"scales": "bf16"}, r"scales of coordinates must be \[2, 9, 4\] uint8 on cpu, got .* torch.bfloat16"),
+        ({"scales": "copied"}, r"scales of keys must have the strides of keys, \(648, 72, 1\), got \(72, 8, 1\)"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(change, message):
+    keys, coordinates = torch.zeros(2, 9, 72, dtype=torch.uint8), torch.zeros(2, 9, 23, dtype=torch.uint8)
+    scales = Scales(keys[..., 64:], coordinates[..., 19:])
+    others = {
+        "short": scales._replace(keys=scales.keys[..., :6]),
+        "bf16": scales._replace(coordinates=scales.coordinates.bfloat16()),
+        "copied": scales._replace(keys=scales.keys.contiguous()),
+    }
+    given = {"query": torch.zeros(2, 4, 1, 16), "keys": keys[..., :64].view(INT8), "scales": scales, "scale": 1.0}
+    given |= {"coordinates": coordinates[..., :19].view(INT8), "lengths": torch.zeros(2, dtype=torch.int32)}
+    change = {name: others.get(value, value) if isinstance(value, str) else value for name, value in change.items()}
+    slim_decode(**given, config=TwoLaunchConfig(4))
+    with pytest.raises(ValueError, match=message):
+        slim_decode(**given | change, config=TwoLaunchConfig(4))
+
+
+def test_scales_are_for_8_bits_only():
+    keys, lengths = torch.zeros(1, 9, 64).half(), torch.zeros(1, dtype=torch.int32)
+    scales = Scales(*(torch.zeros(1, 9, width, dtype=torch.uint8) for width in (8, 0)))
+    with pytest.raises(ValueError, match=r"scales are for keys in int8 and float8_e4m3fn, got torch\.float16"):
+        slim_decode(torch.zeros(1, 4, 1, 16), keys, keys[..., :0], lengths, scale=1.0, scales=scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_real_shapes_on_a_gpu(case, parts, dtype):
+    problem = make_problem(replace(case, dtype=dtype), DEVICE)
+    config = choose_two_launch_config(case.heads, case.head_dim, case.rank, dtype)
+    problem.check(problem.run(replace(config, parts=parts)), parts=parts)
