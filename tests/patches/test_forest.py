@@ -274,8 +274,8 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 
     slim = to_slim(pair("k+r")[0], TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
     logits, handed = {}, []
-    launch = api._launch
-    monkeypatch.setattr(api, "_launch", lambda given, *rest: (handed.append(given), launch(given, *rest)))
+    launch = api.launch
+    monkeypatch.setattr(api, "launch", lambda given, *rest: (handed.append(given), launch(given, *rest)))
     for backend in ("triton", "plain"):
         with fd.enabled(slim, backend=backend):
             cache = fd.prefill(slim, TEXT[None, :20])
@@ -297,12 +297,12 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_kernels
 def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.kernels.slim_decode import api
+    from hf_fastdecode.kernels.slim_decode import launches
 
     model, slim = pair("k+r")
     stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))
     monkeypatch.setattr(failures, "_failures", {})
-    monkeypatch.setattr(api, "slim_partials", None)
+    monkeypatch.setattr(launches, "slim_partials", None)
     monkeypatch.setattr(forest_attention, "takes_kernels", lambda *_: True)
     monkeypatch.setattr(rotation, "takes_kernels", lambda *_: True)
     with fd.enabled(slim):
