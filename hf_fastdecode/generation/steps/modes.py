@@ -141,11 +141,16 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """
     model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
+    steps, which = captures.steps_asked, "so far"
+    if any(getattr(module, "captured_per_call", False) for module in model.modules()):
+        steps, which = min(new_tokens, _MOST_STEPS_EXPECTED), "of this call"
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
     reason = capture_reason(model, options.backend, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
+    if options.mode == "compile" and reason is None and which == "of this call":
+        reason = "slim attention layers are captured, not compiled"
     if reason is not None and (forced := options.needs_capture):
         raise _cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
@@ -159,8 +164,8 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         reason = captures.failure(model.device)
     if reason is not None:
         return "eager", reason
-    if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
-        return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
-    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
-        return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
-    return "graph", f"{captures.steps_asked} steps so far pay for a capture"
+    if steps < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
+        return "eager", f"{steps} steps {which} do not pay for a capture"
+    if steps >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):  # never of one call
+        return "compile", f"{steps} steps {which} pay for compiling the layers"
+    return "graph", f"{steps} steps {which} pay for a capture"

@@ -5,21 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...attention.kv import ForestKV
+from ...attention.kv import Segment
 from ...attention.partial import Partial
 from ...kernels.slim_decode.limits import refusal
 from ...kernels.slim_decode.tables import RotaryTables
+from ..values.eight_bits import EIGHT_BITS
 from .slim_tokens import SlimTokens
 
 
-def kernel_refusal(layer: SlimTokens, query: Tensor, kv: ForestKV) -> str | None:
-    """Why `slim_decode` does not attend to a layer's suffixes; None when it does.
-
-    Args:
-        layer: The attention layer.
-        query: ``[rows, heads, queries, head_dim]``, rotated.
-        kv: The suffixes, as cached.
-    """
+def layer_refusal(layer: SlimTokens) -> str | None:
+    """Why `slim_decode` never attends to a layer's suffixes; None when it may."""
     if layer.layer.plan == "x":
         return "it reads keys, and the layer caches inputs"
     if layer.config.unrotates:
@@ -28,31 +23,45 @@ def kernel_refusal(layer: SlimTokens, query: Tensor, kv: ForestKV) -> str | None
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
-    if kv.suffix.keys.element_size() == 1:
+    if layer.layer.cache_dtype is not None and getattr(torch, layer.layer.cache_dtype) in EIGHT_BITS:
         return "the layer caches 8 bits"
-    return refusal(query, kv.suffix.keys[:, 0], kv.suffix.values[:, 0])
+    return None
 
 
-def suffix_by_kernel(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: RotaryTables | None) -> Partial:
+def kernel_refusal(layer: SlimTokens, query: Tensor, suffix: Segment) -> str | None:
+    """Why `slim_decode` does not attend to a layer's suffixes; None when it does.
+
+    Args:
+        layer: The attention layer.
+        query: ``[rows, heads, queries, head_dim]``, rotated.
+        suffix: As cached, ``[rows, 1, slots, width]`` each.
+    """
+    return layer_refusal(layer) or refusal(query, suffix.keys[:, 0], suffix.values[:, 0])
+
+
+def suffix_by_kernel(
+    layer: SlimTokens, query: Tensor, suffix: Segment, lengths: Tensor, tables: RotaryTables | None
+) -> Partial:
     """Attention of each row's query, ``[rows, heads, 1, head_dim]`` fp32, to its suffix.
 
     Args:
         layer: The attention layer.
         query: Normalised and rotated.
-        kv: The suffixes, as cached.
+        suffix: As cached, ``[rows, 1, slots, width]`` each.
+        lengths: ``[rows]`` int32, on the device: tokens in each suffix.
         tables: Of the suffixes' slots, or more; None without RoPE.
     """
     from ...kernels.slim_decode.api import slim_decode
 
-    _, longest = kv.suffix_bounds
-    keys, coordinates = (part[:, 0, :longest] for part in kv.suffix)
+    keys, coordinates = (part[:, 0] for part in suffix)
     if tables is not None:
-        tables = tables._replace(cos=tables.cos[:, :longest], sin=tables.sin[:, :longest])
+        slots = keys.shape[1]
+        tables = tables._replace(cos=tables.cos[:, :slots], sin=tables.sin[:, :slots])
     averages = slim_decode(
         query.float(),
         keys,
         coordinates,
-        torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device),
+        lengths,
         scale=layer.scaling,
         key_offset=layer.slim.key_offset if tables is not None else None,
         rotary=tables,
