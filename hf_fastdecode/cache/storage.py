@@ -133,7 +133,7 @@ class TokenStorage:
             rows: Number of rows.
             tokens: Required capacity.
             used: Tokens already written.
-            like: Example parts ``[heads, ..., width]``.
+            like: Example parts, each ending in ``[heads, tokens, width]``.
             most: Upper bound for doubling, if known.
 
         Returns:
@@ -144,7 +144,7 @@ class TokenStorage:
         capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
         if most is not None:
             capacity = max(tokens, min(capacity, most))
-        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[0], capacity)))
+        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
         self._replace(grown)

@@ -16,11 +16,12 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
 from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.unsupported import Unsupported
 
 from ..interpreter import merging_two_at_once
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS, family_model, family_pair
-from .slim_models import TEXT, pair
+from .slim_models import TEXT, pair, relative
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
@@ -82,10 +83,16 @@ def test_llama(variant: str, uncaptured: None) -> None:
 @on_the_cpu
 @pytest.mark.parametrize("plan", ["k+r", "mixed"])
 def test_suffixes_that_move_are_captured_again(plan: str, uncaptured: None, small_capacities: None) -> None:
-    stock, found, report = both(*pair(plan), max_new_tokens=14)
-    assert torch.equal(found, stock)
-    assert report.mode == "graph"
-    assert report.captures == 3  # with capacities of 4, 8 and 14
+    model, slim = pair(plan)
+    call = PROMPTS | SAMPLES | {"max_new_tokens": 11, "num_return_sequences": 1}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(slim, mode="graph", backend="triton"):
+        out = seeded(lambda: slim.generate(**call, return_dict_in_generate=True))
+        report = fd.explain(slim).last_call
+    assert torch.equal(out.sequences, stock)
+    assert (report.mode, report.captures) == ("graph", 3)
+    suffix = out.past_key_values.layers[1].storage.suffix
+    assert [tuple(part.shape) for part in suffix] == [(2, 1, 11, 64), (2, 1, 11, {"k+r": 9, "mixed": 8}[plan])]
 
 
 @on_the_cpu
@@ -160,16 +167,16 @@ def test_a_returned_cache_is_not_written_by_later_calls(uncaptured: None) -> Non
 @on_the_cpu
 def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever calls came before it: its captures serve no other."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 5)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 3)
     slim = pair("k+r")[1]
     found = []
     with fd.enabled(slim, backend="triton"):
-        for tokens in (4, 4, 5):
+        for tokens in (2, 2, 3):
             slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": tokens})
             found.append(fd.explain(slim).last_call.mode_reason)
     assert found == [
-        *["4 steps of this call do not pay for a capture"] * 2,
-        "5 steps of this call pay for a capture",
+        *["2 steps of this call do not pay for a capture"] * 2,
+        "3 steps of this call pay for a capture",
     ]
 
 
@@ -179,7 +186,7 @@ def test_layers_are_not_compiled(uncaptured: None, monkeypatch: pytest.MonkeyPat
     slim = pair("k+r")[1]
     with fd.enabled(slim, backend="triton"):
         state_of(slim).captures.steps_asked = 10**6
-        slim.generate(**PROMPTS, **SAMPLES)
+        slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": 2})
         assert fd.explain(slim).last_call.mode == "graph"
     with (
         fd.enabled(slim, mode="compile", backend="triton"),
@@ -202,33 +209,104 @@ def test_layers_are_not_compiled(uncaptured: None, monkeypatch: pytest.MonkeyPat
 def test_layers_that_the_kernel_does_not_take(name: str, plan: str, options: dict[str, Any], reason: str) -> None:
     slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], **options)
     call = PROMPTS | SAMPLES | {"max_new_tokens": 3}
-    with fd.enabled(slim):
+    with fd.enabled(slim, min_saved_tokens=0):
         slim.generate(**call)
         report = fd.explain(slim).last_call
         assert (report.path, report.mode) == ("shared", "eager")
         assert reason in report.mode_reason
-    with fd.enabled(slim, mode="graph"), pytest.raises(ValueError, match=f"mode='graph' cannot run: .*{reason}"):
+    with (
+        fd.enabled(slim, mode="graph", min_saved_tokens=0),
+        pytest.raises(ValueError, match=f"mode='graph' cannot run: .*{reason}"),
+    ):
         slim.generate(**call)
+
+
+@on_the_cpu
+def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of fewer rows are captured all the same."""
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    make = cuda_graph.CapturedStep.__init__
+
+    def make_few(self: Any, model: PreTrainedModel, rows: int, *args: Any) -> None:
+        if rows > 2:  # on a GPU the pass that is captured says so
+            raise Unsupported(f"it takes up to 2 rows, got {rows}")
+        make(self, model, rows, *args)
+
+    monkeypatch.setattr(cuda_graph.CapturedStep, "__init__", make_few)
+    slim, found = pair("k+r")[1], []
+    with fd.enabled(slim):
+        for samples in (2, 1):
+            slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": 3, "num_return_sequences": samples})
+            report = fd.explain(slim).last_call
+            found.append((report.mode, report.mode_reason))
+    assert found == [("eager", "it takes up to 2 rows, got 4"), ("graph", "3 steps of this call pay for a capture")]
+
+
+@on_the_cpu
+@torch.no_grad()
+def test_rows_of_different_lengths(uncaptured: None) -> None:
+    """As after drafts of which rows accepted different numbers."""
+    model, slim = pair("k+r")
+    drafts, ids, kept = TEXT[20:32].view(3, 4), TEXT[40:43], torch.tensor([3, 1, 2])
+    with fd.enabled(slim, backend="triton"):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        cache.batch_repeat_interleave(3)
+        for draft in drafts.split(1, 1):
+            slim(draft, past_key_values=cache)
+        cache.drop_last(4 - kept)
+        cache.reserve(5)
+        options = cuda_graph.CaptureOptions(False, 0, ())
+        step = state_of(slim).captures.find(slim, cache, modes.configs_of(slim), options)
+        found = step(cache, ids, 20 + kept)
+        eager = slim(ids[:, None], past_key_values=cache, position_ids=20 + kept[:, None]).logits[:, -1]
+    for row, count in enumerate(kept):
+        text = torch.cat([TEXT[:20], drafts[row, :count], ids[row : row + 1]])
+        torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, eager, atol=1e-5, rtol=1e-5)
+
+
+def errors_of_logits(model: PreTrainedModel, slim: PreTrainedModel, prompt: Tensor, **call: Any) -> dict[str, float]:
+    """Error of the logits after each drawn token, by mode, each beside the tokens that were drawn in it."""
+    oracle, errors = copy.deepcopy(model).double(), {}
+    recorded = {"output_logits": True, "return_dict_in_generate": True}
+    for mode in ("eager", "graph"):
+        with fd.enabled(slim, mode=mode, backend="triton" if mode == "graph" else "auto"):
+            out = seeded(lambda: slim.generate(prompt, **SAMPLES | call, **recorded))
+            assert fd.explain(slim).last_call.mode == mode
+        with torch.no_grad():
+            expected = oracle(out.sequences[:, :-1]).logits[:, prompt.shape[1] :]
+        errors[mode] = relative(torch.stack(out.logits[1:], 1), expected)
+    return errors
+
+
+@on_the_cpu
+def test_half_precision(uncaptured: None) -> None:
+    """fp16: bf16 products of interpreted kernels are wrong."""
+    model = copy.deepcopy(pair("k+r")[0]).half()
+    errors = errors_of_logits(model, to_slim(model, TEXT, plan=PLANS["k+r"]), TEXT[None, :30], max_new_tokens=8)
+    assert errors["graph"] < 2 * errors["eager"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", ["k", "k+r", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_captured_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
-    """Tokens of eager steps, the same bits in every run, and suffixes that outgrow a capture."""
+    """Logits as accurate as of eager steps, the same bits in every run, and suffixes that outgrow a capture."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
     plans = {"k": (("k", 0),) * 2, "k+r": (("k+r", 64),) * 2, "mixed": (("kv", 0), ("k+r", 64))}
     slim = to_slim(copy.deepcopy(model), TEXT, plan=plans[plan])
-    prompt = {key: value.cuda() for key, value in ragged_prompts(300, 200, shared=100).items()}
-    call = prompt | SAMPLES | {"num_return_sequences": 3, "max_new_tokens": 300}
+    prompt = ragged_prompts(300)["input_ids"].cuda()
+    errors = errors_of_logits(model, slim, prompt, num_return_sequences=6, max_new_tokens=60)
+    assert errors["graph"] < 2 * errors["eager"]
+    call = {key: value.cuda() for key, value in ragged_prompts(300, 200, shared=100).items()}
+    call |= SAMPLES | {"num_return_sequences": 3, "max_new_tokens": 300}
     with fd.enabled(slim, mode="eager"):
         eager = seeded(lambda: slim.generate(**call))
     with fd.enabled(slim, mode="graph"):
         captured = [seeded(lambda: slim.generate(**call)) for _ in range(2)]
         report = fd.explain(slim).last_call
-    assert (report.mode, report.captures) == ("graph", 2)  # of 256 tokens, and of all
+    assert (report.mode, report.captures) == ("graph", 2)  # with capacities of 256 tokens, and of all
     assert torch.equal(*captured)
-    assert captured[0].shape == eager.shape
-    first = slice(300, 320)
-    assert (captured[0][:, first] == eager[:, first]).float().mean() > 0.9
+    # Nodes are attended to by other operators, whose rounding sooner or later sets rows apart, as in compiled layers.
+    assert (captured[0][:, 300:320] == eager[:, 300:320]).float().mean() > 0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...attention.kv import Segment
@@ -10,6 +9,7 @@ from ...attention.partial import Partial
 from ...kernels.slim_decode.limits import refusal
 from ...kernels.slim_decode.tables import RotaryTables
 from ..values.eight_bits import EIGHT_BITS
+from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
 
 
@@ -23,7 +23,7 @@ def layer_refusal(layer: SlimTokens) -> str | None:
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
-    if layer.layer.cache_dtype is not None and getattr(torch, layer.layer.cache_dtype) in EIGHT_BITS:
+    if cache_dtype(layer.q_proj.weight.dtype, layer.layer) in EIGHT_BITS:
         return "the layer caches 8 bits"
     return None
 
