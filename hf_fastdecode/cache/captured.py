@@ -137,6 +137,11 @@ class InPlaceLayer(_CapturedLayer):
         self.suffix, self.capacity = storage.suffix, storage.capacity
 
 
+def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
+    """Versions of the storages of layers whose suffixes are captured in place."""
+    return tuple(layer.storage.version for layer in cache.layers if layer.storage.captured_in_place)
+
+
 def _captured_layer(tables: StepTables, layer: SharedContextLayer) -> _CapturedLayer:
     index, storage = layer.stored.index, layer.storage
     if storage.captured_in_place:

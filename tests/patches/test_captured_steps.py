@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
@@ -263,6 +265,47 @@ def test_rows_of_different_lengths(uncaptured: None) -> None:
         text = torch.cat([TEXT[:20], drafts[row, :count], ids[row : row + 1]])
         torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found, eager, atol=1e-5, rtol=1e-5)
+
+
+class Operators(TorchDispatchMode):
+    """Records operators with the shapes and numbers that they get, which a graph would replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not str(func).startswith("aten.set_"):  # of the interpreter
+            given = tree_map(lambda one: tuple(one.shape) if isinstance(one, Tensor) else one, (args, kwargs))
+            self.calls.append((str(func), repr(given)))
+        return func(*args, **(kwargs or {}))
+
+
+@on_the_cpu
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("qwen2", "mixed"), ("gpt_neox", "k+r")])
+def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: None) -> None:
+    """The same operators over the same shapes, none of which reads a number or copies one from the host."""
+    slim, recorded = family_pair(name, plan)[1], []
+    ids = TEXT[40:42]
+    with fd.enabled(slim, backend="triton"):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        cache.batch_repeat_interleave(2)
+        slim(ids[:, None], past_key_values=cache)
+        cache.reserve(8)
+        options = cuda_graph.CaptureOptions(False, 0, ())
+        step = state_of(slim).captures.find(slim, cache, modes.configs_of(slim), options)
+        for position in (21, 22):
+            step(cache, ids, torch.full((2,), position))
+            with step._ours(), Operators() as operators:
+                step._step()
+            recorded.append(operators.calls)
+            cache.record_captured_step(ids[:, None])
+    assert len(recorded[0]) > 50
+    assert recorded[0] == recorded[1]
+    # transformers' GPT-2 looks for padding where the config has a pad token, which the trained ones have not.
+    from_host = [call for call in recorded[0] if any(one in call[0] for one in ("_local_scalar_dense", "lift_fresh"))]
+    assert len(from_host) == (2 if name == "gpt2" else 0)
 
 
 def errors_of_logits(model: PreTrainedModel, slim: PreTrainedModel, prompt: Tensor, **call: Any) -> dict[str, float]:

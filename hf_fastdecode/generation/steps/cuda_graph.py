@@ -23,7 +23,7 @@ from ..._compat import ATTENTION_FIELD
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, OwnNodes, choose_own_nodes
 from ...attention.launch.step_tables import StepTables
-from ...cache.captured import CapturedCache
+from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.fingerprint import adapter_state, addresses, module_state
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -299,11 +299,6 @@ class Captures:
             self._has_workspaces = False
             with suppress(RuntimeError):  # reported late for an earlier failed kernel
                 free_workspaces()
-
-
-def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
-    """Versions of the storages of layers whose suffixes are captured in place."""
-    return tuple(layer.storage.version for layer in cache.layers if layer.storage.captured_in_place)
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
