@@ -61,7 +61,7 @@ def both(model: PreTrainedModel, slim: PreTrainedModel, **call: Any) -> tuple[Te
 @on_the_cpu
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "k"), ("qwen2", "mixed"), ("gpt2", "mixed")],
+    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")],
 )
 def test_samples_of_every_kind(name: str, plan: str, uncaptured: None) -> None:
     """Without RoPE, with partial RoPE, with biases, and beside layers that keep values."""
@@ -72,7 +72,7 @@ def test_samples_of_every_kind(name: str, plan: str, uncaptured: None) -> None:
 
 
 @on_the_cpu
-@pytest.mark.parametrize("variant", ["plain", "biases", "yarn"])
+@pytest.mark.parametrize("variant", ["plain", "yarn"])
 def test_llama(variant: str, uncaptured: None) -> None:
     model, slim = pair("k+r", variant)
     stock, found, report = both(model, slim)
@@ -286,7 +286,8 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("qwen2", "mixed"), ("gpt_neox", "k+r")])
 def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: None) -> None:
     """The same operators over the same shapes, none of which reads a number or copies one from the host."""
-    slim, recorded = family_pair(name, plan)[1], []
+    slim, recorded = copy.deepcopy(family_pair(name, plan)[1]), []
+    slim.config.pad_token_id = None  # as of trained GPT-2; with one, transformers' GPT-2 looks for it on the host
     ids = TEXT[40:42]
     with fd.enabled(slim, backend="triton"):
         cache = fd.prefill(slim, TEXT[None, :20])
@@ -303,9 +304,8 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
             cache.record_captured_step(ids[:, None])
     assert len(recorded[0]) > 50
     assert recorded[0] == recorded[1]
-    # transformers' GPT-2 looks for padding where the config has a pad token, which the trained ones have not.
     from_host = [call for call in recorded[0] if any(one in call[0] for one in ("_local_scalar_dense", "lift_fresh"))]
-    assert len(from_host) == (2 if name == "gpt2" else 0)
+    assert not from_host
 
 
 def errors_of_logits(model: PreTrainedModel, slim: PreTrainedModel, prompt: Tensor, **call: Any) -> dict[str, float]:
