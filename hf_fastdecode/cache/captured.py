@@ -1,7 +1,8 @@
-"""View of a shared-context cache for captured decode steps: no keys or values, which change between replays."""
+"""View of a shared-context cache for captured decode steps: tables, and no lengths that change between replays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,26 +13,87 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.interface import SharedKV
 from ..attention.kv import Segment
 from ..attention.launch.step_tables import StepTables
+from ..attention.partial import Partial
 from ..attention.scoring import Scoring
+from .layer import SharedContextLayer, require_dtype
 from .shared import SharedContextCache
 from .storage import TokenStorage
 
 
 class CapturedCache(Cache):
-    """Replaces a `SharedContextCache` while a decode step is captured; holds no keys or values.
+    """Replaces a `SharedContextCache` while a decode step is captured.
+
+    It holds no keys or values, but for suffixes that are captured in place.
 
     Args:
         tables: Addresses and lengths of the batch's keys and values.
         cache: The cache, whose layers' storage decides what is kept of a token.
+
+    Attributes:
+        before: ``[rows]`` int64: tokens in each row's suffix before the step.
+        after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
+        capacity: Tokens that each suffix captured in place has room for; 0 without any.
+        constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
 
+    before: Tensor
+    after: Tensor
+
     def __init__(self, tables: StepTables, cache: SharedContextCache):
-        layers = [_CapturedLayer(tables, index, layer.storage.empty()) for index, layer in enumerate(cache.layers)]
+        layers = [_captured_layer(tables, layer) for layer in cache.layers]
         super().__init__(layers=layers)
+        self.tables = tables
+        self.capacity = max((one.capacity for one in layers if isinstance(one, InPlaceLayer)), default=0)
+        self.constants: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Begin a pass: read the suffixes' lengths on the device, once for all layers."""
+        if self.capacity:
+            self.before, self.after = self.tables.lengths.long(), self.tables.lengths + 1
+
+    def constant(self, name: str, make: Callable[[], Any]) -> Any:
+        """Tensors that do not change between steps, made in the first pass, which is not captured."""
+        if name not in self.constants:
+            self.constants[name] = make()
+        return self.constants[name]
+
+    def append_in_place(self, layer: int, new: Segment) -> Segment:
+        """Write a token of each row to suffixes that are captured in place.
+
+        Args:
+            layer: Index of the layer.
+            new: Parts, ``[rows, 1, 1, width]`` each.
+
+        Returns:
+            The suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens.
+
+        Raises:
+            ValueError: The cache holds another dtype.
+        """
+        suffix = self._in_place(layer).suffix
+        require_dtype(new.keys.dtype, suffix)
+        rows = self.constant("rows", lambda: torch.arange(len(self.before), device=self.before.device))
+        for stored, part in zip(suffix, new, strict=True):
+            stored[:, 0].index_put_((rows, self.before), part[:, 0, 0])
+        return suffix
+
+    def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
+        """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`.
+
+        Raises:
+            ValueError: The nodes have another dtype than the query.
+        """
+        require_dtype(query.dtype, self._in_place(layer).storage.node_example)
+        return self.tables.attend_nodes(layer, query, scale)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return super().update(*args, **kwargs)
+
+    def _in_place(self, layer: int) -> InPlaceLayer:
+        found = self.layers[layer]
+        assert isinstance(found, InPlaceLayer)
+        return found
 
 
 class _CapturedLayer(CacheLayerMixin):
@@ -58,6 +120,33 @@ class _CapturedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class InPlaceLayer(_CapturedLayer):
+    """A layer whose suffixes are captured in place, by `CapturedCache.append_in_place`.
+
+    Args:
+        tables: Of the step.
+        index: Index of the layer.
+        storage: The batch's own, with capacity for the step.
+    """
+
+    def __init__(self, tables: StepTables, index: int, storage: TokenStorage):
+        super().__init__(tables, index, storage)
+        assert storage.suffix is not None
+        self.suffix, self.capacity = storage.suffix, storage.capacity
+
+
+def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
+    """Versions of the storages of layers whose suffixes are captured in place."""
+    return tuple(layer.storage.version for layer in cache.layers if layer.storage.captured_in_place)
+
+
+def _captured_layer(tables: StepTables, layer: SharedContextLayer) -> _CapturedLayer:
+    index, storage = layer.stored.index, layer.storage
+    if storage.captured_in_place:
+        return InPlaceLayer(tables, index, storage)
+    return _CapturedLayer(tables, index, storage.empty())
 
 
 class _CapturedKV(SharedKV):

@@ -61,8 +61,10 @@ class StoredLayer:
         return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
 
     @property
-    def suffix(self) -> Segment:
-        """Keys and values of the suffixes, by storage row."""
+    def suffix(self) -> Segment | None:
+        """Keys and values of the suffixes, by storage row; None where they are stored in a layout of their own."""
+        if self.storage.captured_in_place:
+            return None
         assert self.storage.suffix is not None  # allocated in update() or reserve()
         return self.storage.keys_and_values(self.storage.suffix)
 
@@ -178,7 +180,7 @@ class DecodeKV(SharedKV):
         return self._choice(query, scoring.window).name == KERNELS
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
-        stored = [part for segment in (self.layer.suffix, *self.layer.segments.values()) for part in segment]
+        stored = [part for segment in (self.layer.suffix or (), *self.layer.segments.values()) for part in segment]
         return refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _chooses(self, query: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 import torch
@@ -41,6 +41,8 @@ class SlimStorage(TokenStorage):
     Attributes:
         layer: The layer of the latest pass.
     """
+
+    captured_in_place: ClassVar[bool] = True
 
     def __init__(self, layer: ref[MakesNodes] | None, example: Segment):
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ class TokenStorage:
         segments: Segments by number; each part ``[heads, tokens, width]``.
         suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
         version: Replaced when storage moves, which invalidates earlier addresses.
+        captured_in_place: Whether a captured step reads suffixes where they lay at its capture, so that it serves this
+            storage alone until it moves; else it finds them by `StepTables`.
     """
+
+    captured_in_place: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
@@ -129,7 +133,7 @@ class TokenStorage:
             rows: Number of rows.
             tokens: Required capacity.
             used: Tokens already written.
-            like: Example parts ``[heads, ..., width]``.
+            like: Example parts, each ending in ``[heads, tokens, width]``.
             most: Upper bound for doubling, if known.
 
         Returns:
@@ -140,7 +144,7 @@ class TokenStorage:
         capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
         if most is not None:
             capacity = max(tokens, min(capacity, most))
-        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[0], capacity)))
+        grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
         self._replace(grown)

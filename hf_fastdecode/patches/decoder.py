@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
-from .attention.rotation import ROTATION, Rotation, Tables, forest_rotation
+from .attention.rotation import ROTATION, Rotation, Tables, captured_rotation, forest_rotation
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -21,7 +22,6 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     shares_context = True  # all the same, by layers of their own
-    no_captured_steps = "steps of slim attention layers are not captured yet"
 
 
 class SlimDecoder(SlimPreTrainedModel):
@@ -63,6 +63,14 @@ class SlimRotaryDecoder(SlimDecoder):
             if isinstance(attention, SlimAttention) and not hasattr(attention, "tables"):
                 attention.tables = self.tables
 
+    @property
+    def no_captured_steps(self) -> str | None:
+        """Why steps cannot be captured, see `SlimAttention.no_captured_steps`."""
+        kind = getattr(self.rotary_emb, "rope_type", "default")
+        if self.first_slim is None or kind not in ("dynamic", "longrope"):
+            return None
+        return f"RoPE of type {kind!r} changes its frequencies with the length"
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -88,14 +96,16 @@ class SlimRotaryDecoder(SlimDecoder):
             slots, dropped = length, 0
             if past_key_values is not None:  # a sliding window drops the oldest tokens
                 slots, dropped = past_key_values.get_mask_sizes(length, self.first_slim)
-            visible, shared = None, isinstance(past_key_values, SharedContextCache)
+            visible, shared = None, isinstance(past_key_values, SharedContextCache | CapturedCache)
             if position_ids is None:
                 position_ids = (torch.arange(length, device=device) + cached)[None]
             elif not shared and not unrotates:
                 visible = visible_slots(attention_mask, dropped)
                 if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
-            if shared:
+            if isinstance(past_key_values, CapturedCache):
+                kwargs |= {ROTATION: captured_rotation(self.tables, past_key_values, position_ids)}
+            elif shared:
                 kwargs |= self.forest_rotation(past_key_values, position_ids)
             elif unrotates:
                 kwargs |= self.rotation(position_ids, None)

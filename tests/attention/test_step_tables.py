@@ -16,6 +16,7 @@ from hf_fastdecode.attention.launch.own_nodes import OwnNodes
 from hf_fastdecode.attention.launch.plan import Plan
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.generation.steps import modes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -31,7 +32,7 @@ class Stored(NamedTuple):
     """Storage of a layer that does not move."""
 
     segments: dict[int, Segment]
-    suffix: Segment
+    suffix: Segment | None
     version: object = "never moves"
 
 
@@ -86,6 +87,31 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
                 assert torch.isfinite(out).all()
         assert known.programs == programs
         assert bool(known.tables.overlap_suffix.item()) == (programs < 132)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_nodes_alone():
+    """Of a layer without suffixes in the tables, beside one that has some; over two forests."""
+    generator = torch.Generator().manual_seed(0)
+    nodes = Segment(*torch.randn(2, 2, 50, 16, generator=generator))
+    suffix = Segment(*torch.randn(2, 5, 2, 8, 16, generator=generator))
+    query = torch.randn(5, 2, 1, 16, generator=generator)
+    forests = [
+        Forest(5, [Node(Span(0, 0, 30), 0, 5), Node(Span(0, 30, 13), 1, 3, 1)]),
+        Forest(4, [Node(Span(0, 5, 41), 0, 3)]),
+    ]
+    tables = StepTables(5, 2, forests[0], CPU)
+    storage = {0: Stored({0: nodes}, suffix), 1: Stored({0: nodes}, None)}
+    for forest in forests:
+        tables.follow(forest, SuffixLengths.of(3), storage)
+        found = tables.attend_nodes(1, query, 0.25)
+        wide = Segment(*(part.double() for part in nodes))
+        expected = nodes_attention(query[: forest.rows].double(), forest, {0: wide}, 0.25, backend="plain")
+        for one, oracle in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[: forest.rows], oracle.float(), atol=2e-6, rtol=2e-6)
+        assert not found.out[forest.rows :].any()
+        assert (found.lse[forest.rows :] == -torch.inf).all()
+    assert (tables.suffixes[0] != 0).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")

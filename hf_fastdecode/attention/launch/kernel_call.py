@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.forest_decode.schedule import Schedule
+from ..partial import Partial
 from ..scoring import Scoring
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -57,3 +58,20 @@ def run_kernels(
             origins=origins,
         )
     return out
+
+
+def run_node_kernels(
+    query: Tensor, node_addresses: Tensor, slots: Tensor, schedule: Schedule, config: Config, scale: float
+) -> Partial:
+    """`forest_partial` likewise, of a layer with as many KV heads as query heads.
+
+    Returns:
+        The partial of the nodes, in fp32.
+    """
+    from ...kernels.forest_decode.forest_partial import forest_partial
+
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    with torch.cuda.device_of(query):
+        parts = forest_partial(query, node_addresses, slots, schedule, config, kv_heads=query.shape[1], scale=scale)
+    return Partial(*parts)

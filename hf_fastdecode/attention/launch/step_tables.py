@@ -6,9 +6,9 @@ with the same pointers, serves other prompts, lengths, storage and rows as long 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ...unsupported import Unsupported
 from ..forest import Forest
 from ..kv import Segment, SuffixLengths
+from ..partial import Partial
 from ..scoring import Scoring
 from .addresses import node_addresses, suffix_addresses
-from .kernel_call import run_kernels
+from .kernel_call import run_kernels, run_node_kernels
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
 from .plan import Layout, Plan, differ_by_length
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
+
+Result = TypeVar("Result")
 
 _SCHEDULE_INTERVAL = 32
 """Suffix tokens between two updates of the schedules."""
@@ -37,14 +40,14 @@ class StoredKV(Protocol):
 
     Attributes:
         segments: Storage of the nodes, by number.
-        suffix: ``[rows, kv_heads, capacity, head_dim]`` each.
+        suffix: ``[rows, kv_heads, capacity, head_dim]`` each; None for a layer that attends to its suffixes by itself.
         version: Another object whenever `segments` or `suffix` are reallocated.
     """
 
     @property
     def segments(self) -> Mapping[int, Segment]: ...
     @property
-    def suffix(self) -> Segment: ...
+    def suffix(self) -> Segment | None: ...
     @property
     def version(self) -> object: ...
 
@@ -163,16 +166,45 @@ class StepTables:
         Raises:
             Unsupported: The kernels do not support these, or cannot be compiled or launched here.
         """
-        layout = Layout.of(query, new_keys, scoring)
+
+        def run(known: _Scheduled) -> Tensor:
+            tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
+            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
+
+        return self._run(run, query, new_keys, new_values, scoring)
+
+    def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
+        """Attend to the nodes alone, for a layer that attends to its suffixes by itself; without own nodes.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[rows, heads, 1, head_dim]``, with as many KV heads, in the dtype of the nodes.
+            scale: Factor on the scores.
+
+        Returns:
+            The partial, in fp32; that of no keys for rows without nodes.
+
+        Raises:
+            Unsupported: As `attend`.
+        """
+
+        def run(known: _Scheduled) -> Partial:
+            return run_node_kernels(query, self.nodes[layer], self.slots, known.tables, known.plan.config, scale)
+
+        return self._run(run, query, query, query, Scoring(scale, None, None, None))
+
+    def _run(
+        self, run: Callable[[_Scheduled], Result], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    ) -> Result:
+        """Run kernels with the schedule of the layer's layout, made if there is none."""
+        layout = Layout.of(query, keys, scoring)
         while True:
             if layout not in self._schedules:
-                if reason := refusal(query, new_keys, new_values, []):
+                if reason := refusal(query, keys, values, []):
                     raise Unsupported(reason)
                 self._schedules[layout] = self._scheduled(layout)
-            known = self._schedules[layout]
-            tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
             try:
-                return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
+                return run(self._schedules[layout])
             except KernelFailedError:  # the next plan chooses among the other kernels
                 del self._schedules[layout]
 
@@ -223,7 +255,8 @@ class StepTables:
             nodes[index - first, :, : len(self.forest.nodes)] = node_addresses(
                 self.forest, stored.segments, stored.suffix
             )
-            suffixes[index - first] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
+            if stored.suffix is not None:
+                suffixes[index - first] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
         self.nodes[first:stop].copy_(nodes)
         self.suffixes[first:stop].copy_(suffixes)
         self._versions |= {index: layers[index].version for index in range(first, stop)}

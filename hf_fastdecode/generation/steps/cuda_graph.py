@@ -4,6 +4,8 @@ A captured step reads all per-step and per-call state from device tables (`StepT
 prompts, lengths and sample counts in its bucket of rows. Another capture is needed only for more rows, more nodes or
 levels than the tables hold, a widest node that needs other launch parameters, completions that have outgrown what rows
 share, rows that outgrow a sliding window, or changes of the model's state.
+
+Suffixes of slim layers are captured in place: such a capture serves one call, until their storage moves.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..._compat import ATTENTION_FIELD
 from ...attention.interface import RowLengths, active
-from ...attention.launch.own_nodes import OwnNodes, choose_own_nodes
+from ...attention.launch.own_nodes import NO_OWN_NODES, OwnNodes, choose_own_nodes
 from ...attention.launch.step_tables import StepTables
-from ...cache.captured import CapturedCache
+from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.fingerprint import adapter_state, addresses, module_state
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -70,6 +72,9 @@ class CapturedStep:
         options: Options of the capture.
         compiled: The model's compiled layers.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
+
+    Attributes:
+        in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class CapturedStep:
         device = model.device
         self.rows, self.options = rows, options
         fused = rows <= options.fused_rows
+        self.in_place = storages_in_place(cache)
         self.heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
         self.tables = StepTables(rows, len(cache.layers), cache.forest, device, self._own_nodes(cache))
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -92,10 +98,12 @@ class CapturedStep:
         self._follow(cache)
         self.lengths = lengths = RowLengths(cache.longest_row(1))
         view = CapturedCache(self.tables, cache)
+        self._constants = view.constants
 
         ids, positions = self.ids, self.positions
 
         def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
+            view.begin()
             output = forward_pass(
                 model,
                 input_ids=ids,
@@ -134,17 +142,26 @@ class CapturedStep:
             self.logits = unowned(logits)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the captured step: its windows and table sizes."""
+        """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
+        if not self.reads(cache):
+            return False
         same_up_to = self.lengths.same_up_to
         longest = cache.longest_row(1)
         return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
+
+    def reads(self, cache: SharedContextCache) -> bool:
+        """Whether the suffixes that were captured in place are those of this batch, and have not moved."""
+        return self.in_place == storages_in_place(cache)
 
     def suits(self, cache: SharedContextCache) -> bool:
         """Whether a capture for this batch would have the same launch parameters for own nodes."""
         return self.tables.own_nodes == self._own_nodes(cache)
 
     def _own_nodes(self, cache: SharedContextCache) -> OwnNodes:
-        kv_heads = cache.layers[0].stored.suffix.keys.shape[1]
+        suffix = cache.layers[0].stored.suffix
+        if self.in_place or suffix is None:  # whose layers would take own nodes for shared ones
+            return NO_OWN_NODES
+        kv_heads = suffix.keys.shape[1]
         group = (self.heads or kv_heads) // kv_heads
         dominate = cache.state.own_nodes_dominate
         return choose_own_nodes(self.rows, kv_heads, group, cache.layers[0].device, dominate=dominate)
@@ -225,7 +242,7 @@ class Captures:
         Raises:
             Unsupported: The kernels cannot compute the model's attention.
         """
-        rows = bucket(cache.rows)
+        rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         for index, step in enumerate(self._steps):
             if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):
                 self._steps.append(self._steps.pop(index))
@@ -235,6 +252,8 @@ class Captures:
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             step = CapturedStep(model, rows, cache, configs, options, self.compiled, self._pool)
+        # Those of suffixes that have moved go after the capture, which reuses their memory.
+        self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
         del self._steps[:-_MOST_STEPS]
         self.count += 1

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.shared import SharedContextCache
+from ...unsupported import Unsupported
 from ..call_context import CallContext
 from ..support import step_arguments
 from .compiled_layers import decoder_layers
@@ -93,7 +94,9 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
             if forced:
                 raise _cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        captures.fail(reason, of_memory=_is_memory_failure(reason))
+            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
+        if not unsupported:
+            captures.fail(reason, of_memory=_is_memory_failure(reason))
         call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
         call.set_mode("eager", reason)
         return eager(cache)
@@ -141,11 +144,17 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """
     model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
+    per_call = any(getattr(module, "captured_per_call", False) for module in model.modules())
+    steps, which = captures.steps_asked, "so far"
+    if per_call:
+        steps, which = min(new_tokens, _MOST_STEPS_EXPECTED), "of this call"
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
     reason = capture_reason(model, options.backend, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
+    if options.mode == "compile" and reason is None and per_call:
+        reason = "slim attention layers are captured, not compiled"
     if reason is not None and (forced := options.needs_capture):
         raise _cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
@@ -159,8 +168,8 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         reason = captures.failure(model.device)
     if reason is not None:
         return "eager", reason
-    if captures.steps_asked < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
-        return "eager", f"{captures.steps_asked} steps so far do not pay for a capture"
-    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
-        return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
-    return "graph", f"{captures.steps_asked} steps so far pay for a capture"
+    if steps < _STEPS_THAT_PAY_A_CAPTURE and forced is None:
+        return "eager", f"{steps} steps {which} do not pay for a capture"
+    if steps >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and not per_call:
+        return "compile", f"{steps} steps {which} pay for compiling the layers"
+    return "graph", f"{steps} steps {which} pay for a capture"

@@ -96,7 +96,8 @@ class CapturedSteps:
         arguments: Model arguments beyond tokens, positions and cache.
         captures: The model's captured steps.
         configs: The model's config objects.
-        remake: Creates the runner of a compacted batch, or returns the given larger one.
+        remake: Creates the runner of a batch that was compacted, or whose storage moved. For a compacted batch that
+            cannot be captured, it returns the given larger runner if that can go on.
         compiled: Compile the layers.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
     """
@@ -108,7 +109,7 @@ class CapturedSteps:
         arguments: dict[str, Any],
         captures: Captures,
         configs: list[PreTrainedConfig],
-        remake: Callable[[SharedContextCache, CapturedSteps], Steps],
+        remake: Callable[[SharedContextCache, CapturedSteps | None], Steps],
         *,
         compiled: bool,
         fused_rows: int,
@@ -117,14 +118,22 @@ class CapturedSteps:
         self._model, self._configs, self._captures, self._remake = model, configs, captures, remake
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
+        self._instead: Steps | None = None  # where a capture in mid-call failed
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, self._options)
         for layer in cache.layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
+            if layer.storage.captured_in_place:
+                did = f"{len(cache.forest.nodes)} node(s) by triton, slim suffixes by slim_decode, captured"
             layer.stored.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        self.cache.reserve(self.cache.suffix_length + 1)
+        if self._instead is None:
+            self.cache.reserve(self.cache.suffix_length + 1)
+            if not self._step.reads(self.cache):
+                self._follow_storage()
+        if self._instead is not None:
+            return self._instead(ids, positions)
         if self.cache.suffix_length % own_nodes.STEP == 0 and self._should_recapture():
             self._recapture()
         logits = self._step(self.cache, ids, positions)
@@ -145,7 +154,17 @@ class CapturedSteps:
             self._captures.own_nodes_failure = reason = str(error)
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)
 
+    def _follow_storage(self) -> None:
+        """Capture again after suffixes that were captured in place have moved."""
+        made = self._remake(self.cache, None)
+        if isinstance(made, CapturedSteps):
+            self._step = made._step
+        else:
+            self._instead = made
+
     def select(self, rows: list[int]) -> Steps:
+        if self._instead is not None:
+            return self._instead.select(rows)
         self.cache.select_rows(rows)
         return self._remake(self.cache, self)
 
@@ -157,6 +176,8 @@ class CapturedSteps:
         return True
 
     def should_compact(self, rows: int, steps_left: int) -> bool:
+        if self._instead is not None:
+            return self._instead.should_compact(rows, steps_left)
         known = self._captures.sizes(self._options, own_dominate=self._step.tables.own_nodes.dominate)
         pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._options.compiled)
         return pay and not self._oversized

@@ -9,15 +9,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import QuantizedCache
 
 from ...attention.autocast import no_autocast
+from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
 from ..slim_layers import SlimLayer
 from ..values.input_projections import InputProjection
 from ..values.slim_values import SlimValues
 from ..values.wide_products import KeyProjection
+from .captured_attention import captured_attention
 from .forest_attention import forest_attention
 from .rotation import ROTATION, Rotation
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
+from .suffix_kernel import layer_refusal
 
 
 class SlimAttention(SlimTokens):
@@ -43,6 +46,7 @@ class SlimAttention(SlimTokens):
 
     values_from: ClassVar[str] = "v_proj"
     output_projection: ClassVar[str] = "o_proj"
+    captured_per_call: ClassVar[bool] = True  # suffixes are captured in place
     attention_dropout: float
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
@@ -91,6 +95,9 @@ class SlimAttention(SlimTokens):
         if isinstance(past_key_values, SharedContextCache):
             out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)
             return self.output(out), None
+        if isinstance(past_key_values, CapturedCache):
+            out = captured_attention(self, query, *exact, past_key_values, rotation, attention_mask)
+            return self.output(out), None
         with no_autocast(query.device):  # which does not concatenate fp16
             keys, coordinates = self.stored(*exact, stored_dtype, rotation)
             if past_key_values is not None:
@@ -116,6 +123,12 @@ class SlimAttention(SlimTokens):
             weights_wanted=self.weights_wanted(kwargs),
         )
         return self.output(out), weights
+
+    @property
+    def no_captured_steps(self) -> str | None:
+        """Why steps of a model with this layer cannot be captured; None if no reason is known."""
+        reason = layer_refusal(self)
+        return reason and f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
 
     def output(self, out: Tensor) -> Tensor:
         """Output projection and, in architectures that have it here, residual dropout."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...attention.autocast import no_autocast
 from ...attention.interface import SlidingWindow
-from ...attention.kv import ForestKV
+from ...attention.kv import ForestKV, Segment
 from ...attention.partial import Partial, merge
 from ...attention.scoring import Scoring
 from ...attention.torch_operators.decode_ops import nodes_attention
@@ -60,10 +60,7 @@ def forest_attention(
         ValueError: The cache holds another dtype or number of rows.
         BackendError: The backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
     """
-    if isinstance(mask, SlidingWindow):
-        raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
-    if threshold := layer.config.slim_sparsity_threshold:
-        raise Unsupported(f"a sparsity threshold ({threshold:g}) is for weights of nodes and suffix together")
+    check_shared(layer, mask)
     dtype = query.dtype
     new = slice(0 if cache.state.packed else None)  # prefill stores nothing slim: the layout alone is needed
     with no_autocast(query.device):
@@ -94,6 +91,18 @@ def forest_attention(
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
+def check_shared(layer: SlimTokens, mask: Tensor | SlidingWindow | None) -> None:
+    """Check that a layer can attend to nodes and suffixes apart.
+
+    Raises:
+        Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
+    """
+    if isinstance(mask, SlidingWindow):
+        raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
+    if threshold := layer.config.slim_sparsity_threshold:
+        raise Unsupported(f"a sparsity threshold ({threshold:g}) is for weights of nodes and suffix together")
+
+
 def _by_kernel(
     layer: SlimTokens, query: Tensor, kv: ForestKV, rotation: Rotation | None, cache: SharedContextCache
 ) -> Partial | None:
@@ -104,10 +113,13 @@ def _by_kernel(
     """
     if not takes_kernels(cache, query.device):
         return None
-    reason = kernel_refusal(layer, query, kv)
+    reason = kernel_refusal(layer, query, kv.suffix)
     if reason is None:
+        _, longest = kv.suffix_bounds
+        used = Segment(*(part[:, :, :longest] for part in kv.suffix))
+        lengths = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device)
         try:
-            return suffix_by_kernel(layer, query, kv, rotation and rotation.kernel)
+            return suffix_by_kernel(layer, query, used, lengths, rotation and rotation.kernel)
         except KernelFailedError as error:  # from now on a reason
             reason = str(error)
     if cache.state.backend == "triton":

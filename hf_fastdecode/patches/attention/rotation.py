@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...cache.captured import CapturedCache
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
 from ...kernels.slim_decode.tables import TURNS, RotaryTables
@@ -70,17 +71,38 @@ def forest_rotation(
     slots = torch.arange(before.longest + count, device=device)[None]
     if not takes_kernels(cache, device):
         return Rotation(position_ids, tokens, tables(slots), tables(places))
-    turns = torch.tensor([[0, *TURNS]], device=device)
-    cos, sin = tables(torch.cat([slots, turns], 1))
-    keys = cos[:, : slots.shape[1]], sin[:, : slots.shape[1]]
-    turned = cos[0, slots.shape[1] :], sin[0, slots.shape[1] :]
-    return Rotation(position_ids, tokens, keys, tables(places), _for_kernel(keys, turned))
+    keys, kernel = _of_slots(tables, slots)
+    return Rotation(position_ids, tokens, keys, tables(places), kernel)
+
+
+def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, position_ids: Tensor) -> Rotation:
+    """Tables for a captured step, see `forest_rotation`: those of slots are made once, for all that suffixes may have.
+
+    Args:
+        tables: Makes those of positions ``[rows or 1, tokens]``.
+        cache: The cache.
+        position_ids: ``[rows, 1]``, of this step.
+    """
+
+    def of_slots() -> RotaryTables:
+        return _of_slots(tables, torch.arange(cache.capacity, device=position_ids.device)[None])[1]
+
+    own = tables(cache.before[:, None])
+    return Rotation(position_ids, tables(position_ids), None, own, cache.constant("rotary", of_slots))
 
 
 def takes_kernels(cache: SharedContextCache, device: torch.device) -> bool:
     """Whether kernels attend to what is cached on a device, where they can."""
     backend = cache.state.backend
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables, RotaryTables]:
+    """Tables of slots ``[1, slots]``, for PyTorch's operators and for `slim_decode`."""
+    turns = torch.tensor([[0, *TURNS]], device=slots.device)
+    cos, sin = tables(torch.cat([slots, turns], 1))
+    keys = cos[:, : slots.shape[1]], sin[:, : slots.shape[1]]
+    return keys, _for_kernel(keys, (cos[0, slots.shape[1] :], sin[0, slots.shape[1] :]))
 
 
 def _for_kernel(keys: Tables, turned: Tables) -> RotaryTables:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, float32
 
-from ...attention.kv import ForestKV
+from ...attention.kv import Segment
 from ...attention.partial import Partial
 from ...kernels.slim_decode.limits import refusal
 from ...kernels.slim_decode.scales import Scales
@@ -25,8 +24,8 @@ class _Suffix(NamedTuple):
     scales: Scales | None
 
 
-def _suffix(layer: SlimTokens, kv: ForestKV) -> _Suffix:
-    keys, coordinates = kv.suffix.keys[:, 0], kv.suffix.values[:, 0]
+def _suffix(layer: SlimTokens, stored: Segment) -> _Suffix:
+    keys, coordinates = (part[:, 0] for part in stored)
     dtype = cache_dtype(layer.q_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
         return _Suffix(keys, coordinates, None)
@@ -36,14 +35,8 @@ def _suffix(layer: SlimTokens, kv: ForestKV) -> _Suffix:
     return _Suffix(keys, coordinates, Scales(of_keys, of_coordinates))
 
 
-def kernel_refusal(layer: SlimTokens, query: Tensor, kv: ForestKV) -> str | None:
-    """Why `slim_decode` does not attend to a layer's suffixes; None when it does.
-
-    Args:
-        layer: The attention layer.
-        query: ``[rows, heads, queries, head_dim]``, rotated.
-        kv: The suffixes, as cached.
-    """
+def layer_refusal(layer: SlimTokens) -> str | None:
+    """Why `slim_decode` never attends to a layer's suffixes; None when it may."""
     if layer.layer.plan == "x":
         return "it reads keys, and the layer caches inputs"
     if layer.config.unrotates:
@@ -52,36 +45,48 @@ def kernel_refusal(layer: SlimTokens, query: Tensor, kv: ForestKV) -> str | None
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
-    return refusal(query, *_suffix(layer, kv)[:2])
+    return None
 
 
-def suffix_by_kernel(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: RotaryTables | None) -> Partial:
+def kernel_refusal(layer: SlimTokens, query: Tensor, suffix: Segment) -> str | None:
+    """Why `slim_decode` does not attend to a layer's suffixes; None when it does.
+
+    Args:
+        layer: The attention layer.
+        query: ``[rows, heads, queries, head_dim]``, rotated.
+        suffix: As cached, ``[rows, 1, slots, width]`` each.
+    """
+    return layer_refusal(layer) or refusal(query, *_suffix(layer, suffix)[:2])
+
+
+def suffix_by_kernel(
+    layer: SlimTokens, query: Tensor, suffix: Segment, lengths: Tensor, tables: RotaryTables | None
+) -> Partial:
     """Attention of each row's query, ``[rows, heads, 1, head_dim]`` fp32, to its suffix.
 
     Args:
         layer: The attention layer.
         query: Normalised and rotated.
-        kv: The suffixes, as cached.
+        suffix: As cached, ``[rows, 1, slots, width]`` each.
+        lengths: ``[rows]`` int32, on the device: tokens in each suffix.
         tables: Of the suffixes' slots, or more; None without RoPE.
     """
     from ...kernels.slim_decode.api import slim_decode
 
-    _, longest = kv.suffix_bounds
-    keys, coordinates, scales = _suffix(layer, kv)
-    if scales is not None:
-        scales = Scales(*(part[:, :longest] for part in scales))
+    keys, coordinates, scales = _suffix(layer, suffix)
     if tables is not None:
-        tables = tables._replace(cos=tables.cos[:, :longest], sin=tables.sin[:, :longest])
+        slots = keys.shape[1]
+        tables = tables._replace(cos=tables.cos[:, :slots], sin=tables.sin[:, :slots])
     averages = slim_decode(
         query.float(),
-        keys[:, :longest],
-        coordinates[:, :longest],
-        torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device),
+        keys,
+        coordinates,
+        lengths,
         scale=layer.scaling,
         key_offset=layer.slim.key_offset if tables is not None else None,
         rotary=tables,
         scales=scales,
     )
-    numbers = keys.dtype if scales is None else torch.float32
+    numbers = keys.dtype if scales is None else float32
     out = layer.slim.of_averages(averages.keys[:, :, None], averages.coordinates[:, :, None], numbers)
     return Partial(out, averages.lse[..., None])
