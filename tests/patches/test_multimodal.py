@@ -27,7 +27,8 @@ from hf_fastdecode.conversion.checkpoint.families.multimodal import MULTIMODAL a
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.checkpoint.source import Checkpoint
-from hf_fastdecode.generation.steps.cuda_graph import capture_reason
+from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.values.stored_positions import DIGITS
 
 from ..commands.command_line import run
@@ -214,7 +215,7 @@ def test_options_of_the_language_model(rope: str, tmp_path: Path) -> None:
         fd.measure_sparsity(model, 0.02, ids)
 
 
-def test_shared_context() -> None:
+def test_shared_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text alone shares its prompt; a call with an image runs stock, and says so."""
     model = to_slim(multimodal_model("llava"), TEXT, plan=MIXED)
     text = {"input_ids": TEXT[None, :90].clamp(max=90), "attention_mask": torch.ones(1, 90, dtype=torch.long)}
@@ -227,7 +228,13 @@ def test_shared_context() -> None:
             report = fd.explain(model)
     assert torch.equal(*found)
     assert report.last_call.path == "shared"
-    assert "slim attention" in (capture_reason(model, "auto", {}) or "")
+    if not torch.cuda.is_available() and triton_is_installed():
+        monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+        torch.manual_seed(0)
+        with fd.enabled(model, mode="graph", backend="triton"):
+            assert torch.equal(tokens(model, text, **options), found[0])
+            assert fd.explain(model).last_call.mode == "graph"
+        monkeypatch.undo()
     expected = tokens(model)
     with fd.enabled(model):
         assert torch.equal(tokens(model), expected)
