@@ -38,6 +38,11 @@ def merging_in_pairs():
         yield
 
 
+@pytest.fixture(autouse=True)
+def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_SLIM_CAPTURES_BY_ITSELF", True)
+
+
 @pytest.fixture
 def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let captured modes run where kernels are interpreted."""
@@ -80,6 +85,16 @@ def test_llama(variant: str, uncaptured: None) -> None:
     assert torch.equal(found, stock)
     with fd.enabled(slim, mode="eager"):
         assert torch.equal(found, seeded(lambda: slim.generate(**PROMPTS, **SAMPLES)))
+
+
+@on_the_cpu
+def test_only_on_request(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_SLIM_CAPTURES_BY_ITSELF", False)
+    slim = pair("k+r")[1]
+    with fd.enabled(slim):
+        slim.generate(**PROMPTS, **SAMPLES)
+        report = fd.explain(slim).last_call
+    assert (report.mode, report.mode_reason) == ("eager", "slim models capture steps with mode='graph' only")
 
 
 @on_the_cpu
