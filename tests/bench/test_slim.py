@@ -9,7 +9,7 @@ from hf_fastdecode.bench.ceilings import Ceilings
 from hf_fastdecode.bench.slim_cases import SLIM_SETS, SLIM_WAYS
 from hf_fastdecode.bench.slim_ops import SlimBench
 from hf_fastdecode.cli import app
-from hf_fastdecode.kernels.slim_decode import api
+from hf_fastdecode.kernels.slim_decode import api, launches
 from hf_fastdecode.measurement.rows import read_rows
 
 CASE = SLIM_SETS["tiny"][0]
@@ -71,7 +71,7 @@ def test_a_wrong_kernel_gets_no_times(bench, monkeypatch):
 
 def test_a_failing_configuration_does_not_stop_the_others(bench, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(api, "slim_partials", None)
+        patched.setattr(launches, "slim_partials", None)
         row = bench.measure(CASE, "slim-k")
     assert row["status"].startswith("failed: KernelFailedError: the slim decode kernel cannot run on cpu: ")
     assert "with names own_heads" in bench.measure(CASE, "slim-k:tiles=1")["status"]

@@ -252,8 +252,10 @@ def test_suffixes_by_kernel(name: str, plan: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "plan", "cache_dtype"),
+    [("gpt2", "k", "fp8"), ("gpt_neox", "k+r", "int8"), ("qwen2", "mixed", "int8")],
+)
 def test_suffixes_in_8_bits_by_kernel(name: str, plan: str, cache_dtype: str) -> None:
     """Tokens of the same model by PyTorch's operators, on rows of equal and of different lengths."""
     slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], cache_dtype=cache_dtype, tolerance=1e9)
@@ -314,8 +316,7 @@ def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["plain", "yarn"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "variant"), [(torch.float16, "plain"), (torch.bfloat16, "yarn")])
 def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
     model = copy.deepcopy(pair("k+r", variant)[0]).to(dtype)
     slim = to_slim(model, TEXT, plan=PLANS["k+r"])
@@ -325,8 +326,7 @@ def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
 
 @needs_kernels
 @torch.no_grad()
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(torch.float16, "int8"), (torch.bfloat16, "fp8")])
 def test_kernel_in_8_bits_in_half_precision(dtype: torch.dtype, cache_dtype: str) -> None:
     model = copy.deepcopy(pair("k+r")[0]).to(dtype)
     slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
