@@ -70,6 +70,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("kv", 0), ("k+r", 8)), "x": "x"}
 
+NOT_BY_KERNEL: list[tuple[str, str, dict[str, Any], str]] = [
+    ("gpt2", "x", {}, "the layer caches inputs"),
+    ("olmo2", "k", {}, "keys are normalised when they are read"),
+    ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
+    ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
+]
+"""Names, plans and options of models whose layers `slim_decode` does not take, and the reasons."""
+
 WITH_INPUTS = [name for name, (model_type, _) in FAMILIES.items() if model_type in ("gpt2", "opt")]
 """Those that may cache inputs, in the place of keys and values."""
 

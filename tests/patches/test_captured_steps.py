@@ -22,7 +22,7 @@ from hf_fastdecode.unsupported import Unsupported
 
 from ..interpreter import merging_two_at_once
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .family_models import PLANS, family_model, family_pair
+from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
 from .slim_models import TEXT, pair, relative
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
@@ -224,10 +224,7 @@ def test_layers_are_not_compiled(uncaptured: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "plan", "options", "reason"),
     [
-        ("gpt2", "x", {}, "the layer caches inputs"),
-        ("olmo2", "k", {}, "keys are normalised when they are read"),
-        ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
-        ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
+        *NOT_BY_KERNEL,
         ("phi3-long", "k", {}, "RoPE of type 'longrope' changes its frequencies with the length"),
     ],
 )

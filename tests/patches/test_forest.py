@@ -22,7 +22,7 @@ from hf_fastdecode.patches.attention import forest_attention, rotation
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .family_models import PLANS, family_model, family_pair, pairs
+from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair, pairs
 from .slim_models import TEXT, VARIANTS, pair, relative
 
 PROMPTS = ragged_prompts(40, 31)
@@ -346,15 +346,7 @@ def assert_like_pytorch(model: PreTrainedModel, slim: PreTrainedModel, texts: Te
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("name", "plan", "options", "reason"),
-    [
-        ("gpt2", "x", {}, "the layer caches inputs"),
-        ("olmo2", "k", {}, "keys are normalised when they are read"),
-        ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
-        ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "plan", "options", "reason"), NOT_BY_KERNEL)
 def test_forced_kernels_are_refused(name: str, plan: str, options: dict[str, Any], reason: str) -> None:
     slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], **options)
     with fd.enabled(slim, backend="triton"), pytest.raises(BackendError, match=reason):

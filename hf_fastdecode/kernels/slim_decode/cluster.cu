@@ -7,8 +7,8 @@
 // which is still in its shared memory, to the averages of all heads over its own columns.
 //
 // One warp of a block issues the copies, one computes the weights and sends them. The others, in each step, compute the
-// scores of one tile and add the tile that is LAG before, whose weights have come meanwhile. They wait for no warp of
-// their block, so that arithmetic, matrix products and what a warp waits for overlap.
+// scores of one tile and add the tile that is LAG before, whose weights have come meanwhile. They do not wait for one
+// another, so that the arithmetic of one overlaps with matrix products of others, and with waiting.
 //
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
@@ -182,7 +182,7 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     const u32 base = shared_address(memory);
     // The lane's head in a pass, and its tokens.
     const int of_pass = lane / HEAD_LANES, token = 4 * (lane % HEAD_LANES);
-    float row_max[PASSES], row_sum[PASSES];  // the sum of the lane's weights, and in the end of all
+    float row_max[PASSES], row_sum[PASSES];  // the sum of the lane's weights; after the last tile, of the head's
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) row_max[pass] = LOWEST, row_sum[pass] = 0.0f;
 

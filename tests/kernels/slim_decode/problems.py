@@ -89,6 +89,15 @@ class Problem:
             weights, stored, coordinates = (part.to(operands).to(dtype) for part in (weights, stored, coordinates))
         return SlimPartial(weights @ stored, weights @ coordinates, lse)
 
+    def check_repeats(
+        self, config: TwoLaunchConfig | ClusterConfig | None, *, repeats: int = 1, parts: int = 2
+    ) -> None:
+        """Hold a result against the oracle, and repeats against its bits."""
+        found = self.run(config)
+        self.check(found, parts=parts)
+        for _ in range(repeats):
+            assert all(torch.equal(*pair) for pair in zip(found, self.run(config)))
+
     def check(self, found: SlimPartial, *, parts: int = 2) -> None:
         """Hold a result against the oracle: at most twice the error of PyTorch's operators."""
         dtype = torch.float16 if self.dequantised else self.keys.dtype  # of the products' operands

@@ -56,11 +56,7 @@ def chosen(problem, of: Case) -> ClusterConfig:
 def test_averages_and_lse(of):
     """Ten repeats have equal bits."""
     problem = make_problem(of, "cuda")
-    config = chosen(problem, of)
-    found = problem.run(config)
-    problem.check(found, parts=1)
-    for _ in range(10):
-        assert all(torch.equal(*pair) for pair in zip(found, problem.run(config)))
+    problem.check_repeats(chosen(problem, of), repeats=10, parts=1)
 
 
 @pytest.mark.gpu

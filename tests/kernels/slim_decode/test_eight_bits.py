@@ -12,7 +12,7 @@ from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaun
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 
 from .problems import Case, make_problem
-from .test_slim_decode import DEVICE, REAL, small
+from .test_slim_decode import DEVICE, REAL, check_case, small
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -32,10 +32,7 @@ CASES = [
 @pytest.mark.parametrize("case", [replace(case, dtype=dtype) for case in CASES for dtype in (INT8, FP8)], ids=str)
 def test_averages_and_lse(case):
     """At most twice the errors of PyTorch's operators in fp32 over the numbers that they dequantise."""
-    problem, config = make_problem(case, DEVICE), small(own_heads=1 if case.head_dim > 128 else 2)
-    found = problem.run(config)
-    problem.check(found)
-    assert all(torch.equal(*pair) for pair in zip(found, problem.run(config)))
+    check_case(case)
 
 
 @pytest.mark.parametrize(
