@@ -2,7 +2,6 @@
 #pragma once
 
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using i64 = long long;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
