@@ -32,6 +32,7 @@ class CapturedCache(Cache):
     Attributes:
         before: ``[rows]`` int64: tokens in each row's suffix before the step.
         after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
+        has_nodes: Whether rows have nodes at the time of the capture.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -42,7 +43,7 @@ class CapturedCache(Cache):
     def __init__(self, tables: StepTables, cache: SharedContextCache):
         layers = [_captured_layer(tables, layer) for layer in cache.layers]
         super().__init__(layers=layers)
-        self.tables = tables
+        self.tables, self.has_nodes = tables, bool(cache.forest.nodes)
         self.capacity = max((one.capacity for one in layers if isinstance(one, InPlaceLayer)), default=0)
         self.constants: dict[str, Any] = {}
 

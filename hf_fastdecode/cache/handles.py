@@ -215,6 +215,8 @@ class PrefillKV(SharedKV):
         state, segments = self.layer.state, self.layer.segments
 
         def stored(span: Any) -> Segment:
+            if (row := state.suffix_rows.get(span.segment)) is not None:
+                return self.layer.storage.suffix_as_node(row, span, self.layer.forest.context_lengths[row])
             return segments[span.segment].view(span)
 
         out = causal_attention(
@@ -229,5 +231,6 @@ class PrefillKV(SharedKV):
             sinks=scoring.sinks,
             backend=state.torch_backend,
         )
-        self.layer.report("prefill", "each node once, causal attention by PyTorch, merged with its context")
+        whose = "each row's prompt" if state.suffix_rows else "each node once"
+        self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
         return out.transpose(0, 1).unsqueeze(0)

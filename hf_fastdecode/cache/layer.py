@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.forest import Forest, joined
+from ..attention.forest import Forest, Span, joined
 from ..attention.interface import SharedKV
 from ..attention.kv import Segment
 from .handles import DecodeKV, PrefillKV, StoredLayer
@@ -94,14 +95,23 @@ class SharedContextLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        suffix_parts: Segment | None = None,
+        **kwargs: Any,
+    ) -> tuple[SharedKV, SharedKV]:
         """Store new tokens.
 
         Args:
             key_states: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
             value_states: The same shape.
             args: Passed on to the storage, which may keep more than keys and values.
-            kwargs: Likewise.
+            suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
+                width]`` each; None where they hold them as nodes do.
+            kwargs: As `args`.
 
         Returns:
             The handle for the attention function, twice.
@@ -117,7 +127,11 @@ class SharedContextLayer(CacheLayerMixin):
             require_dtype(parts[0].dtype, self.storage.node_example)
             packed = Segment._make(part[0] for part in parts)
             handle = PrefillKV(self.stored, packed)
-            for span in (spans := list(joined(item.span for item in self.state.packed))):
+            spans = list(joined(item.span for item in self.state.packed))
+            if self.state.suffix_rows:
+                self._fill_suffixes(spans, suffix_parts or parts)
+                return handle, handle
+            for span in spans:
                 self.storage.segment(span.segment, self.state.segment_lengths[span.segment], packed)
             self.storage.write_nodes(spans, packed)
         else:
@@ -125,6 +139,17 @@ class SharedContextLayer(CacheLayerMixin):
             self._make_room(parts)
             handle = DecodeKV(self.stored, parts)
         return handle, handle
+
+    def _fill_suffixes(self, spans: Sequence[Span], parts: Segment) -> None:
+        """Write prompt tokens to suffixes, which get room for all prompts with the first ones."""
+        state, new = self.state, Segment._make(part[0] for part in parts)
+        assert state.forest is not None
+        self.storage.begin_suffixes(state.forest.rows, state.suffixes.longest, new, most=state.max_suffix)
+        start = 0
+        for span in spans:
+            run = Span(0, start, span.length)
+            self.storage.write_suffix(state.suffix_rows[span.segment], span.start, new.view(run))
+            start += span.length
 
     def _make_room(self, parts: Segment) -> None:
         """Allocate suffix capacity for the new tokens; the attention handle writes them."""
@@ -168,8 +193,8 @@ class SharedContextLayer(CacheLayerMixin):
         """
         state = self.state
         like = self.storage.suffix_example
-        if state.forest is None or like is None or not self.storage.segments:
-            raise ValueError("this cache layer holds no nodes; prefill it first")
+        if state.forest is None or like is None or (not self.storage.segments and not self.storage.capacity):
+            raise ValueError("this cache layer holds no tokens; prefill it first")
         return self.storage.grow(state.forest.rows, tokens, state.suffixes.longest, like, most=state.max_suffix)
 
     @property

@@ -94,6 +94,28 @@ class SharedContextCache(CacheRows):
         finally:
             self.state.packed = ()
 
+    @contextmanager
+    def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
+        """Context in which `prefilling` fills suffixes, so that they begin with the ends of the rows' prompts.
+
+        Args:
+            prompts: For each row its tokens after its nodes, ``[length]`` int64 on the CPU; all or none are prefilled.
+
+        Yields:
+            For each row the number of a segment, by which spans refer to the row's suffix, for this time only.
+        """
+        numbers = tuple(range(len(self.segment_tokens), len(self.segment_tokens) + len(prompts)))
+        state, suffixes = self.state, Suffixes.of(prompts)
+        state.suffixes, state.suffix_rows = suffixes, {number: row for row, number in enumerate(numbers)}
+        try:
+            yield numbers
+            state.padded_length = max(state.padded_length, state.longest_row)
+        except BaseException:
+            self.set_forest(self.forest)
+            raise
+        finally:
+            state.suffix_rows = {}
+
     def set_forest(self, forest: Forest, length: int | None = None) -> None:
         """Set the nodes that rows attend to, and drop the suffixes.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +59,7 @@ class SharedState:
         tables: Kernel inputs other than keys and values, by device.
         windowed: Whether a sliding window has hidden tokens from any layer.
         packed: During prefill, the items packed into the forward pass.
+        suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
     """
 
@@ -71,6 +72,7 @@ class SharedState:
     tables: dict[torch.device, MadeTables] = field(default_factory=dict)
     windowed: bool = False
     packed: Sequence[PrefillItem] = ()
+    suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:

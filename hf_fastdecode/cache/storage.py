@@ -150,6 +150,38 @@ class TokenStorage:
         self._replace(grown)
         return True
 
+    def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
+        """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some.
+
+        Args:
+            rows: Number of rows.
+            longest: Tokens of the longest prompt.
+            like: As for `grow`.
+            most: Upper bound on the tokens of a suffix, if known.
+        """
+        if self.suffix is None:
+            room = longest + _FIRST_CAPACITY
+            self.grow(rows, room if most is None else max(longest, min(room, most)), 0, like, most)
+
+    def write_suffix(self, row: int, start: int, new: Segment) -> None:
+        """Write tokens of one row, each part ``[heads, tokens, width]``, to its suffix from token `start` on."""
+        assert self.suffix is not None
+        for stored, part in zip(self.suffix, new, strict=True):
+            stored[row, :, start : start + part.shape[1]] = part
+
+    def suffix_as_node(self, row: int, span: Span, first: int) -> Segment:
+        """Tokens of one row's suffix as keys and values, ``[heads, tokens, head_dim]`` each.
+
+        Args:
+            row: The row.
+            span: Its tokens; of any segment.
+            first: Position of the suffix's first token.
+        """
+        assert self.suffix is not None
+        stored = _map(self.suffix, lambda part: part[row : row + 1, :, span.start : span.stop])
+        nodes = self.as_nodes(stored, torch.tensor([first + span.start], device=stored[0].device))
+        return self.keys_and_values(_map(nodes, lambda part: part[0]))
+
     def append(self, new: Segment, before: SuffixLengths) -> None:
         """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them."""
         assert self.suffix is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.kv import SuffixLengths
 from .origins import SuffixOrigins
@@ -26,6 +27,16 @@ class Suffixes:
         self.lengths = SuffixLengths()
         self.ids = SuffixIds()
         self.origins: SuffixOrigins | None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor]) -> Suffixes:
+        """Suffixes that hold these tokens, ``[length]`` int64 for each row, on the CPU."""
+        suffixes, lengths = cls(), [len(own) for own in tokens]
+        suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
+        shortest, longest = min(lengths), max(lengths)
+        per_row = None if shortest == longest else torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        suffixes.lengths = SuffixLengths(longest, per_row, shortest)
+        return suffixes
 
     @property
     def longest(self) -> int:

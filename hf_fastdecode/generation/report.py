@@ -28,7 +28,9 @@ class CallReport:
         layers: For each layer, the attention operators used.
         context_width: Padded length of the tokens in nodes.
         cache: Weak reference to the call's cache.
-        suffix_length: Tokens in each row's suffix.
+        own_tokens: Tokens of prompts that are stored in suffixes, because one row alone has them.
+        own_longest: Those of the row that has most.
+        suffix_length: Tokens in each row's suffix, in the longest where they differ.
         stored_tokens: Tokens in node storage, including unused ones.
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
@@ -51,6 +53,8 @@ class CallReport:
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
+    own_tokens: int = 0
+    own_longest: int = 0
     suffix_length: int = 0
     stored_tokens: int = 0
     layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -67,7 +71,7 @@ class CallReport:
 
     def observe(self, cache: SharedContextCache) -> None:
         """Record the operators and lengths of a forward pass with this cache."""
-        if not self.layers or self.suffix_length == 0:
+        if not self.layers or self.suffix_length <= self.own_longest:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
@@ -88,7 +92,8 @@ class CallReport:
         """Bytes of keys and values at the end of the call, here and in a stock cache."""
         of_nodes = sum(size for size, _, _ in self.layer_sizes)
         of_suffixes = sum(size for _, size, _ in self.layer_sizes)
-        stored = self.stored_tokens * of_nodes + self.rows * self.suffix_length * of_suffixes
+        in_suffixes = self.rows * (self.suffix_length - self.own_longest) + self.own_tokens
+        stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
@@ -101,6 +106,7 @@ class CallReport:
             lines += [
                 f"  {self.forest}",
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
+                *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
                 *self._given(),
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),

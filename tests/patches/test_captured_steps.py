@@ -38,11 +38,6 @@ def merging_in_pairs():
         yield
 
 
-@pytest.fixture(autouse=True)
-def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_SLIM_CAPTURES_BY_ITSELF", True)
-
-
 @pytest.fixture
 def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let captured modes run where kernels are interpreted."""
@@ -84,16 +79,6 @@ def test_yarn(uncaptured: None) -> None:
     assert torch.equal(found, stock)
     with fd.enabled(slim, mode="eager"):
         assert torch.equal(found, seeded(lambda: slim.generate(**PROMPTS, **SAMPLES)))
-
-
-@on_the_cpu
-def test_only_on_request(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_SLIM_CAPTURES_BY_ITSELF", False)
-    slim = pair("k+r")[1]
-    with fd.enabled(slim):
-        slim.generate(**PROMPTS, **SAMPLES)
-        report = fd.explain(slim).last_call
-    assert (report.mode, report.mode_reason) == ("eager", "slim models capture steps with mode='graph' only")
 
 
 @on_the_cpu
@@ -328,12 +313,18 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
     assert not from_host
 
 
-def errors_of_logits(model: PreTrainedModel, slim: PreTrainedModel, prompt: Tensor, **call: Any) -> dict[str, float]:
+def errors_of_logits(
+    model: PreTrainedModel,
+    slim: PreTrainedModel,
+    prompt: Tensor,
+    options: dict[str, Any] | None = None,
+    **call: Any,
+) -> dict[str, float]:
     """Error of the logits after each drawn token, by mode, each beside the tokens that were drawn in it."""
     oracle, errors = copy.deepcopy(model).double(), {}
     recorded = {"output_logits": True, "return_dict_in_generate": True}
     for mode in ("eager", "graph"):
-        with fd.enabled(slim, mode=mode, backend="triton" if mode == "graph" else "auto"):
+        with fd.enabled(slim, mode=mode, backend="triton" if mode == "graph" else "auto", **(options or {})):
             out = seeded(lambda: slim.generate(prompt, **SAMPLES | call, **recorded))
             assert fd.explain(slim).last_call.mode == mode
         with torch.no_grad():
@@ -373,3 +364,25 @@ def test_captured_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
     assert torch.equal(*captured)
     # Nodes are attended to by other operators, whose rounding sooner or later sets rows apart, as in compiled layers.
     assert (captured[0][:, 300:320] == eager[:, 300:320]).float().mean() > 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["k", "k+r"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prompts_in_suffixes_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
+    """Prompts of single rows, behind what they share: logits as accurate as with nodes alone, in chunks too."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
+    model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
+    slim = to_slim(copy.deepcopy(model), TEXT, plan={"k": "k", "k+r": (("k+r", 64),) * 2}[plan])
+    prompts = ragged_prompts(300, 300, 300, shared=100)["input_ids"].cuda()
+    call = {"num_return_sequences": 1, "max_new_tokens": 40}
+    errors = errors_of_logits(model, slim, prompts, **call)
+    in_chunks = errors_of_logits(model, slim, prompts, **call, options={"max_prefill_tokens": 64})
+    in_nodes = errors_of_logits(model, slim, prompts, **call, options={"reuse_prefix": True})
+    assert max(*errors.values(), *in_chunks.values()) < 2 * min(in_nodes.values())
+    for mode, path in {"graph": "captured", "eager": "slim_decode"}.items():
+        with fd.enabled(slim, mode=mode):
+            slim.generate(prompts, max_new_tokens=4, do_sample=False)
+            report = fd.explain(slim).last_call
+        assert (report.mode, report.stored_tokens, report.own_tokens) == (mode, 100, 600)
+        assert path in report.layers[0]

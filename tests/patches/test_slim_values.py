@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values.slim_values import SlimValues, in_two_parts
+from hf_fastdecode.patches.values.slim_values import SlimValues, in_two_parts, of_two_parts
 from hf_fastdecode.patches.values.wide_products import StoredMatrix
 
 from .slim_models import relative
@@ -50,5 +51,26 @@ def test_averages_in_two_parts_withstand_tf32() -> None:
     average = torch.randn(2, 4, 3, 48, generator=generator) * 100
     oracle = matrix(average.double(), 4)
     whole = relative(matrix(tf32(average), 4), oracle)
-    parts = matrix(tf32(in_two_parts(average)), 4).unflatten(2, (2, -1)).sum(2)
+    parts = of_two_parts(matrix(tf32(in_two_parts(average)), 4))
     assert relative(parts, oracle) < 2 * torch.finfo(torch.float32).eps * 48**0.5 < whole / 10
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
+def test_small_averages_in_two_parts(size: float) -> None:
+    """What rounding leaves of them is below fp16's normal numbers, unless it is scaled."""
+    x = size * torch.randn(2, 4, 3, 48, generator=torch.Generator().manual_seed(3))
+    assert relative(of_two_parts(in_two_parts(x).float()), x) < 2.0**-20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [None, 4])
+@torch.no_grad()
+def test_products_of_halves_keep_their_accumulators(heads: int | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    matrix = StoredMatrix(256, 128, torch.float16)
+    matrix.values.copy_(torch.randn(256, 128, generator=generator))
+    matrix.scales.copy_(torch.exp2(torch.randint(-3, 9, (128,), generator=generator)))
+    x = torch.randn(2, 4, 3, 256, generator=generator).half()
+    found, oracle = matrix.cuda()(x.cuda(), heads), matrix.cpu()(x.double(), heads)
+    assert found.dtype == torch.float32
+    assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps

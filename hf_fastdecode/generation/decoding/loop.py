@@ -19,6 +19,7 @@ from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
+from ..prompts.own_prompts import prefill_own_prompts
 from ..prompts.start import Start
 from ..steps.runners import EagerSteps, Steps
 from .finished_row_poller import FinishedRowPoller
@@ -104,14 +105,19 @@ class Loop:
     def _resume(self, wave: Wave, forest: Forest) -> SharedContextCache:
         """Create a cache for the wave's rows and recompute their suffixes."""
         base = self.start.cache
-        cache = base.nodes_only(forest.select_rows(wave.rows.tolist()), max_suffix=base.state.max_suffix)
+        rows = wave.rows.tolist()
+        cache = base.nodes_only(forest.select_rows(rows), max_suffix=base.state.max_suffix)
+        if self.start.own is not None:
+            own = self.start.own.of_rows(rows)
+            prefill_own_prompts(self.call.model, cache, own, max_tokens=self.call.max_prefill_tokens)
         width = self.prompts.shape[1]
         suffix_tokens = self.start.suffix_tokens[wave.rows]
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = self.make_eager(cache).feed
-        for first in range(0, tokens.shape[1], _REPLAY):
-            part = tokens[:, first : first + _REPLAY]
+        at_once = _REPLAY if self.start.own is None else 1  # of which kernels read long suffixes
+        for first in range(0, tokens.shape[1], at_once):
+            part = tokens[:, first : first + at_once]
             feed(part, positions + torch.arange(first, first + part.shape[1], device=positions.device))
         return cache
 

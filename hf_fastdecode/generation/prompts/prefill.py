@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
 from ...attention.autocast import no_autocast
-from ...attention.forest import Path, Span
+from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass, input_device
@@ -37,15 +37,26 @@ def prefill_nodes(
         ``[groups, vocabulary]``: the logits after each group's last token; None if a group's last token was already
         stored, so that its logits are unknown.
     """
+    found = node_logits(model, cache, plan, max_tokens=max_tokens, length=length)
+    known = [logits for logits in found if logits is not None]
+    return stacked(model, known) if known and len(known) == len(found) else None
+
+
+def node_logits(
+    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
+) -> list[Tensor | None]:
+    """As `prefill_nodes`, with the logits of each group apart; None where a group's last token is in no new node."""
     wanted = sorted({end for end in plan.ends if end is not None})
-    logits: dict[int, Tensor] = {}
+    logits: dict[int | None, Tensor] = {}
     for run in prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length):
         logits |= zip(run.wanted, run.logits, strict=True)
-    known = [logits[end] for end in plan.ends if end is not None]
-    with no_autocast(
-        input_device(model)
-    ):  # stack as is: an inner autocast may have produced another dtype than the outer one's
-        return torch.stack(known) if known and len(known) == len(plan.ends) else None
+    return [logits.get(end) for end in plan.ends]
+
+
+def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:
+    """Stack as is: an inner autocast may have produced another dtype than the outer one's."""
+    with no_autocast(input_device(model)):
+        return torch.stack(list(logits))
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,6 @@ def prefill_passes(
 ) -> Iterator[PrefillPass]:
     """Compute the plan's new nodes into the cache, pass by pass, then set its forest.
 
-    New tokens are packed into one row without padding, several nodes per forward pass; each token attends to its own
-    path only. A node longer than `max_tokens` is prefilled in chunks.
-
     Args:
         model: The enabled model.
         cache: The cache the plan was made for; the new tokens become its next segment.
@@ -89,22 +97,55 @@ def prefill_passes(
         embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
         arguments: Further model arguments.
     """
-    device = input_device(model)
     # Add the segment even if empty: the plan assumes its number.
     cache.add_segment(plan.new_tokens)
+    yield from packed_passes(
+        model, cache, plan.items, plan.new_tokens, wanted, max_tokens=max_tokens, embeddings=embeddings, **arguments
+    )
+    cache.set_forest(plan.forest, length)
+
+
+def packed_passes(
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    items: Sequence[PrefillItem],
+    tokens: Tensor,
+    wanted: Sequence[int],
+    *,
+    max_tokens: int,
+    embeddings: Callable[[Tensor], Tensor] | None = None,
+    **arguments: Any,
+) -> Iterator[PrefillPass]:
+    """Compute runs of tokens into the cache.
+
+    They are packed into one row without padding, several runs per forward pass; each token attends to its own path
+    only. A run longer than `max_tokens` is computed in chunks.
+
+    Args:
+        model: The enabled model.
+        cache: The cache, with storage for the items' spans.
+        items: The runs, parents before their children.
+        tokens: ``[length]`` ids of all items, in their order.
+        wanted: Indices of tokens to return logits for, ascending.
+        max_tokens: Maximum tokens per forward pass.
+        embeddings: As for `prefill_passes`.
+        arguments: Likewise.
+    """
+    device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
-    for items in _passes(plan.items, max_tokens):
-        start, stop = items[0].span.start, items[-1].span.stop  # in the new segment
+    stop = 0
+    for items_of_pass in _passes(items, max_tokens):
+        start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
         keep = torch.tensor([token - start for token in here] or [stop - start - 1], device=device)
-        ids = plan.new_tokens[None, start:stop]
+        ids = tokens[None, start:stop]
         given = {"input_ids": ids.to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids[0])[None]}
-        with cache.prefilling(items):
+        with cache.prefilling(items_of_pass):
             output = forward_pass(
                 model,
                 **given,
-                position_ids=_positions(items)[None].to(device),
+                position_ids=_positions(items_of_pass)[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -113,7 +154,6 @@ def prefill_passes(
             )
         kept = output.logits[0] if keeps else output.logits[0, keep]
         yield PrefillPass(here, kept[: len(here)], output)
-    cache.set_forest(plan.forest, length)
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:
@@ -125,14 +165,17 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
     """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children.
 
-    The items are ordered by their place in the new segment, so each pass fills one contiguous run of it.
+    The items are ordered by their place in their segments, so each pass fills one contiguous run of each.
     """
     batch: list[PrefillItem] = []
+    room, firsts = max_tokens, dict[int, int]()
     for item in (part for whole in items for part in _parts(whole, max_tokens)):
-        if batch and (item.span.stop - batch[0].span.start > max_tokens or _reads(item.context, batch[0].span)):
+        if batch and (item.span.length > room or _reads(item.context, firsts)):
             yield batch
-            batch = []
+            batch, room, firsts = [], max_tokens, {}
         batch.append(item)
+        room -= item.span.length
+        firsts.setdefault(item.span.segment, item.span.start)
     if batch:
         yield batch
 
@@ -143,6 +186,6 @@ def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
         yield PrefillItem(item.span[start : start + max_tokens], (*item.context, *before))
 
 
-def _reads(path: Path, first: Span) -> bool:
-    """Whether a path contains tokens of the pass starting at `first`, which are not yet computed."""
-    return any(span.segment == first.segment and span.stop > first.start for span in path)
+def _reads(path: Path, firsts: Mapping[int, int]) -> bool:
+    """Whether a path contains tokens of a pass, which are not yet computed, by its first token in each segment."""
+    return any(span.stop > firsts.get(span.segment, span.stop) for span in path)

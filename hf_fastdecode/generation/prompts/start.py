@@ -11,7 +11,8 @@ from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
 from ..support import check_prompts
-from .prefill import prefill_nodes
+from .own_prompts import OwnPrompts, own_prompts, prefill_own_prompts, without
+from .prefill import node_logits, prefill_nodes, stacked
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
 from .sharing import Shared, find_shared, keep_nodes, require_gain
 from .stored_prompts import StoredPrompts
@@ -25,13 +26,16 @@ class Start:
         cache: The prefilled cache; suffixes hold `suffix_tokens`.
         logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
-        suffix_tokens: ``[rows, tokens]`` int64: prompt tokens stored in suffixes rather than nodes; at most one.
+        suffix_tokens: ``[rows, tokens]`` int64: tokens of all rows' prompts that suffixes hold after their own ones; at
+            most one.
+        own: Tokens that rows have in their suffixes because no other row has them; None if there are none.
     """
 
     cache: SharedContextCache
     logits: Tensor
     positions: Tensor
     suffix_tokens: Tensor
+    own: OwnPrompts | None = None
 
 
 def start_shared(call: CallContext, input_ids: Tensor) -> Start:
@@ -59,6 +63,8 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
         cache.state.max_suffix = max_suffix + 1
         found = Shared(cache, groups, plan, found.known)
     require_gain(call, found, max_suffix)
+    if (own := own_prompts(call, found)) is not None:
+        return _start_with_own_prompts(call, found, own, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
     logits = prefill_nodes(model, cache, plan, max_tokens=call.max_prefill_tokens, length=width - rerun_last_token)
     keep_nodes(call, cache)
@@ -77,3 +83,22 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
         return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
     return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)
+
+
+def _start_with_own_prompts(call: CallContext, found: Shared, own: OwnPrompts, input_ids: Tensor) -> Start:
+    """Prefill what rows share into nodes, and what they have for themselves into their suffixes."""
+    model, cache, (rows, width), device = call.model, found.cache, input_ids.shape, input_ids.device
+    groups = without(found.groups, own)
+    plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=call.options.min_shared_tokens)
+    if cache.state.max_suffix is not None:
+        cache.state.max_suffix += own.longest
+    report, limit = call.report, call.max_prefill_tokens
+    report.padded_length, report.context_width = width, width - own.longest
+    report.own_tokens, report.own_longest = own.total, own.longest
+    found_logits = node_logits(model, cache, plan, max_tokens=limit, length=width)
+    of_rows = [logits for logits, group in zip(found_logits, groups, strict=True) for _ in range(group.count)]
+    keep_nodes(call, cache)
+    found_own = prefill_own_prompts(model, cache, own, max_tokens=limit)
+    logits = [last for row in range(rows) if (last := found_own.get(row, of_rows[row])) is not None]
+    positions = torch.tensor(plan.forest.context_lengths, device=device) + own.lengths.to(device)
+    return Start(cache, stacked(model, logits), positions, input_ids[:, width:], own)

@@ -27,8 +27,6 @@ _STEPS_THAT_PAY_A_CAPTURE = 64
 _STEPS_THAT_PAY_A_COMPILATION = 4096
 # Rows usually end before a large max_length.
 _MOST_STEPS_EXPECTED = 1024
-# Whether slim models capture steps without being asked to: not before these have been measured on GPUs.
-_SLIM_CAPTURES_BY_ITSELF = False
 # Maximum rows for which projections of the same input run concurrently by default, by whether layers are compiled.
 _FUSED_ROWS = {False: 64, True: 64}
 
@@ -168,8 +166,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     forced = options.needs_capture
     if reason is None and forced is None:
         reason = captures.failure(model.device)
-        if per_call and not _SLIM_CAPTURES_BY_ITSELF:
-            reason = reason or "slim models capture steps with mode='graph' only"
     if reason is not None:
         return "eager", reason
     if steps < _STEPS_THAT_PAY_A_CAPTURE and forced is None:

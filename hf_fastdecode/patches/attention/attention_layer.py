@@ -17,10 +17,10 @@ from ..values.slim_values import SlimValues
 from ..values.wide_products import KeyProjection
 from .captured_attention import captured_attention
 from .forest_attention import forest_attention
-from .rotation import ROTATION, Rotation
+from .rotation import ROTATION, Rotation, takes_kernels
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
-from .suffix_kernel import layer_refusal
+from .suffix_kernel import kernel_refusal, layer_refusal
 
 
 class SlimAttention(SlimTokens):
@@ -129,6 +129,20 @@ class SlimAttention(SlimTokens):
         """Why steps of a model with this layer cannot be captured; None if no reason is known."""
         reason = layer_refusal(self)
         return reason and f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
+
+    def suffixes_take_prompts(self, rows: int, backend: str) -> bool:
+        """Whether suffixes take prompts that no two rows share: in fewer bytes than nodes, read by a kernel as these.
+
+        Args:
+            rows: Rows of the batch.
+            backend: See `hf_fastdecode.enable`.
+        """
+        weight = self.q_proj.weight
+        if not takes_kernels(backend, weight.device):
+            return False
+        none = weight.new_empty(1, 1, 0, self.heads * self.head_dim)
+        suffix = self.stored(none, none[..., : self.layer.rank], cache_dtype(weight.dtype, self.layer), None)
+        return kernel_refusal(self, weight.new_empty(rows, self.heads, 1, self.head_dim), suffix) is None
 
     def output(self, out: Tensor) -> Tensor:
         """Output projection and, in architectures that have it here, residual dropout."""

@@ -48,12 +48,11 @@ def captured_attention(
     with no_autocast(query.device):
         stored = layer.stored(keys, coordinates, cache_dtype(dtype, layer.layer), rotation)
         suffix = cache.append_in_place(layer.layer_idx, stored)
-        to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
         if reason := kernel_refusal(layer, to_suffix, suffix):
             raise Unsupported(reason)
-        merged = merge(
-            suffix_by_kernel(layer, to_suffix, suffix, cache.after, rotation and rotation.kernel),
-            cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling),
-        )
+        merged = suffix_by_kernel(layer, to_suffix, suffix, cache.after, rotation and rotation.kernel)
+        if cache.has_nodes:
+            to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
+            merged = merge(merged, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
     return merged.out.transpose(1, 2).flatten(2).to(dtype)

@@ -62,7 +62,8 @@ def forest_attention(
     """
     check_shared(layer, mask)
     dtype = query.dtype
-    new = slice(0 if cache.state.packed else None)  # prefill stores nothing slim: the layout alone is needed
+    # Prefill of nodes stores nothing slim: the layout alone is needed.
+    new = slice(0 if cache.state.packed and not cache.state.suffix_rows else None)
     with no_autocast(query.device):
         stored_dtype = cache_dtype(dtype, layer.layer)
         stored = layer.stored(keys[:, :, new], coordinates[:, :, new], stored_dtype, rotation)
@@ -70,7 +71,9 @@ def forest_attention(
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.packed:
             nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
-            handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, token_storage=storage)
+            handle, _ = cache.update(
+                nodes.keys, nodes.values, layer.layer_idx, token_storage=storage, suffix_parts=stored
+            )
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
         handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx, token_storage=storage)
         kept = cast(SlimStorage, handle.layer.storage)
@@ -111,7 +114,7 @@ def _by_kernel(
     Raises:
         BackendError: The backend ``triton`` is forced, and it cannot.
     """
-    if not takes_kernels(cache, query.device):
+    if not takes_kernels(cache.state.backend, query.device):
         return None
     reason = kernel_refusal(layer, query, kv.suffix)
     if reason is None:

@@ -69,7 +69,7 @@ def forest_rotation(
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
     slots = torch.arange(before.longest + count, device=device)[None]
-    if not takes_kernels(cache, device):
+    if not takes_kernels(cache.state.backend, device):
         return Rotation(position_ids, tokens, tables(slots), tables(places))
     keys, kernel = _of_slots(tables, slots)
     return Rotation(position_ids, tokens, keys, tables(places), kernel)
@@ -91,9 +91,8 @@ def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, 
     return Rotation(position_ids, tables(position_ids), None, own, cache.constant("rotary", of_slots))
 
 
-def takes_kernels(cache: SharedContextCache, device: torch.device) -> bool:
+def takes_kernels(backend: str, device: torch.device) -> bool:
     """Whether kernels attend to what is cached on a device, where they can."""
-    backend = cache.state.backend
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 

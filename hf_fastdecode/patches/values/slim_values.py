@@ -87,13 +87,9 @@ class SlimValues(KeepsDtype):
             ``[rows, heads, queries, e_v / heads]``, fp32.
         """
         heads = keys.shape[1]
-        if stored == torch.float16 and keys.is_cuda:  # where TF32 may be on
-            out: Tensor = self.from_keys(in_two_parts(keys), heads)
-            out = out.unflatten(2, (2, -1)).sum(2)
-        else:
-            out = self.from_keys(keys, heads)
+        out = _product(self.from_keys, keys, stored)
         if self.directions is not None:
-            out = out + self.directions(coordinates, heads)
+            out = out + _product(self.directions, coordinates, stored)
         return out + self.constant.unflatten(0, (heads, 1, -1))
 
     def rotatable(self, keys: Tensor) -> Tensor:
@@ -101,14 +97,36 @@ class SlimValues(KeepsDtype):
         return keys[:, 0].to(wide(keys.dtype)) + self.key_offset
 
 
+_REST = 2.0**11
+"""Factor on what rounding to fp16 leaves, which makes it about as large as the number."""
+
+
+def _product(matrix: StoredMatrix, averages: Tensor, stored: torch.dtype) -> Tensor:
+    """Averages of cached numbers, ``[rows, heads, queries, width]`` in fp32, times the columns of each head.
+
+    On a GPU, where TF32 may be on, those of fp16 are split into two halves, which tensor cores multiply exactly.
+    """
+    heads = averages.shape[1]
+    if stored != torch.float16 or not averages.is_cuda:
+        out: Tensor = matrix(averages, heads)
+        return out
+    return of_two_parts(matrix(in_two_parts(averages), heads))
+
+
 def in_two_parts(x: Tensor) -> Tensor:
-    """Split numbers of fp16's range into parts of 11 bits, which TF32 does not round more than fp32 does.
+    """Split numbers of fp16's range into two of fp16, which have as many bits as one of fp32 but two.
 
     Args:
         x: ``[rows, heads, queries, width]``, fp32.
 
     Returns:
-        ``[rows, heads, 2 * queries, width]``: x rounded to fp16, and then what that leaves.
+        ``[rows, heads, 2 * queries, width]`` in fp16: x rounded, and what that leaves, times `_REST`.
     """
-    coarse = x.to(torch.float16).to(x.dtype)
-    return torch.cat([coarse, x - coarse], 2)
+    coarse = x.to(torch.float16)
+    return torch.cat([coarse, ((x - coarse.to(x.dtype)) * _REST).to(torch.float16)], 2)
+
+
+def of_two_parts(products: Tensor) -> Tensor:
+    """Products of numbers, ``[rows, heads, queries, width]``, from those of `in_two_parts` of them."""
+    coarse, rest = products.unflatten(2, (2, -1)).unbind(2)
+    return coarse + rest / _REST

@@ -72,7 +72,25 @@ class StoredMatrix(KeepsDtype):
         """
         dtype = wide(x.dtype)
         with no_autocast(x.device):
+            if accumulates_halves(x, self.values):
+                return self._of_halves(x, heads)
             matrix = self.values.to(dtype) * self.scales.to(dtype)
             if heads is None:
                 return x.to(dtype) @ matrix
             return torch.einsum("bhqe,ehd->bhqd", x.to(dtype), matrix.unflatten(1, (heads, -1)))
+
+    def _of_halves(self, x: Tensor, heads: int | None) -> Tensor:
+        """`forward` by tensor cores, whose products are exact and whose sums are in fp32, without a matrix in fp32."""
+        if heads is None:
+            return torch.mm(x.flatten(0, -2), self.values, out_dtype=torch.float32).unflatten(0, x.shape[:-1]) * (
+                self.scales
+            )
+        batch, _, queries, _ = x.shape
+        matrices = self.values.unflatten(1, (heads, -1)).transpose(0, 1)
+        out = torch.bmm(x.transpose(0, 1).flatten(1, 2), matrices, out_dtype=torch.float32)
+        return out.unflatten(1, (batch, queries)).transpose(0, 1) * self.scales.view(heads, 1, -1)
+
+
+def accumulates_halves(x: Tensor, matrix: Tensor) -> bool:
+    """Whether a product of these leaves its fp32 accumulators, without copies in fp32."""
+    return x.is_cuda and x.dtype == matrix.dtype == torch.float16 and not torch.is_grad_enabled()

@@ -1,0 +1,127 @@
+"""Prompts, or ends of them, that one row alone has, prefilled into its suffix.
+
+Slim layers store suffixes in fewer bytes than nodes, which hold keys and values because their bytes are divided by
+the rows that read them. A node of one row divides them by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...attention.forest import Span
+from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
+from ..call_context import CallContext
+from .prefill import packed_passes
+from .prompt_tree import PromptGroup
+from .sharing import Shared
+
+_MOST_PADDING = 0.25
+"""Share of tokens by which padding suffixes to the longest may exceed them: plan ``k`` saves half of the bytes."""
+
+
+@dataclass(frozen=True)
+class OwnPrompts:
+    """What rows have of their prompts behind what they share.
+
+    Attributes:
+        tokens: For each row its own tokens, ``[length]`` int64 on the CPU.
+    """
+
+    tokens: tuple[Tensor, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.tokens), default=0)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def padding(self) -> int:
+        """Unused tokens of suffixes that all have the length of the longest."""
+        return len(self.tokens) * self.longest - self.total
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row: ``[rows]`` int64, on the CPU."""
+        return torch.tensor([len(own) for own in self.tokens], dtype=torch.long, device="cpu")
+
+    def of_rows(self, rows: Sequence[int]) -> OwnPrompts:
+        """Those of some of the rows."""
+        return OwnPrompts(tuple(self.tokens[row] for row in rows))
+
+
+def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
+    """Find what rows have for themselves; None where it is nothing, or is better stored in nodes.
+
+    It is, where a later call may reuse it, where suffixes take no fewer bytes, and where kernels do not read them.
+
+    Args:
+        call: The call.
+        found: The sharing plan.
+    """
+    reused = found.known or call.options.reuse_prefix or call.must_share
+    forest = found.plan.forest
+    if reused or not _suffixes_take_prompts(call.model, forest.rows, call.options.backend):
+        return None
+    lengths = [0] * forest.rows
+    for node in forest.nodes:
+        if node.row_count == 1:
+            lengths[node.row_start] += node.span.length
+    prompts = [group.tokens for group in found.groups for _ in range(group.count)]
+    own = OwnPrompts(tuple(tokens[len(tokens) - length :] for tokens, length in zip(prompts, lengths, strict=True)))
+    return own if own.total and own.padding <= _MOST_PADDING * own.total else None
+
+
+def _suffixes_take_prompts(model: PreTrainedModel, rows: int, backend: str) -> bool:
+    """Whether all layers are slim ones whose suffixes take prompts."""
+    modules = list(model.modules())
+    slim = [module for module in modules if hasattr(module, "suffixes_take_prompts")]
+    if len(slim) != getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None):
+        return False
+    if any(getattr(module, "no_captured_steps", None) for module in modules):
+        return False
+    return all(layer.suffixes_take_prompts(rows, backend) for layer in slim)
+
+
+def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
+    """The prompts without what their rows have for themselves."""
+    shared, row = [], 0
+    for group in groups:
+        shared.append(PromptGroup(group.tokens[: len(group.tokens) - len(own.tokens[row])], group.count))
+        row += group.count
+    return shared
+
+
+def prefill_own_prompts(
+    model: PreTrainedModel, cache: SharedContextCache, own: OwnPrompts, *, max_tokens: int
+) -> dict[int, Tensor]:
+    """Compute each row's own tokens into its suffix.
+
+    Args:
+        model: The enabled model.
+        cache: With the nodes of these rows, and without suffixes.
+        own: The rows' own tokens.
+        max_tokens: Maximum tokens per forward pass.
+
+    Returns:
+        By row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
+    """
+    rows = [row for row, tokens in enumerate(own.tokens) if len(tokens)]
+    ends = (torch.cumsum(own.lengths[rows], 0) - 1).tolist()
+    tokens = torch.cat([own.tokens[row] for row in rows])
+    logits: dict[int, Tensor] = {}
+    with torch.no_grad(), cache.prefilling_suffixes(own.tokens) as numbers:
+        items = [PrefillItem(Span(numbers[row], 0, len(own.tokens[row])), cache.forest.paths[row]) for row in rows]
+        for run in packed_passes(model, cache, items, tokens, ends, max_tokens=max_tokens):
+            logits |= zip(run.wanted, run.logits, strict=True)
+    return {row: logits[end] for row, end in zip(rows, ends, strict=True)}
