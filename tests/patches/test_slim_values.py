@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values.slim_values import SlimValues, in_two_parts, of_two_parts
-from hf_fastdecode.patches.values.wide_products import StoredMatrix
+from hf_fastdecode.patches.values.slim_values import SlimValues
+from hf_fastdecode.patches.values.wide_products import StoredMatrix, in_halves, of_halves
 
 from .slim_models import relative
 
@@ -43,7 +43,7 @@ def test_averages_of_keys_give_averages_of_values() -> None:
     assert relative(found, expected) < 48 * torch.finfo(torch.float32).eps  # of a product of 48 terms
 
 
-def test_averages_in_two_parts_withstand_tf32() -> None:
+def test_averages_in_halves_withstand_tf32() -> None:
     """Whole they would be rounded to 11 bits, as coarsely as cached keys."""
     generator = torch.Generator().manual_seed(2)
     matrix = StoredMatrix(48, 48, torch.float16)
@@ -51,26 +51,40 @@ def test_averages_in_two_parts_withstand_tf32() -> None:
     average = torch.randn(2, 4, 3, 48, generator=generator) * 100
     oracle = matrix(average.double(), 4)
     whole = relative(matrix(tf32(average), 4), oracle)
-    parts = of_two_parts(matrix(tf32(in_two_parts(average)), 4))
+    parts = of_halves(torch.stack([matrix(tf32(part), 4) for part in in_halves(average, in_range=True)[0]]))
     assert relative(parts, oracle) < 2 * torch.finfo(torch.float32).eps * 48**0.5 < whole / 10
 
 
-@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
-def test_small_averages_in_two_parts(size: float) -> None:
-    """What rounding leaves of them is below fp16's normal numbers, unless it is scaled."""
-    x = size * torch.randn(2, 4, 3, 48, generator=torch.Generator().manual_seed(3))
-    assert relative(of_two_parts(in_two_parts(x).float()), x) < 2.0**-20
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1.0, 100.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_halves_of_any_size(dtype: torch.dtype, size: float) -> None:
+    """What rounding to fp16 leaves of small numbers is below its normal numbers, unless it is scaled."""
+    x = (size * torch.randn(2, 4, 3, 48, generator=torch.Generator().manual_seed(3))).to(dtype)
+    x[0, 0, 0] = 0
+    parts, factor = in_halves(x)
+    assert parts.dtype == torch.float16
+    found = of_halves(parts.float()) * (1 if factor is None else factor)
+    bound = 2.0**-20 if dtype == torch.float32 else 0
+    if dtype != torch.float16:
+        assert relative(found, x) <= bound
+    assert torch.equal(found[0, 0, 0], torch.zeros(48))
+    if 1e-4 <= size <= 100:
+        assert relative(of_halves(in_halves(x, in_range=True)[0].float()), x) <= max(bound, 2.0**-11)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [None, 4])
-@torch.no_grad()
-def test_products_of_halves_keep_their_accumulators(heads: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_products_by_halves(dtype: torch.dtype, heads: int | None) -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = StoredMatrix(256, 128, torch.float16)
     matrix.values.copy_(torch.randn(256, 128, generator=generator))
     matrix.scales.copy_(torch.exp2(torch.randint(-3, 9, (128,), generator=generator)))
-    x = torch.randn(2, 4, 3, 256, generator=generator).half()
-    found, oracle = matrix.cuda()(x.cuda(), heads), matrix.cpu()(x.double(), heads)
-    assert found.dtype == torch.float32
-    assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
+    x = torch.randn(2, 4, 3, 256, generator=generator).to(dtype)
+    oracle = matrix(x.double(), heads)
+    for in_range in (False, True):
+        found = matrix.cuda()(x.cuda(), heads, in_range=in_range)
+        assert (found.dtype, found.shape) == (torch.float32, oracle.shape)
+        assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
+    if heads is None:
+        assert matrix.cuda()(x.cuda().requires_grad_()).requires_grad

@@ -26,8 +26,8 @@ class Start:
         cache: The prefilled cache; suffixes hold `suffix_tokens`.
         logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
-        suffix_tokens: ``[rows, tokens]`` int64: tokens of all rows' prompts that suffixes hold after their own ones; at
-            most one.
+        suffix_tokens: ``[rows, tokens]`` int64: last tokens of the prompts that suffixes hold because nodes hold the
+            whole prompts but for them; at most one.
         own: Tokens that rows have in their suffixes because no other row has them; None if there are none.
     """
 

@@ -86,47 +86,12 @@ class SlimValues(KeepsDtype):
         Returns:
             ``[rows, heads, queries, e_v / heads]``, fp32.
         """
-        heads = keys.shape[1]
-        out = _product(self.from_keys, keys, stored)
+        heads, in_range = keys.shape[1], stored == torch.float16
+        out: Tensor = self.from_keys(keys, heads, in_range=in_range)
         if self.directions is not None:
-            out = out + _product(self.directions, coordinates, stored)
+            out = out + self.directions(coordinates, heads, in_range=in_range)
         return out + self.constant.unflatten(0, (heads, 1, -1))
 
     def rotatable(self, keys: Tensor) -> Tensor:
         """Keys ``[rows, tokens, e]`` as they were before the offset, in fp32, for RoPE and scores."""
         return keys[:, 0].to(wide(keys.dtype)) + self.key_offset
-
-
-_REST = 2.0**11
-"""Factor on what rounding to fp16 leaves, which makes it about as large as the number."""
-
-
-def _product(matrix: StoredMatrix, averages: Tensor, stored: torch.dtype) -> Tensor:
-    """Averages of cached numbers, ``[rows, heads, queries, width]`` in fp32, times the columns of each head.
-
-    On a GPU, where TF32 may be on, those of fp16 are split into two halves, which tensor cores multiply exactly.
-    """
-    heads = averages.shape[1]
-    if stored != torch.float16 or not averages.is_cuda:
-        out: Tensor = matrix(averages, heads)
-        return out
-    return of_two_parts(matrix(in_two_parts(averages), heads))
-
-
-def in_two_parts(x: Tensor) -> Tensor:
-    """Split numbers of fp16's range into two of fp16, which have as many bits as one of fp32 but two.
-
-    Args:
-        x: ``[rows, heads, queries, width]``, fp32.
-
-    Returns:
-        ``[rows, heads, 2 * queries, width]`` in fp16: x rounded, and what that leaves, times `_REST`.
-    """
-    coarse = x.to(torch.float16)
-    return torch.cat([coarse, ((x - coarse.to(x.dtype)) * _REST).to(torch.float16)], 2)
-
-
-def of_two_parts(products: Tensor) -> Tensor:
-    """Products of numbers, ``[rows, heads, queries, width]``, from those of `in_two_parts` of them."""
-    coarse, rest = products.unflatten(2, (2, -1)).unbind(2)
-    return coarse + rest / _REST
