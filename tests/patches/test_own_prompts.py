@@ -90,11 +90,14 @@ def test_prompts_behind_a_head(name: str, plan: str, mode: str, caches: list[Sha
     assert "slim suffixes by slim_decode" in report.layers[0]
 
 
-def test_one_row_stores_nothing_in_nodes(caches: list[SharedContextCache]) -> None:
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_one_row_stores_nothing_in_nodes(mode: str, caches: list[SharedContextCache]) -> None:
+    """Nothing is shared, yet the call does not run stock."""
     model, slim = pair("k+r")
     with tokens_embedded(slim) as embedded:
-        stock, found, report = both(model, slim, ragged_prompts(24) | SAMPLE)
+        stock, found, report = both(model, slim, ragged_prompts(24) | SAMPLE, mode=mode)
     assert torch.equal(found, stock)
+    assert (report.path, report.mode) == ("shared", mode)
     assert embedded == [24, 1, 1, 1, 1]
     (cache,) = caches
     assert not any(cache.layers[0].storage.segments.values())

@@ -77,13 +77,14 @@ def find_shared(
     return Shared(cache, groups, plan, base is not None)
 
 
-def require_gain(call: CallContext, found: Shared, max_suffix: int) -> None:
+def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_suffixes: bool = False) -> None:
     """Check that sharing pays off, and report it.
 
     Args:
         call: The call, with the mode set.
         found: The sharing plan.
         max_suffix: Maximum tokens appended per row.
+        smaller_suffixes: Whether prompts go to suffixes, which kernels read in fewer bytes than a stock cache has.
 
     Raises:
         Unsupported: It does not.
@@ -93,7 +94,7 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int) -> None:
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
-    if not call.must_share and call.mode == "eager":
+    if not call.must_share and call.mode == "eager" and not smaller_suffixes:
         if may_save < least:
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", level=logging.INFO

@@ -62,8 +62,9 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
         plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=call.options.min_shared_tokens)
         cache.state.max_suffix = max_suffix + 1
         found = Shared(cache, groups, plan, found.known)
-    require_gain(call, found, max_suffix)
-    if (own := own_prompts(call, found)) is not None:
+    own = own_prompts(call, found)
+    require_gain(call, found, max_suffix, smaller_suffixes=own is not None)
+    if own is not None:
         return _start_with_own_prompts(call, found, own, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
     logits = prefill_nodes(model, cache, plan, max_tokens=call.max_prefill_tokens, length=width - rerun_last_token)
