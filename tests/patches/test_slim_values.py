@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_fastdecode.patches.values import wide_products
 from hf_fastdecode.patches.values.slim_values import SlimValues
 from hf_fastdecode.patches.values.wide_products import StoredMatrix, in_halves, of_halves
 
@@ -72,10 +73,21 @@ def test_halves_of_any_size(dtype: torch.dtype, size: float) -> None:
         assert relative(of_halves(in_halves(x, in_range=True)[0].float()), x) <= max(bound, 2.0**-11)
 
 
-@pytest.mark.gpu
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device whose products take halves; a CPU's operators have no `out_dtype`."""
+    if request.param == "cpu":
+        mm, bmm = torch.mm, torch.bmm
+        monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
+        monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: bmm(a.to(out_dtype), b.to(out_dtype)))
+        monkeypatch.setattr(wide_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+    device: str = request.param
+    return device
+
+
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_products_by_halves(dtype: torch.dtype, heads: int | None) -> None:
+def test_products_by_halves(dtype: torch.dtype, heads: int | None, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = StoredMatrix(256, 128, torch.float16)
     matrix.values.copy_(torch.randn(256, 128, generator=generator))
@@ -83,8 +95,13 @@ def test_products_by_halves(dtype: torch.dtype, heads: int | None) -> None:
     x = torch.randn(2, 4, 3, 256, generator=generator).to(dtype)
     oracle = matrix(x.double(), heads)
     for in_range in (False, True):
-        found = matrix.cuda()(x.cuda(), heads, in_range=in_range)
+        found = matrix.to(device)(x.to(device), heads, in_range=in_range)
         assert (found.dtype, found.shape) == (torch.float32, oracle.shape)
         assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
-    if heads is None:
-        assert matrix.cuda()(x.cuda().requires_grad_()).requires_grad
+
+
+@pytest.mark.gpu
+def test_training_keeps_gradients() -> None:
+    x = torch.randn(3, 48, device="cuda", requires_grad=True)
+    StoredMatrix(48, 48, torch.float16).cuda()(x).sum().backward()
+    assert x.grad is not None
