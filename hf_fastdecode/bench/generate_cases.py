@@ -23,7 +23,7 @@ WAYS: dict[str, str] = {
     "stock-beams": "transformers' beam search, with as many beams as samples",
     "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
-    "slim-k": "the same with a slim model of this shape: what rows add is stored as keys only",
+    "slim-k": "the same with a slim model of this shape: what one row alone has is stored as keys only",
     "slim-k+r": "the same as keys and d/8 V-coordinates",
     "eager": "hf_fastdecode, mode='eager'",
     "graph": "hf_fastdecode, mode='graph'",

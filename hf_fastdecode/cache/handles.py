@@ -216,7 +216,8 @@ class PrefillKV(SharedKV):
 
         def stored(span: Any) -> Segment:
             if (row := state.suffix_rows.get(span.segment)) is not None:
-                return self.layer.storage.suffix_as_node(row, span, self.layer.forest.context_lengths[row])
+                first = self.layer.forest.context_lengths[row]
+                return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
             return segments[span.segment].view(span)
 
         out = causal_attention(
@@ -231,6 +232,8 @@ class PrefillKV(SharedKV):
             sinks=scoring.sinks,
             backend=state.torch_backend,
         )
-        whose = "each row's prompt" if state.suffix_rows else "each node once"
+        whose = "each node once"
+        if state.suffix_rows:
+            whose = f"{whose}, then each row's own tokens" if segments else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
         return out.transpose(0, 1).unsqueeze(0)

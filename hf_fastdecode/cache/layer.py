@@ -51,8 +51,8 @@ class _NoTensor:
 class SharedContextLayer(CacheLayerMixin):
     """Cache layer that stores keys and values in nodes and suffixes.
 
-    During prefill ``update`` writes tokens to nodes, otherwise it appends them to each row's suffix. It returns a
-    `SharedKV` in place of the key and value tensors.
+    During prefill ``update`` writes tokens to nodes, or what one row alone has to its suffix; otherwise it appends
+    them to each row's suffix. It returns a `SharedKV` in place of the key and value tensors.
 
     Args:
         state: State shared by all layers of the cache.

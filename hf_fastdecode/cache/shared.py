@@ -67,10 +67,10 @@ class SharedContextCache(CacheRows):
 
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
+        room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
         if self.state.packed:
-            return max(item.position + item.span.length for item in self.state.packed) + (self.state.max_suffix or 0)
-        own = max(self.suffix_length + queries, self.state.max_suffix or 0)
-        return max(self.forest.context_lengths, default=0) + own
+            return max(item.position + item.span.length for item in self.state.packed) + room
+        return self.state.longest_row_bound + max(queries, room)
 
     def add_segment(self, tokens: Tensor) -> int:
         """Register a segment, to be filled by prefill.

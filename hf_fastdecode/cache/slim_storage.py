@@ -32,7 +32,7 @@ class SlimStorage(TokenStorage):
     """Tokens of a slim layer.
 
     A node is read by many rows, so that its values cost little memory for a row, and making them anew in every step
-    would cost a product with the matrix from keys to values. What each row has added itself is stored slim.
+    would cost a product with the matrix from keys to values. What one row alone has is stored slim, in its suffix.
 
     Args:
         layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
@@ -56,7 +56,7 @@ class SlimStorage(TokenStorage):
     def empty(self) -> TokenStorage:
         return SlimStorage(self.layer, self._example)
 
-    def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
+    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
         """Convert suffix tokens to keys and values, which nodes store.
 
         Raises:
@@ -65,13 +65,14 @@ class SlimStorage(TokenStorage):
         layer = self.layer() if self.layer is not None else None
         if layer is None:
             raise ValueError(
-                "the tokens that rows of this cache have added are stored without values, and the slim model that "
-                "can make them is gone; keep the model, or prefill the whole text again"
+                "the suffixes of this cache are stored without values, and the slim model that makes them is gone; "
+                "keep the model, or prefill the whole text again"
             )
         keys, coordinates = parts
         positions = starts[:, None] + torch.arange(keys.shape[2], device=keys.device)
-        stored = self.node_example
-        return layer.as_nodes(keys, coordinates, positions, None if stored is None else stored[0].dtype)
+        if dtype is None and (held := self.node_example) is not None:
+            dtype = held[0].dtype
+        return layer.as_nodes(keys, coordinates, positions, dtype)
 
     @property
     def node_example(self) -> Segment | None:

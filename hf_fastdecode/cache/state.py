@@ -96,5 +96,15 @@ class SharedState:
         """Tokens in the longest row, or an upper bound as for suffixes; waits for the device where suffixes differ."""
         if self.forest is None:
             return 0
+        if self.suffixes.lengths.per_row is None:
+            return max(self.forest.context_lengths, default=0) + self.suffixes.longest
         lengths = torch.tensor(self.forest.context_lengths, device="cpu") + self.suffixes.per_row(self.forest.rows)
         return max(lengths.tolist(), default=0)
+
+    @property
+    def longest_row_bound(self) -> int:
+        """At least `longest_row`, without waiting for the device."""
+        per_row = self.suffixes.lengths.per_row
+        if per_row is None or not per_row.is_cuda:
+            return self.longest_row
+        return max(self.forest.context_lengths if self.forest is not None else (), default=0) + self.suffixes.longest

@@ -62,12 +62,13 @@ class TokenStorage:
         """An empty storage of the same layout."""
         return type(self)()
 
-    def as_nodes(self, parts: Segment, starts: Tensor) -> Segment:
+    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
         """Suffix tokens in the layout of nodes.
 
         Args:
             parts: Of suffixes, each ``[rows, heads, tokens, width]``.
             starts: ``[rows]`` int64: position of each suffix's first token.
+            dtype: Of nodes made from another layout; None for that of the nodes held, or else of the model.
         """
         return parts
 
@@ -169,17 +170,18 @@ class TokenStorage:
         for stored, part in zip(self.suffix, new, strict=True):
             stored[row, :, start : start + part.shape[1]] = part
 
-    def suffix_as_node(self, row: int, span: Span, first: int) -> Segment:
+    def suffix_as_node(self, row: int, span: Span, first: int, dtype: torch.dtype) -> Segment:
         """Tokens of one row's suffix as keys and values, ``[heads, tokens, head_dim]`` each.
 
         Args:
             row: The row.
-            span: Its tokens; of any segment.
+            span: Its tokens; the number of the segment says nothing.
             first: Position of the suffix's first token.
+            dtype: Of the result, where storage decides nothing.
         """
         assert self.suffix is not None
         stored = _map(self.suffix, lambda part: part[row : row + 1, :, span.start : span.stop])
-        nodes = self.as_nodes(stored, torch.tensor([first + span.start], device=stored[0].device))
+        nodes = self.as_nodes(stored, torch.tensor([first + span.start], device=stored[0].device), dtype)
         return self.keys_and_values(_map(nodes, lambda part: part[0]))
 
     def append(self, new: Segment, before: SuffixLengths) -> None:

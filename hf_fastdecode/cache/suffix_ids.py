@@ -46,7 +46,8 @@ class SuffixIds:
             return SuffixIds((*(self._parts if few else (self.whole(len(ids)),)), ids))
         known = self.whole(len(ids)).to(ids.device)
         known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
-        at = before.per_row.to(ids.device).long()[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        lengths = before.per_row.to(ids.device, non_blocking=True).long()
+        at = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         return SuffixIds((known.scatter_(1, at, ids),))
 
     def first(self, tokens: int) -> SuffixIds:

@@ -21,19 +21,22 @@ class Suffixes:
         lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.
         ids: Their ids, as far as they are known.
         origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+        longest_prompt: Tokens of prompts that the longest suffix begins with.
     """
 
     def __init__(self) -> None:
         self.lengths = SuffixLengths()
         self.ids = SuffixIds()
         self.origins: SuffixOrigins | None = None
+        self.longest_prompt = 0
 
     @classmethod
     def of(cls, tokens: Sequence[Tensor]) -> Suffixes:
-        """Suffixes that hold these tokens, ``[length]`` int64 for each row, on the CPU."""
+        """Suffixes that begin with these tokens of prompts, ``[length]`` int64 for each row, on the CPU."""
         suffixes, lengths = cls(), [len(own) for own in tokens]
         suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
         shortest, longest = min(lengths), max(lengths)
+        suffixes.longest_prompt = longest
         per_row = None if shortest == longest else torch.tensor(lengths, dtype=torch.int32, device="cpu")
         suffixes.lengths = SuffixLengths(longest, per_row, shortest)
         return suffixes

@@ -26,11 +26,10 @@ class CallReport:
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
         layers: For each layer, the attention operators used.
-        context_width: Padded length of the tokens in nodes.
+        context_width: Padded length of the prompts, as far as nodes or `own_tokens` hold them.
         cache: Weak reference to the call's cache.
         own_tokens: Tokens of prompts that are stored in suffixes, because one row alone has them.
-        own_longest: Those of the row that has most.
-        suffix_length: Tokens in each row's suffix, in the longest where they differ.
+        suffix_length: Tokens in each row's suffix, without those of prompts.
         stored_tokens: Tokens in node storage, including unused ones.
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
@@ -54,7 +53,6 @@ class CallReport:
     context_width: int = 0
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
     own_tokens: int = 0
-    own_longest: int = 0
     suffix_length: int = 0
     stored_tokens: int = 0
     layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -71,7 +69,7 @@ class CallReport:
 
     def observe(self, cache: SharedContextCache) -> None:
         """Record the operators and lengths of a forward pass with this cache."""
-        if not self.layers or self.suffix_length <= self.own_longest:
+        if not self.layers or self.suffix_length == 0:
             self.layers = [
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
@@ -79,7 +77,7 @@ class CallReport:
                 (layer.storage.bytes_per_token, layer.storage.suffix_bytes_per_token, layer.window)
                 for layer in cache.layers
             ]
-        self.suffix_length = cache.suffix_length
+        self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
 
     def fail(self, error: BaseException) -> None:
         """Record that the call raised."""
@@ -92,7 +90,7 @@ class CallReport:
         """Bytes of keys and values at the end of the call, here and in a stock cache."""
         of_nodes = sum(size for size, _, _ in self.layer_sizes)
         of_suffixes = sum(size for _, size, _ in self.layer_sizes)
-        in_suffixes = self.rows * (self.suffix_length - self.own_longest) + self.own_tokens
+        in_suffixes = self.rows * self.suffix_length + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)

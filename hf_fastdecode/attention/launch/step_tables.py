@@ -229,7 +229,8 @@ class StepTables:
         if now.suffixes.per_row is None:
             self.lengths.fill_(now.suffixes.longest - now.own_tokens)
         else:
-            self.lengths[: len(now.suffixes.per_row)].copy_(now.suffixes.per_row - now.own_tokens)
+            own = now.suffixes.per_row - now.own_tokens
+            self.lengths[: len(own)].copy_(own, non_blocking=True)  # the host need not wait: the copy is staged
 
     def _update_schedules(self, before: _Described | None, now: _Described) -> None:
         """Update the schedules for other nodes (no `before`), or every few tokens for longer suffixes."""

@@ -82,13 +82,13 @@ def generate(
     `beams` the same on an enabled model. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
     `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
     left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. `slim-k` and `slim-k+r`
-    are `shared` with slim models of random weights, which store what rows add as keys, or as keys and V-coordinates;
-    prompts they store as keys and values. `stock-slim-k` and `stock-slim-k+r` are `stock` with these models, whose
-    prompts are slim too. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto` (4 bits, the most it takes)
-    are `stock` with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and
+    are `shared` with slim models of random weights, which store what one row alone has as keys, or as keys and
+    V-coordinates, and what rows share as keys and values. `stock-slim-k` and `stock-slim-k+r` are `stock` with these
+    models. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto` (4 bits, the most it takes) are `stock`
+    with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and
     stands in front of a row's command.
 
-    A single row shares nothing: ways whose steps are not captured, such as `slim-k`, run it only with
+    A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
     `+reuse_prefix=1` behind them.
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32

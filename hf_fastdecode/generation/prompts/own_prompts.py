@@ -21,9 +21,6 @@ from .prefill import packed_passes
 from .prompt_tree import PromptGroup
 from .sharing import Shared
 
-_MOST_PADDING = 0.25
-"""Share of tokens by which padding suffixes to the longest may exceed them: plan ``k`` saves half of the bytes."""
-
 
 @dataclass(frozen=True)
 class OwnPrompts:
@@ -46,11 +43,6 @@ class OwnPrompts:
         return sum(map(len, self.tokens))
 
     @property
-    def padding(self) -> int:
-        """Unused tokens of suffixes that all have the length of the longest."""
-        return len(self.tokens) * self.longest - self.total
-
-    @property
     def lengths(self) -> Tensor:
         """Tokens of each row: ``[rows]`` int64, on the CPU."""
         return torch.tensor([len(own) for own in self.tokens], dtype=torch.long, device="cpu")
@@ -63,7 +55,8 @@ class OwnPrompts:
 def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
     """Find what rows have for themselves; None where it is nothing, or is better stored in nodes.
 
-    It is, where a later call may reuse it, where suffixes take no fewer bytes, and where kernels do not read them.
+    It is, where later calls are to reuse prompts, where suffixes, which all have the length of the longest, take no
+    fewer bytes, and where kernels do not read them. Of a returned cache the next call makes nodes.
 
     Args:
         call: The call.
@@ -71,7 +64,7 @@ def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
     """
     reused = found.known or call.options.reuse_prefix or call.must_share
     forest = found.plan.forest
-    if reused or not _suffixes_take_prompts(call.model, forest.rows, call.options.backend):
+    if reused:
         return None
     lengths = [0] * forest.rows
     for node in forest.nodes:
@@ -79,18 +72,19 @@ def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
             lengths[node.row_start] += node.span.length
     prompts = [group.tokens for group in found.groups for _ in range(group.count)]
     own = OwnPrompts(tuple(tokens[len(tokens) - length :] for tokens, length in zip(prompts, lengths, strict=True)))
-    return own if own.total and own.padding <= _MOST_PADDING * own.total else None
+    return own if own.total and _suffixes_take(own, call.model, call.options.backend) else None
 
 
-def _suffixes_take_prompts(model: PreTrainedModel, rows: int, backend: str) -> bool:
-    """Whether all layers are slim ones whose suffixes take prompts."""
+def _suffixes_take(own: OwnPrompts, model: PreTrainedModel, backend: str) -> bool:
+    """Whether all layers are slim ones, whose suffixes hold these tokens in fewer bytes than nodes would."""
     modules = list(model.modules())
     slim = [module for module in modules if hasattr(module, "suffixes_take_prompts")]
     if len(slim) != getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None):
         return False
     if any(getattr(module, "no_captured_steps", None) for module in modules):
         return False
-    return all(layer.suffixes_take_prompts(rows, backend) for layer in slim)
+    rows, room = len(own.tokens), len(own.tokens) * own.longest
+    return all(layer.suffixes_take_prompts(rows, room, own.total, backend) for layer in slim)
 
 
 def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
@@ -117,6 +111,8 @@ def prefill_own_prompts(
         By row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
     """
     rows = [row for row, tokens in enumerate(own.tokens) if len(tokens)]
+    if not rows:  # of a wave
+        return {}
     ends = (torch.cumsum(own.lengths[rows], 0) - 1).tolist()
     tokens = torch.cat([own.tokens[row] for row in rows])
     logits: dict[int, Tensor] = {}

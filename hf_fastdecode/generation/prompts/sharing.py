@@ -60,6 +60,9 @@ def find_shared(
     base = given
     if given is not None:
         _check_cache(call.model, given)
+        for module in call.model.modules():
+            if (attach := getattr(module, "attach_to", None)) is not None:
+                attach(given)
     elif options.reuse_prefix and reuse:
         base = call.state.reused.find(call.model, groups, least=options.min_shared_tokens)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)

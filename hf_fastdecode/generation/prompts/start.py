@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -91,15 +92,16 @@ def _start_with_own_prompts(call: CallContext, found: Shared, own: OwnPrompts, i
     model, cache, (rows, width), device = call.model, found.cache, input_ids.shape, input_ids.device
     groups = without(found.groups, own)
     plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=call.options.min_shared_tokens)
-    if cache.state.max_suffix is not None:
-        cache.state.max_suffix += own.longest
     report, limit = call.report, call.max_prefill_tokens
-    report.padded_length, report.context_width = width, width - own.longest
-    report.own_tokens, report.own_longest = own.total, own.longest
+    report.padded_length = report.context_width = width
+    report.own_tokens = own.total
     found_logits = node_logits(model, cache, plan, max_tokens=limit, length=width)
     of_rows = [logits for logits, group in zip(found_logits, groups, strict=True) for _ in range(group.count)]
     keep_nodes(call, cache)
+    if cache.state.max_suffix is not None:
+        cache.state.max_suffix += own.longest
     found_own = prefill_own_prompts(model, cache, own, max_tokens=limit)
-    logits = [last for row in range(rows) if (last := found_own.get(row, of_rows[row])) is not None]
+    logits = [found_own.get(row, of_rows[row]) for row in range(rows)]
+    assert all(last is not None for last in logits)  # a prompt without own tokens ends in a new node
     positions = torch.tensor(plan.forest.context_lengths, device=device) + own.lengths.to(device)
-    return Start(cache, stacked(model, logits), positions, input_ids[:, width:], own)
+    return Start(cache, stacked(model, cast(list[Tensor], logits)), positions, input_ids[:, width:], own)

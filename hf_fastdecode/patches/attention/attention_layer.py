@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers.cache_utils import QuantizedCache
 from ...attention.autocast import no_autocast
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
+from ...cache.slim_storage import SlimStorage
 from ..slim_layers import SlimLayer
 from ..values.input_projections import InputProjection
 from ..values.slim_values import SlimValues
@@ -130,11 +132,19 @@ class SlimAttention(SlimTokens):
         reason = layer_refusal(self)
         return reason and f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
 
-    def suffixes_take_prompts(self, rows: int, backend: str) -> bool:
-        """Whether suffixes take prompts that no two rows share: in fewer bytes than nodes, read by a kernel as these.
+    def attach_to(self, cache: SharedContextCache) -> None:
+        """Let a cache of this model, which may have been loaded, make nodes of its suffixes by this layer."""
+        storage = cache.layers[self.layer_idx].storage if self.layer_idx < len(cache.layers) else None
+        if isinstance(storage, SlimStorage):
+            storage.layer = ref(self)
+
+    def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
+        """Whether suffixes take prompts that no two rows share: in fewer bytes than nodes, and read by a kernel.
 
         Args:
             rows: Rows of the batch.
+            room: Tokens that all suffixes would have room for.
+            tokens: Tokens of the prompts.
             backend: See `hf_fastdecode.enable`.
         """
         weight = self.q_proj.weight
@@ -142,6 +152,9 @@ class SlimAttention(SlimTokens):
             return False
         none = weight.new_empty(1, 1, 0, self.heads * self.head_dim)
         suffix = self.stored(none, none[..., : self.layer.rank], cache_dtype(weight.dtype, self.layer), None)
+        bytes_of_nodes = tokens * 2 * none.shape[-1] * weight.element_size()
+        if room * sum(part.shape[-1] * part.element_size() for part in suffix) >= bytes_of_nodes:
+            return False
         return kernel_refusal(self, weight.new_empty(rows, self.heads, 1, self.head_dim), suffix) is None
 
     def output(self, out: Tensor) -> Tensor:

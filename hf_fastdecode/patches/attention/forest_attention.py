@@ -1,6 +1,6 @@
 """Attention of a slim layer over a shared-context cache.
 
-Nodes hold rotated keys and values, as for ordinary layers; the tokens that each row has added are stored slim. Both
+Nodes hold rotated keys and values, as for ordinary layers; what one row alone has is stored slim, in its suffix. Both
 give partials, which merge by their log-sum-exp.
 """
 
