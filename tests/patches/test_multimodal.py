@@ -87,6 +87,7 @@ def test_tokens(model_type: str, plan: Any) -> None:
     assert not torch.equal(tokens(model, other), expected), "what is seen or heard matters"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("model_type", MULTIMODAL)
 def test_checkpoint_there_and_back(model_type: str, tmp_path: Path) -> None:
     source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
@@ -232,7 +233,8 @@ def test_shared_context(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
         torch.manual_seed(0)
         with fd.enabled(model, mode="graph", backend="triton"):
-            assert torch.equal(tokens(model, text, **options), found[0])
+            captured = tokens(model, text, **options, max_new_tokens=8)
+            assert torch.equal(captured, found[0][:, : captured.shape[1]])
             assert fd.explain(model).last_call.mode == "graph"
         monkeypatch.undo()
     expected = tokens(model)
