@@ -223,7 +223,7 @@ def test_whispers_cache_in_the_papers_table(size: str) -> None:
     Counted in the tensors that models of these sizes cache, which are of no memory here.
     """
     width, layers, heads = SIZES[size]
-    sizes = {"d_model": width, "encoder_layers": layers, "decoder_layers": layers}
+    sizes = {"d_model": width, "encoder_layers": 1, "decoder_layers": layers}  # the encoder does not run
     sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "vocab_size": 60000}
     found = {}
     for plan in ("kv", "k", "e"):

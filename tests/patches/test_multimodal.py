@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.values.stored_positions import DIGITS
 
 from ..commands.command_line import run
+from ..fresh_processes import run_fresh
 from ..test_layout import ROOT
 from .multimodal_models import MULTIMODAL, inputs, multimodal_model
 from .slim_models import TEXT, relative
@@ -191,7 +190,7 @@ def test_refused_without_the_import(tmp_path: Path) -> None:
     """As transformers refuses any unknown language model, before it draws a weight at random."""
     to_slim(multimodal_model("llava"), TEXT, plan="k").save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForImageTextToText as Auto; Auto.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    done = run_fresh(code, importable=False)
     assert done.returncode == 1
     refusals = ("Unrecognized model type for subconfig: slim_llama", "KeyError: 'slim_llama'")  # before 5.20
     assert any(refusal in done.stderr for refusal in refusals)
