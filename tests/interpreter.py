@@ -27,6 +27,8 @@ def make_faster() -> None:
             remember_types,
             call_builtins_directly,
             see_equal_shapes,
+            see_equal_types,
+            remember_constants,
         ):
             change(interpreter)
     except (ImportError, AttributeError):
@@ -141,6 +143,47 @@ def see_equal_shapes(interpreter: Any) -> None:
         return (lhs, rhs) if blocks and one.shape.values == other.shape.values else broadcast(lhs, rhs)
 
     semantic.broadcast_impl_value = broadcast_unless_equal
+
+
+_PLAIN = {"int32", "int64", "uint32", "uint64", "fp32", "fp64"}
+"""Types of which two numbers make one of the same type, whatever the operation."""
+
+
+def see_equal_types(interpreter: Any) -> None:
+    """Hand operands of one type on without asking for the type that both become."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
+    check = semantic.binary_op_type_checking_impl
+
+    def check_unless_equal(lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if lhs.__class__ is tensor and rhs.__class__ is tensor:
+            one, other = lhs.dtype, rhs.dtype
+            if one is other and one.name in _PLAIN:
+                return semantic.broadcast_impl_value(lhs, rhs)
+        return check(lhs, rhs, *args, **options)
+
+    semantic.binary_op_type_checking_impl = check_unless_equal
+
+
+def remember_constants(interpreter: Any) -> None:
+    """Make the block that a number becomes beside a tensor of one type once; nothing may write to it."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
+    check = semantic.binary_op_type_checking_impl
+    constants: dict[Any, Any] = {}
+
+    def check_with_constants(lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if lhs.__class__ is not tensor or rhs.__class__ not in (int, float) or options:
+            return check(lhs, rhs, *args, **options)
+        key = (lhs.type.name, rhs.__class__, rhs, args)
+        found = constants.get(key)
+        if found is not None:
+            return lhs, found
+        one, other = check(lhs, rhs, *args)
+        if one is lhs and lhs.dtype.name in _PLAIN:
+            other.handle.data.flags.writeable = False
+            constants[key] = other
+        return one, other
+
+    semantic.binary_op_type_checking_impl = check_with_constants
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .fresh_processes import run_fresh
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_fastdecode"
 LINKED = ("conversion", "patches", "evals")
@@ -70,9 +72,10 @@ def test_root_links_to_the_package_folder(name: str) -> None:
     assert os.readlink(link) == f"hf_fastdecode/{name}"
 
 
-def test_import_registers_names_and_changes_nothing(tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{IMPORT}"
-    seen = run_python(code, cwd=tmp_path)
+def test_import_registers_names_and_changes_nothing() -> None:
+    done = run_fresh(IMPORT)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["changed"] == []
     foreign = [name for name in seen["added"] if not str(name).partition(" registry: ")[2].startswith("hf_fastdecode")]
     assert foreign == []

@@ -28,7 +28,7 @@ from .slim_models import TEXT, pair, relative
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 PROMPTS = ragged_prompts(24, 19, shared=17)
-SAMPLES: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 6}
+SAMPLES: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)

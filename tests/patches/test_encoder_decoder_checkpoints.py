@@ -51,6 +51,7 @@ def tokens(model: PreTrainedModel) -> Any:
     return model.generate(**read_by(model), max_new_tokens=32, do_sample=False, no_repeat_ngram_size=2)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("name", "plan"), [("t5", MIXED), ("t5-wide", "e"), ("bart", MIXED), ("whisper", "e")])
 def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
     source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from transformers import (
 from hf_fastdecode.patches.architectures.slim_llama import SlimLlamaForCausalLM, SlimLlamaModel
 from hf_fastdecode.patches.slim_configs import SlimLlamaConfig
 
+from ..fresh_processes import run_fresh
 from ..test_layout import ROOT
 from ..tiny_models import tiny_model
 from .slim_models import TEXT, pair
@@ -41,6 +41,7 @@ print(*(finder for finder in sys.meta_path if "hf_fastdecode" in repr(finder)))
 
 
 ABSENT = """
+import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "hf_fastdecode":
@@ -63,11 +64,8 @@ for auto, place in ((AutoConfig, folder), (AutoModel, folder), (AutoModelForCaus
 
 
 def python(code: str, *arguments: str, modules: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter without standard input, with a folder for the code that transformers copies."""
-    command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *arguments]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    env |= {} if modules is None else {"HF_MODULES_CACHE": str(modules)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=env)
+    """Run code in a fresh process, with a folder for the code that transformers copies."""
+    return run_fresh(code, *arguments, **({} if modules is None else {"HF_MODULES_CACHE": str(modules)}))
 
 
 @pytest.fixture(scope="module", params=["k", "k+r", "mixed"])
@@ -184,7 +182,9 @@ def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: s
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
-    done = python("import hf_fastdecode; print(*({'torch', 'transformers'} & set(sys.modules)))")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport hf_fastdecode\n"
+    code += "print(*({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == [], done.stderr
 
 

@@ -44,7 +44,8 @@ def small(**changes) -> TwoLaunchConfig:
 
 
 def check_case(case: Case) -> None:
-    make_problem(case, DEVICE).check_repeats(small(own_heads=1 if case.head_dim > 128 else 2))
+    repeats = 0 if INTERPRETED and case.starts is None else 1  # programs are interpreted in one order only
+    make_problem(case, DEVICE).check_repeats(small(own_heads=1 if case.head_dim > 128 else 2), repeats=repeats)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
