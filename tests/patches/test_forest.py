@@ -99,7 +99,7 @@ def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
         mask = torch.cat([mask, torch.ones(4, 14, dtype=mask.dtype)], 1)
         cache = first.past_key_values if copied is None else copied(first.past_key_values)
         if copied is not None and copied is not copy.deepcopy:
-            with pytest.raises(ValueError, match="the slim model that can make them is gone"):
+            with pytest.raises(ValueError, match="the slim model that makes them is gone"):
                 slim.generate(ids, attention_mask=mask, **call, past_key_values=cache)
             return
         with tokens_embedded(slim) as embedded:
