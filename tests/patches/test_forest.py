@@ -98,14 +98,19 @@ def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
         ids = torch.cat([first.sequences, TEXT[:20].view(4, 5)], 1)
         mask = torch.cat([mask, torch.ones(4, 14, dtype=mask.dtype)], 1)
         cache = first.past_key_values if copied is None else copied(first.past_key_values)
-        if copied is not None and copied is not copy.deepcopy:
-            with pytest.raises(ValueError, match="the slim model that makes them is gone"):
-                slim.generate(ids, attention_mask=mask, **call, past_key_values=cache)
-            return
         with tokens_embedded(slim) as embedded:
             found = seeded(lambda: slim.generate(ids, attention_mask=mask, **call, past_key_values=cache))
     assert embedded[0] == 4 * 6  # what is new, with the last token of each row, which was never fed
     assert torch.equal(found, seeded(lambda: model.generate(ids, attention_mask=mask, **call)))
+
+
+def test_a_loaded_cache_has_no_model_until_a_call() -> None:
+    slim = pair("k+r")[1]
+    with fd.enabled(slim):
+        call = {"do_sample": False, "max_new_tokens": 3, "num_return_sequences": 1, "return_dict_in_generate": True}
+        cache = pickle.loads(pickle.dumps(slim.generate(**PROMPTS, **call | {"num_beams": 2}).past_key_values))
+    with pytest.raises(ValueError, match="the slim model that makes them is gone"):
+        cache.fork()
 
 
 @pytest.mark.parametrize("copied", ["cache", "model"])
