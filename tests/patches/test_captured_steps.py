@@ -371,7 +371,7 @@ def test_captured_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["k", "k+r"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_prompts_in_suffixes_on_a_gpu(dtype: torch.dtype, plan: str, head: int) -> None:
-    """Prompts of single rows, behind what they share, if anything: logits as accurate as with nodes alone, in chunks too."""
+    """Prompts of single rows, behind a head that they share, or none: logits as accurate as with nodes alone."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
     slim = to_slim(copy.deepcopy(model), TEXT, plan={"k": "k", "k+r": (("k+r", 64),) * 2}[plan])
