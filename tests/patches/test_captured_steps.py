@@ -137,7 +137,7 @@ def test_a_later_capture_that_fails(
     mode: str, uncaptured: None, small_capacities: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call goes on eagerly, unless captured steps are forced."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
     make, made = cuda_graph.CapturedStep.__init__, []
 
     def make_or_fail(self: Any, *args: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_returned_cache_is_not_written_by_later_calls(uncaptured: None) -> Non
 @on_the_cpu
 def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever calls came before it: its captures serve no other."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 3)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 3)
     slim = pair("k+r")[1]
     found = []
     with fd.enabled(slim, backend="triton"):
@@ -193,7 +193,7 @@ def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyP
 
 @on_the_cpu
 def test_layers_are_not_compiled(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
     slim = pair("k+r")[1]
     with fd.enabled(slim, backend="triton"):
         state_of(slim).captures.steps_asked = 10**6
@@ -231,7 +231,7 @@ def test_layers_that_the_kernel_does_not_take(name: str, plan: str, options: dic
 @on_the_cpu
 def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of fewer rows are captured all the same."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
     make = cuda_graph.CapturedStep.__init__
 
     def make_few(self: Any, model: PreTrainedModel, rows: int, *args: Any) -> None:
