@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,36 +56,35 @@ class OwnPrompts:
 def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
     """Find what rows have for themselves; None where it is nothing, or is better stored in nodes.
 
-    It is, where later calls are to reuse prompts, where suffixes, which all have the length of the longest, take no
-    fewer bytes, and where kernels do not read them. Of a returned cache the next call makes nodes.
+    Nodes are better where later calls are to reuse prompts, where kernels do not read suffixes, and where suffixes,
+    which all have the length of the longest, take no fewer bytes. Of a returned cache the next call makes nodes.
 
     Args:
         call: The call.
         found: The sharing plan.
     """
-    reused = found.known or call.options.reuse_prefix or call.must_share
-    forest = found.plan.forest
-    if reused:
+    reused, layers = found.known or call.options.reuse_prefix or call.must_share, _slim_layers(call.model)
+    if reused or not layers:
         return None
+    forest = found.plan.forest
     lengths = [0] * forest.rows
     for node in forest.nodes:
         if node.row_count == 1:
             lengths[node.row_start] += node.span.length
     prompts = [group.tokens for group in found.groups for _ in range(group.count)]
     own = OwnPrompts(tuple(tokens[len(tokens) - length :] for tokens, length in zip(prompts, lengths, strict=True)))
-    return own if own.total and _suffixes_take(own, call.model, call.options.backend) else None
+    room, backend = forest.rows * own.longest, call.options.backend
+    fit = all(layer.suffixes_take_prompts(forest.rows, room, own.total, backend) for layer in layers)
+    return own if own.total and fit else None
 
 
-def _suffixes_take(own: OwnPrompts, model: PreTrainedModel, backend: str) -> bool:
-    """Whether all layers are slim ones, whose suffixes hold these tokens in fewer bytes than nodes would."""
+def _slim_layers(model: PreTrainedModel) -> list[Any]:
+    """The attention layers of a model whose layers are all slim, and read by kernels; else none."""
     modules = list(model.modules())
     slim = [module for module in modules if hasattr(module, "suffixes_take_prompts")]
-    if len(slim) != getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None):
-        return False
-    if any(getattr(module, "no_captured_steps", None) for module in modules):
-        return False
-    rows, room = len(own.tokens), len(own.tokens) * own.longest
-    return all(layer.suffixes_take_prompts(rows, room, own.total, backend) for layer in slim)
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    refused = len(slim) != layers or any(getattr(module, "no_captured_steps", None) for module in modules)
+    return [] if refused else slim
 
 
 def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
