@@ -96,7 +96,7 @@ class SharedContextCache(CacheRows):
 
     @contextmanager
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
-        """Context in which `prefilling` fills suffixes, so that they begin with the ends of the rows' prompts.
+        """Context in which `prefilling` writes to suffixes: prompt tokens that no other row shares.
 
         Args:
             prompts: For each row its tokens after its nodes, ``[length]`` int64 on the CPU; all or none are prefilled.

@@ -40,7 +40,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
+    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
     # Random models repeat themselves, and texts that do not depend on the context would prove nothing.
     return model.generate(**{**settings, "no_repeat_ngram_size": 2, **options})
 

@@ -47,7 +47,7 @@ DROPS_TOKENS = Version(transformers.__version__) < Version("5.20")
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
+    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
     if DROPS_TOKENS and type(model) is Phi3ForCausalLM and model.config.rope_parameters["rope_type"] == "longrope":
         settings = {**settings, "cache_implementation": None, "use_cache": False}
     return model.generate(**settings, output_logits=True)
@@ -127,7 +127,7 @@ def test_prompts_longer_than_the_window(cache: dict[str, Any]) -> None:
 def test_frequencies_that_change_with_length(cache: dict[str, Any]) -> None:
     """Rows that reach 64 tokens have their caches made anew by the model, with other frequencies."""
     model, slim = family_pair("phi3-long", "k")
-    options = {**ragged_prompts(30, 50), **cache, "max_new_tokens": 64}
+    options = {**ragged_prompts(30, 50), **cache}
     expected, found = generate(model, **options), generate(slim, **options)
     assert torch.equal(found.sequences, expected.sequences)
     error = relative(torch.stack(found.logits), torch.stack(expected.logits))

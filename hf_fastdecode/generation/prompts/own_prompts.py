@@ -1,4 +1,4 @@
-"""Prompts, or ends of them, that one row alone has, prefilled into its suffix.
+"""Prefill of prompt tokens that no other row shares into the suffix of their row, for slim models.
 
 Slim layers store suffixes in fewer bytes than nodes, which hold keys and values because their bytes are divided by
 the rows that read them. A node of one row divides them by nothing.
@@ -25,7 +25,7 @@ from .sharing import Shared
 
 @dataclass(frozen=True)
 class OwnPrompts:
-    """What rows have of their prompts behind what they share.
+    """The last tokens of each prompt, those that no other row shares.
 
     Attributes:
         tokens: For each row its own tokens, ``[length]`` int64 on the CPU.
@@ -54,7 +54,7 @@ class OwnPrompts:
 
 
 def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
-    """Find what rows have for themselves; None where it is nothing, or is better stored in nodes.
+    """Prompt tokens to prefill into suffixes; None if there are none, or nodes store them better.
 
     Nodes are better where later calls are to reuse prompts, where kernels do not read suffixes, and where suffixes,
     which all have the length of the longest, take no fewer bytes. Of a returned cache the next call makes nodes.
@@ -79,7 +79,7 @@ def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
 
 
 def _slim_layers(model: PreTrainedModel) -> list[Any]:
-    """The attention layers of a model whose layers are all slim, and read by kernels; else none."""
+    """All attention layers, if all are slim layers whose suffixes a kernel reads; else none."""
     modules = list(model.modules())
     slim = [module for module in modules if hasattr(module, "suffixes_take_prompts")]
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
@@ -88,7 +88,7 @@ def _slim_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
-    """The prompts without what their rows have for themselves."""
+    """The prompts without the tokens that no other row shares."""
     shared, row = [], 0
     for group in groups:
         shared.append(PromptGroup(group.tokens[: len(group.tokens) - len(own.tokens[row])], group.count))
@@ -99,7 +99,7 @@ def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]
 def prefill_own_prompts(
     model: PreTrainedModel, cache: SharedContextCache, own: OwnPrompts, *, max_tokens: int
 ) -> dict[int, Tensor]:
-    """Compute each row's own tokens into its suffix.
+    """Prefill each row's own tokens into its suffix.
 
     Args:
         model: The enabled model.
@@ -111,7 +111,7 @@ def prefill_own_prompts(
         By row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
     """
     rows = [row for row, tokens in enumerate(own.tokens) if len(tokens)]
-    if not rows:  # of a wave
+    if not rows:  # a wave of rows that share all of their prompts
         return {}
     ends = (torch.cumsum(own.lengths[rows], 0) - 1).tolist()
     tokens = torch.cat([own.tokens[row] for row in rows])

@@ -88,7 +88,7 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
 
 
 def _start_with_own_prompts(call: CallContext, found: Shared, own: OwnPrompts, input_ids: Tensor) -> Start:
-    """Prefill what rows share into nodes, and what they have for themselves into their suffixes."""
+    """Prefill shared tokens into nodes, and each row's own prompt tokens into its suffix."""
     model, cache, (rows, width), device = call.model, found.cache, input_ids.shape, input_ids.device
     groups = without(found.groups, own)
     plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=call.options.min_shared_tokens)

@@ -133,13 +133,13 @@ class SlimAttention(SlimTokens):
         return reason and f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
 
     def attach_to(self, cache: SharedContextCache) -> None:
-        """Let a cache of this model, which may have been loaded, make nodes of its suffixes by this layer."""
+        """Register this layer with a cache of this model, e.g. a loaded one, to make values of its suffixes."""
         storage = cache.layers[self.layer_idx].storage if self.layer_idx < len(cache.layers) else None
         if isinstance(storage, SlimStorage):
             storage.layer = ref(self)
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
-        """Whether suffixes take prompts that no two rows share: in fewer bytes than nodes, and read by a kernel.
+        """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.
 
         Args:
             rows: Rows of the batch.

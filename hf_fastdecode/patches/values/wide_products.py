@@ -61,7 +61,7 @@ class StoredMatrix(KeepsDtype):
         self.register_buffer("scales", torch.ones(columns, dtype=torch.float32))
 
     def forward(self, x: Tensor, heads: int | None = None, *, in_range: bool = False) -> Tensor:
-        """Multiply, with nothing rounded to less than fp32, but for the last two bits where tensor cores multiply.
+        """Multiply in fp32; on tensor cores fp32 factors keep 22 of their 24 bits, see `in_halves`.
 
         Args:
             x: ``[..., rows]``; with `heads` ``[batch, heads, queries, rows]``.
@@ -81,7 +81,7 @@ class StoredMatrix(KeepsDtype):
             return torch.einsum("bhqe,ehd->bhqd", x.to(dtype), matrix.unflatten(1, (heads, -1)))
 
     def _by_halves(self, x: Tensor, heads: int | None, in_range: bool) -> Tensor:
-        """`forward` by tensor cores, with exact products and sums in fp32, without a copy of the matrix in fp32."""
+        """`forward` on tensor cores: products of fp16 are exact, sums are in fp32, and the matrix is not copied."""
         parts, factor = in_halves(x, in_range=in_range)
         if heads is None:
             products, scales = torch.mm(parts.flatten(0, -2), self.values, out_dtype=torch.float32), self.scales
@@ -97,11 +97,11 @@ class StoredMatrix(KeepsDtype):
 
 
 _REST = 2.0**11
-"""Factor on what rounding to fp16 leaves, which makes it about as large as the number was."""
+"""Factor on the remainder of rounding to fp16, which keeps it among fp16's normal numbers."""
 
 
 def takes_halves(x: Tensor, matrix: Tensor) -> bool:
-    """Whether tensor cores multiply these, by halves of `x`; without them TF32 could round both to 11 bits."""
+    """Whether to multiply on tensor cores, with `x` split into fp16 parts, which TF32 cannot round either."""
     return x.is_cuda and matrix.dtype == torch.float16 and wide(x.dtype) == torch.float32 and not x.requires_grad
 
 
@@ -110,7 +110,7 @@ def in_halves(x: Tensor, *, in_range: bool = False) -> tuple[Tensor, Tensor | No
 
     Args:
         x: ``[..., width]``.
-        in_range: All of it is in fp16's range.
+        in_range: All of it is in fp16's range, so that no row needs scaling.
 
     Returns:
         ``[parts, ..., width]`` in fp16, and the power of two that each row was divided by, ``[..., 1]`` in fp32; None
