@@ -33,15 +33,16 @@ class CompletionCase:
         return self.marks[self.index], self.marks[self.index + 1]
 
     def kv_tokens(self) -> float:
-        """Mean tokens per step whose keys and values must be read: the prompt's once, and each sample's own."""
+        """Mean tokens per step whose keys and values must be read: each prompt's once, and each sample's own."""
         first, last = self.span
-        return self.call.context + self.call.samples * (first + last) / 2
+        return self.call.prompt_tokens + self.call.samples * (first + last) / 2
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
-        call, (first, last) = self.call, self.span
+        first, last = self.span
         names = ("shape", "context", "samples", "new_tokens", "dtype")
-        return {name: getattr(call, name) for name in names} | {"from_token": first, "to_token": last}
+        columns = self.call.columns()
+        return {name: columns[name] for name in names} | {"from_token": first, "to_token": last}
 
 
 def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:

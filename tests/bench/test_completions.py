@@ -9,7 +9,7 @@ from hf_fastdecode.bench.ceilings import Ceilings
 from hf_fastdecode.bench.completion_cases import spans
 from hf_fastdecode.bench.completions import CompletionBench, StepClock
 from hf_fastdecode.bench.completions_table import completions_table
-from hf_fastdecode.bench.generate_cases import GenerateCase
+from hf_fastdecode.bench.generate_cases import GenerateCase, PromptTree
 from hf_fastdecode.cli import app
 from hf_fastdecode.measurement.rows import read_rows
 
@@ -46,6 +46,14 @@ def test_slim_spans_have_the_floor_of_keys_and_values(bench):
     assert all(row["ms_per_step"] > 0 for row in rows.values())
     assert {row["kv_floor_ms"] for row in rows.values()} == {rows["stock"]["kv_floor_ms"]}
     assert rows["slim-k+r"]["ran"] == "eager, sampler hf"
+
+
+def test_rows_of_several_prompts(bench):
+    case = spans(PromptTree.parse("80+2x30x1").case("tiny-mha", 12, "float32"), (2, 12))[0]
+    rows = [bench.measure(case, way) for way in ("stock", "slim-k")]
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[1]["kv_floor_ms"] == pytest.approx((80 + 2 * 30 + 2 * 7) * 2 * 2 * 4 * 32 * 4 / 1e6)
+    assert case.columns()["shape"] == "tiny-mha tree 80+2x30x1"
 
 
 @pytest.mark.parametrize("way", ["stock", "shared"])
@@ -95,6 +103,7 @@ def test_the_command(tmp_path):
         (["--marks", "1"], "must end at 2 or more"),
         (["--way", "beams"], "--way must be one of"),
         (["--point", "7"], "CONTEXTxN"),
+        (["--tree", "8+2x30"], "SHARED+PROBLEMSxOWNxSAMPLES"),
         (["--shape", "tiny", "--marks", "2,200000"], "longer than"),
     ],
 )

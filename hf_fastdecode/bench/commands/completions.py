@@ -14,9 +14,9 @@ from ...interrupts import exit_on_interrupt
 from ...measurement.out_file import check_out
 from ...measurement.shapes import SHAPES
 from ..completion_cases import CompletionCase, spans
-from ..generate_cases import WAYS, GenerateCase
+from ..generate_cases import WAYS, GenerateCase, PromptTree
 from .generate import check_models, check_ways, parse_point
-from .options import CHECK, DEVICE, LIST, PLOT, check_dtype, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, PLOT, TREE, check_dtype, find_device, known, show_cases
 from .report import report
 
 _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
@@ -34,8 +34,12 @@ def completions(
     model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
     point: Annotated[
         list[str] | None,
-        typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="256x4"),
+        typer.Option(
+            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+            show_default="256x4, with a tree none",
+        ),
     ] = None,
+    tree: Annotated[list[str] | None, TREE] = None,
     marks: Annotated[
         str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
     ] = "16,256,512,1024",
@@ -59,7 +63,7 @@ def completions(
     """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
 
     A row is a span between two marks: the mean over its steps, without prefill and without a pause at its ends. The
-    floor of a row is what reading the keys and values of its steps takes, the prompt's once, at the bandwidth of a
+    floor of a row is what reading the keys and values of its steps takes, each prompt's once, at the bandwidth of a
     copy. A way that takes longer than `--seconds` is cut short, and has no time for the spans it did not finish.
     Captures and compilations in the middle of a call are part of its steps; the first ones are not.
 
@@ -68,6 +72,9 @@ def completions(
         hf-fastdecode bench completions
         hf-fastdecode bench completions --shape 8b-gqa --point 512x4 --marks 64,2048,8192,32768 --way compile --plot
         hf-fastdecode bench completions --shape 7b-mha --point 2048x16 --marks 2048,6144 --way compile
+        hf-fastdecode bench completions --shape 7b-mha --tree 64+8x32768x1 --marks 32,96 --way graph --way slim-k
+
+    The last one has eight prompts that have 64 tokens in common, with one sample of each.
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
     known("way", [name.partition("+")[0] for name in ways], [name for name in WAYS if name not in _LEFT_OUT])
@@ -77,13 +84,16 @@ def completions(
     numbers = _marks(marks)
     if numbers[-1] < 2:
         raise CommandError(f"--marks must end at 2 or more, got {marks!r}")
+    points = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
     cases: list[CompletionCase] = []
-    for name in [*(shape or []), *(model or [])] or ["embedded"]:
-        for context, samples in map(parse_point, point or ["256x4"]):
-            try:
-                cases += spans(GenerateCase(name, context, samples, numbers[-1], dtype), numbers)
-            except ValueError as error:
-                raise CommandError(f"--marks {marks}, --point {context}x{samples}: {error}") from error
+    try:
+        trees = [PromptTree.parse(text) for text in tree or []]
+        for name in [*(shape or []), *(model or [])] or ["embedded"]:
+            calls = [GenerateCase(name, context, samples, numbers[-1], dtype) for context, samples in points]
+            for call in calls + [prompts.case(name, numbers[-1], dtype) for prompts in trees]:
+                cases += spans(call, numbers)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
     check_device(device)

@@ -15,7 +15,7 @@ from ...interrupts import exit_on_interrupt
 from ...measurement.out_file import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ..generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, TREE, check_dtype, chosen, find_device, known, show_cases
 from .report import report
 
 if TYPE_CHECKING:
@@ -41,14 +41,7 @@ def generate(
             show_default="512x8, 1024x32, with a tree none",
         ),
     ] = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their "
-            "own and samples of each, such as 2400+8x512x128.",
-            show_default="none",
-        ),
-    ] = None,
+    tree: Annotated[list[str] | None, TREE] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
     finish: Annotated[
         int | None,

@@ -21,6 +21,11 @@ ONLY = typer.Option(help="Keep cases whose line in --list contains this text; re
 LIST = typer.Option("--list", help="Show the cases and leave.")
 CHECK = typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
 PLOT = typer.Option("--plot", help="Also draw pictures beside the rows.")
+TREE = typer.Option(
+    help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their own and "
+    "samples of each, such as 2400+8x512x128.",
+    show_default="none",
+)
 DEVICE = typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")
 
 
