@@ -20,6 +20,7 @@ class Kernel(Enum):
     SAMPLING = "the sampling kernel", "transformers' sampler"
     SLIM = "the slim decode kernel", "PyTorch's operators"
     CLUSTER = "the slim decode kernel on clusters", "the one in two launches"
+    PRODUCT = "the kernel for products with stored matrices", "PyTorch's operators"
 
 
 class KernelFailedError(RuntimeError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from shutil import which
+
 import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values import wide_products
+from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.patches.values import stored_products
 from hf_fastdecode.patches.values.slim_values import SlimValues
-from hf_fastdecode.patches.values.wide_products import StoredMatrix, in_halves, of_halves
+from hf_fastdecode.patches.values.stored_products import Product, in_halves, of_halves, sum_of_products
+from hf_fastdecode.patches.values.wide_products import StoredMatrix
 
 from .slim_models import relative
 
@@ -44,15 +48,19 @@ def test_averages_of_keys_give_averages_of_values() -> None:
     assert relative(found, expected) < 48 * torch.finfo(torch.float32).eps  # of a product of 48 terms
 
 
+def product(x: Tensor, matrix: StoredMatrix, heads: int | None = None, *, in_range: bool = False) -> Tensor:
+    return sum_of_products([matrix.product(x)], None, heads, in_range=in_range)
+
+
 def test_averages_in_halves_withstand_tf32() -> None:
     """Whole they would be rounded to 11 bits, as coarsely as cached keys."""
     generator = torch.Generator().manual_seed(2)
     matrix = StoredMatrix(48, 48, torch.float16)
     matrix.values.copy_(torch.randn(48, 48, generator=generator))
     average = torch.randn(2, 4, 3, 48, generator=generator) * 100
-    oracle = matrix(average.double(), 4)
-    whole = relative(matrix(tf32(average), 4), oracle)
-    parts = of_halves(torch.stack([matrix(tf32(part), 4) for part in in_halves(average, in_range=True)[0]]))
+    oracle = product(average.double(), matrix, 4)
+    whole = relative(product(tf32(average), matrix, 4), oracle)
+    parts = of_halves(torch.stack([product(tf32(part), matrix, 4) for part in in_halves(average, in_range=True)[0]]))
     assert relative(parts, oracle) < 2 * torch.finfo(torch.float32).eps * 48**0.5 < whole / 10
 
 
@@ -80,24 +88,52 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         mm, bmm = torch.mm, torch.bmm
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
         monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: bmm(a.to(out_dtype), b.to(out_dtype)))
-        monkeypatch.setattr(wide_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     device: str = request.param
     return device
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_products_by_halves(dtype: torch.dtype, heads: int | None, device: str) -> None:
+def test_products_by_halves(
+    dtype: torch.dtype, heads: int | None, by_kernel: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many rows by PyTorch's operators, of few by the kernel."""
+    if not by_kernel:
+        monkeypatch.setattr(stored_products, "_by_kernel", lambda *_: None)
+    elif not triton_is_installed():
+        pytest.skip("needs Triton")
     generator = torch.Generator().manual_seed(4)
-    matrix = StoredMatrix(256, 128, torch.float16)
-    matrix.values.copy_(torch.randn(256, 128, generator=generator))
-    matrix.scales.copy_(torch.exp2(torch.randint(-3, 9, (128,), generator=generator)))
-    x = torch.randn(2, 4, 3, 256, generator=generator).to(dtype)
-    oracle = matrix(x.double(), heads)
+    products = []
+    for width in (256, 40):
+        matrix = StoredMatrix(width, 128, torch.float16)
+        matrix.values.copy_(torch.randn(width, 128, generator=generator))
+        matrix.scales.copy_(torch.exp2(torch.randint(-3, 9, (128,), generator=generator)))
+        products.append(matrix.product(torch.randn(2, 4, 3, width, generator=generator).to(dtype)))
+    constant = torch.randn(128, generator=generator)
+    oracle = sum_of_products([Product(one.factor.double(), *one[1:]) for one in products], constant, heads)
+    moved = [Product(*(part.to(device) for part in one)) for one in products]
     for in_range in (False, True):
-        found = matrix.to(device)(x.to(device), heads, in_range=in_range)
+        found = sum_of_products(moved, constant.to(device), heads, in_range=in_range)
         assert (found.dtype, found.shape) == (torch.float32, oracle.shape)
         assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles for the CPU with g++")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_products_are_as_exact(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile leaves out roundings, without which the parts of a number are itself and 0."""
+    if device == "cpu":
+        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    matrix = StoredMatrix(64, 32, torch.float16)
+    matrix.values.copy_(torch.randn(64, 32, generator=generator))
+    matrix.to(device)
+    x = torch.randn(3, 64, generator=generator).to(device)
+    found = torch.compile(lambda x: sum_of_products([matrix.product(x * 1.5)]))(x)
+    assert relative(found, sum_of_products([matrix.product(x.double() * 1.5)])) < 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.gpu

@@ -156,8 +156,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     reason = capture_reason(model, options.backend, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
-    if options.mode == "compile" and reason is None and per_call:
-        reason = "slim attention layers are captured, not compiled"
     if reason is not None and (forced := options.needs_capture):
         raise _cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
@@ -173,6 +171,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    if steps >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and not per_call:
-        return "compile", f"{steps} steps {which} pay for compiling the layers"
+    if captures.steps_asked >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+        return "compile", f"{captures.steps_asked} steps so far pay for compiling the layers"
     return "graph", f"{steps} steps {which} pay for a capture"

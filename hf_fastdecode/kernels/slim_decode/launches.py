@@ -20,6 +20,9 @@ from .partials import AVERAGES, SCORES, slim_partials
 from .scales import EIGHT_BITS
 from .tables import TURNS
 
+_PIECES_AT_ONCE = 4
+"""Pieces of a row that the merge loads before it waits for one."""
+
 
 def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]) -> None:
     """Run the kernels and merge their pieces.
@@ -49,7 +52,7 @@ def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tu
             groups,
             KEYS=heads * head_dim,
             BLOCK=block,
-            MERGE=4 if not interpreted() else 1,
+            MERGE=_PIECES_AT_ONCE if not interpreted() else 1,
             HEADS=heads,
             RANK=rank,
             STARTS=given.starts is not None,

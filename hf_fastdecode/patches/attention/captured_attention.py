@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...attention.autocast import no_autocast
 from ...attention.interface import SlidingWindow
-from ...attention.partial import merge
+from ...attention.kv import Segment
+from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...unsupported import Unsupported
 from .forest_attention import check_shared
-from .rotation import Rotation
+from .rotation import OF_SLOTS, Rotation
 from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
-from .suffix_kernel import kernel_refusal, suffix_by_kernel
+from .suffix_kernel import averages_by_kernel, kernel_refusal, partial_of
 
 
 def captured_attention(
@@ -47,12 +49,30 @@ def captured_attention(
     dtype = query.dtype
     with no_autocast(query.device):
         stored = layer.stored(keys, coordinates, cache_dtype(dtype, layer.layer), rotation)
-        suffix = cache.append_in_place(layer.layer_idx, stored)
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
-        if reason := kernel_refusal(layer, to_suffix, suffix):
-            raise Unsupported(reason)
-        merged = suffix_by_kernel(layer, to_suffix, suffix, cache.after, rotation and rotation.kernel)
+        averages = _append_and_average(layer, cache, stored, to_suffix)
+        merged = partial_of(layer, averages)
         if cache.has_nodes:
             to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
-            merged = merge(merged, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
+            merged = merge(merged, _attend_to_nodes(layer, cache, to_nodes))
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
+
+
+# Kernels and caches are not compiled: what reads and writes fixed addresses has nothing to fuse.
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _append_and_average(
+    layer: SlimTokens, cache: CapturedCache, stored: Segment, query: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    suffix = cache.append_in_place(layer.layer_idx, stored)
+    if reason := kernel_refusal(layer, query, suffix):
+        raise Unsupported(reason)
+    # Not an argument: compiled code would be made again for each number of slots.
+    tables = cache.constants[OF_SLOTS] if layer.config.rotary else None
+    return averages_by_kernel(layer, query, suffix, cache.after, tables)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_nodes(layer: SlimTokens, cache: CapturedCache, query: Tensor) -> Partial:
+    return cache.attend_nodes(layer.layer_idx, query, layer.scaling)

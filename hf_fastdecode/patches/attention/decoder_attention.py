@@ -27,7 +27,8 @@ from ..slim_layers import SlimLayer
 from ..values.eight_bits import load, store
 from ..values.input_projections import InputProjection, InputValues, score_operands
 from ..values.slim_values import SlimValues
-from ..values.wide_products import KeyProjection, wide
+from ..values.stored_products import wide
+from ..values.wide_products import KeyProjection
 from .cached_values import CachedValues
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 

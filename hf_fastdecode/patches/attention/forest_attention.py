@@ -29,7 +29,7 @@ from ...unsupported import Unsupported
 from .rotation import Rotation, Tables, takes_kernels
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens
-from .suffix_kernel import kernel_refusal, suffix_by_kernel
+from .suffix_kernel import averages_by_kernel, kernel_refusal, partial_of
 
 
 def forest_attention(
@@ -122,7 +122,9 @@ def _by_kernel(
         used = Segment(*(part[:, :, :longest] for part in kv.suffix))
         lengths = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device)
         try:
-            return suffix_by_kernel(layer, query, used, lengths, rotation and rotation.kernel)
+            return partial_of(
+                layer, averages_by_kernel(layer, query, used, lengths, rotation and rotation.kernel)
+            )
         except KernelFailedError as error:  # from now on a reason
             reason = str(error)
     if cache.state.backend == "triton":

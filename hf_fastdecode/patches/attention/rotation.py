@@ -16,6 +16,9 @@ from ...kernels.slim_decode.tables import TURNS, RotaryTables
 ROTATION: Final = "slim_rotation"
 """Argument of the attention layers: a `Rotation`."""
 
+OF_SLOTS: Final = "rotary tables of slots"
+"""Constant of a captured step: `RotaryTables` of all slots that suffixes captured in place may have."""
+
 Tables = tuple[Tensor, Tensor]
 """cos and sin of tokens, each ``[rows or 1, tokens, rotated coordinates]`` in fp32."""
 
@@ -29,7 +32,7 @@ class Rotation(NamedTuple):
         keys: Of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at the positions that suffixes
             count from.
-        kernel: The tables of ``keys`` for `slim_decode`, in a step over a shared-context cache where it may run.
+        kernel: The tables of ``keys`` for `slim_decode`, in an eager step over a shared-context cache where it may run.
     """
 
     positions: Tensor
@@ -76,7 +79,7 @@ def forest_rotation(
 
 
 def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, position_ids: Tensor) -> Rotation:
-    """Tables for a captured step, see `forest_rotation`: those of slots are made once, for all that suffixes may have.
+    """Tables for a captured step, see `forest_rotation`; those of slots are made once, as the constant `OF_SLOTS`.
 
     Args:
         tables: Makes those of positions ``[rows or 1, tokens]``.
@@ -87,8 +90,8 @@ def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, 
     def of_slots() -> RotaryTables:
         return _of_slots(tables, torch.arange(cache.capacity, device=position_ids.device)[None])[1]
 
-    own = tables(cache.before[:, None])
-    return Rotation(position_ids, tables(position_ids), None, own, cache.constant("rotary", of_slots))
+    cache.constant(OF_SLOTS, of_slots)
+    return Rotation(position_ids, tables(position_ids), None, tables(cache.before[:, None]))
 
 
 def takes_kernels(backend: str, device: torch.device) -> bool:

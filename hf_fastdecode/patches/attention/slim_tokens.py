@@ -14,7 +14,7 @@ from ..values.eight_bits import load, store, stored_bytes
 from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
 from ..values.slim_values import SlimValues
 from ..values.stored_positions import DIGITS, with_positions, without_positions
-from ..values.wide_products import wide
+from ..values.stored_products import wide
 from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
 from .slim_attention import cache_dtype

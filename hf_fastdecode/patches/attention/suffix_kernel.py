@@ -59,17 +59,20 @@ def kernel_refusal(layer: SlimTokens, query: Tensor, suffix: Segment) -> str | N
     return layer_refusal(layer) or refusal(query, *_suffix(layer, suffix)[:2])
 
 
-def suffix_by_kernel(
+def averages_by_kernel(
     layer: SlimTokens, query: Tensor, suffix: Segment, lengths: Tensor, tables: RotaryTables | None
-) -> Partial:
-    """Attention of each row's query, ``[rows, heads, 1, head_dim]`` fp32, to its suffix.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Averages of each row's suffix, of which `partial_of` makes values.
 
     Args:
         layer: The attention layer.
-        query: Normalised and rotated.
+        query: ``[rows, heads, 1, head_dim]``, normalised and rotated.
         suffix: As cached, ``[rows, 1, slots, width]`` each.
         lengths: ``[rows]`` int32, on the device: tokens in each suffix.
         tables: Of the suffixes' slots, or more; None without RoPE.
+
+    Returns:
+        Of keys ``[rows, heads, e]``, of V-coordinates ``[rows, heads, r]``, and the log-sum-exp ``[rows, heads]``.
     """
     from ...kernels.slim_decode.api import slim_decode
 
@@ -77,7 +80,7 @@ def suffix_by_kernel(
     if tables is not None:
         slots = keys.shape[1]
         tables = tables._replace(cos=tables.cos[:, :slots], sin=tables.sin[:, :slots])
-    averages = slim_decode(
+    return slim_decode(
         query.float(),
         keys,
         coordinates,
@@ -87,6 +90,11 @@ def suffix_by_kernel(
         rotary=tables,
         scales=scales,
     )
-    numbers = keys.dtype if scales is None else float32
-    out = layer.slim.of_averages(averages.keys[:, :, None], averages.coordinates[:, :, None], numbers)
-    return Partial(out, averages.lse[..., None])
+
+
+def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Partial:
+    """Attention of each row's query to its suffix, from `averages_by_kernel`."""
+    keys, coordinates, lse = averages
+    dtype = cache_dtype(layer.q_proj.weight.dtype, layer.layer)
+    out = layer.slim.of_averages(keys[:, :, None], coordinates[:, :, None], float32 if dtype in EIGHT_BITS else dtype)
+    return Partial(out, lse[..., None])

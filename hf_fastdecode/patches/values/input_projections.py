@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .wide_products import wide
+from .stored_products import wide
 
 
 class InputProjection(nn.Linear):

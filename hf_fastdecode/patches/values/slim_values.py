@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .wide_products import KeepsDtype, StoredMatrix, wide
+from .stored_products import sum_of_products, wide
+from .wide_products import KeepsDtype, StoredMatrix
 
 
 class SlimValues(KeepsDtype):
@@ -50,10 +51,7 @@ class SlimValues(KeepsDtype):
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
         """Values, ``[rows, tokens, e_v]`` in fp32, of cached keys and V-coordinates."""
-        values: Tensor = self.from_keys(keys[:, 0])
-        if self.directions is not None:
-            values = values + self.directions(coordinates[:, 0])
-        return values + self.constant
+        return self._values(keys[:, 0], coordinates[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
         """Values averaged per head, without making those of each token (Slim attention, eq. 2.1, option 2).
@@ -86,11 +84,15 @@ class SlimValues(KeepsDtype):
         Returns:
             ``[rows, heads, queries, e_v / heads]``, fp32.
         """
-        heads, in_range = keys.shape[1], stored == torch.float16
-        out: Tensor = self.from_keys(keys, heads, in_range=in_range)
+        return self._values(keys, coordinates, keys.shape[1], in_range=stored == torch.float16)
+
+    def _values(
+        self, keys: Tensor, coordinates: Tensor, heads: int | None = None, *, in_range: bool = False
+    ) -> Tensor:
+        products = [self.from_keys.product(keys)]
         if self.directions is not None:
-            out = out + self.directions(coordinates, heads, in_range=in_range)
-        return out + self.constant.unflatten(0, (heads, 1, -1))
+            products.append(self.directions.product(coordinates))
+        return sum_of_products(products, self.constant, heads, in_range=in_range)
 
     def rotatable(self, keys: Tensor) -> Tensor:
         """Keys ``[rows, tokens, e]`` as they were before the offset, in fp32, for RoPE and scores."""

@@ -1,0 +1,97 @@
+"""`stored_product`: what averages of keys and V-coordinates are multiplied by, for few rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..failures import Kernel, launching
+from ..installed import interpreted
+from .kernel import stored_product as kernel
+
+MOST_ROWS = 64
+"""Rows of a factor, which programs hold whole."""
+
+MOST_TERMS = 2
+
+
+class Term(NamedTuple):
+    """A product with a stored matrix.
+
+    Attributes:
+        factor: ``[rows, groups, width]``, fp32, fp16 or bf16; numbers of a row contiguous.
+        matrix: ``[width, groups * columns]`` fp16, contiguous: columns of a group are multiplied by its factor.
+        scales: ``[groups * columns]`` fp32: the matrix is ``matrix * scales``.
+    """
+
+    factor: Tensor
+    matrix: Tensor
+    scales: Tensor
+
+
+class ProductConfig(NamedTuple):
+    """Launch parameters.
+
+    Attributes:
+        columns: Per program.
+        width: Numbers of each row per iteration.
+        stages: Iterations whose loads are under way.
+        warps: Per program.
+    """
+
+    columns: int = 32
+    width: int = 256
+    stages: int = 4
+    warps: int = 4
+
+
+def stored_product(
+    terms: list[Term], constant: Tensor | None = None, config: ProductConfig | None = None, *, in_range: bool = False
+) -> Tensor:
+    """Sum of one or two products, each group's columns by its own factor.
+
+    Factors in fp32 keep 22 of their 24 bits; the sums are in fp32. Results are bitwise reproducible.
+
+    Args:
+        terms: With equal rows, groups and columns; up to `MOST_ROWS` rows and `MOST_TERMS` products.
+        constant: ``[groups * columns]`` fp32, to be added.
+        config: Launch parameters.
+        in_range: All factors are in fp16's range, so that rows need no scaling.
+
+    Returns:
+        ``[rows, groups * columns]`` fp32.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    factor, matrix, _ = terms[0]
+    (rows, groups, width), columns, device = factor.shape, matrix.shape[1], factor.device
+    of_group = columns // groups
+    config = config or ProductConfig(columns=32 if columns > 1024 else 16)
+    second = terms[-1]
+    out = torch.empty(rows, columns, dtype=torch.float32, device=device)
+    with launching(Kernel.PRODUCT, device):
+        kernel[(groups * triton.cdiv(of_group, config.columns),)](
+            *terms[0],
+            *second,
+            constant if constant is not None else out,
+            out,
+            rows,
+            *factor.stride()[:2],
+            *second.factor.stride()[:2],
+            WIDTH=width,
+            SECOND_WIDTH=second.factor.shape[2] if len(terms) > 1 else 0,
+            GROUPS=groups,
+            COLUMNS=of_group,
+            CONSTANT=constant is not None,
+            IN_RANGE=in_range,
+            BLOCK_M=max(16, triton.next_power_of_2(rows)),
+            BLOCK_C=config.columns,
+            BLOCK_K=config.width,
+            STAGES=config.stages if not interpreted() else 1,
+            num_warps=config.warps,
+        )
+    return out

@@ -1,0 +1,123 @@
+# mypy: ignore-errors
+"""Sum of products of a few rows with stored matrices, on tensor cores, with fp32 factors in two fp16 parts.
+
+Each program makes some columns of all rows, so that matrices are read once, and adds up in one order.
+"""
+
+import triton
+import triton.language as tl
+
+REST = tl.constexpr(2.0**11)  # factor on what rounding to fp16 leaves, which keeps it among normal numbers
+SMALLEST = tl.constexpr(2.0**-100)
+EXPONENT = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def stored_product(
+    factor,  # [rows, groups, width]
+    matrix,  # [width, groups * columns] fp16, contiguous
+    scales,  # [groups * columns] fp32
+    second_factor,  # likewise, of SECOND_WIDTH; not read where that is 0
+    second_matrix,
+    second_scales,
+    constant,  # [groups * columns] fp32; not read without CONSTANT
+    out,  # [rows, groups * columns] fp32
+    rows,
+    row_stride,
+    group_stride,
+    second_row_stride,
+    second_group_stride,
+    WIDTH: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a group
+    CONSTANT: tl.constexpr,
+    IN_RANGE: tl.constexpr,  # all factors are in fp16's range
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
+    group = tl.program_id(0) // BLOCKS
+    own = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    kept = own < COLUMNS
+    column = group * COLUMNS + own
+    row = tl.arange(0, BLOCK_M)
+    start = factor + row.to(tl.int64)[:, None] * row_stride + group * group_stride
+    result = product(
+        start, matrix, scales, rows, row, column, kept, WIDTH, GROUPS * COLUMNS, IN_RANGE, BLOCK_M, BLOCK_K, STAGES
+    )
+    if SECOND_WIDTH:
+        start = second_factor + row.to(tl.int64)[:, None] * second_row_stride + group * second_group_stride
+        result += product(
+            start,
+            second_matrix,
+            second_scales,
+            rows,
+            row,
+            column,
+            kept,
+            SECOND_WIDTH,
+            GROUPS * COLUMNS,
+            IN_RANGE,
+            BLOCK_M,
+            BLOCK_K,
+            STAGES,
+        )
+    if CONSTANT:
+        result += tl.load(constant + column, mask=kept, other=0.0)[None, :]
+    at = row.to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+    tl.store(out + at, result, mask=(row < rows)[:, None] & kept[None, :])
+
+
+@triton.jit
+def product(
+    start,  # pointers to the first number of each row, [BLOCK_M, 1]
+    matrix,
+    scales,
+    rows,
+    row,
+    column,
+    kept,
+    WIDTH: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    IN_RANGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``[BLOCK_M, BLOCK_C]`` fp32: some columns of a product, scaled."""
+    WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
+    HALF: tl.constexpr = start.dtype.element_ty == tl.float16
+    SCALED: tl.constexpr = not (IN_RANGE or HALF)
+    has_row = (row < rows)[:, None]
+    scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)  # a power of two that brings each row into fp16's range
+    if SCALED:
+        largest = tl.full([BLOCK_M], SMALLEST, tl.float32)
+        for first in tl.range(0, WIDTH, BLOCK_K):
+            at = first + tl.arange(0, BLOCK_K)[None, :]
+            numbers = tl.load(start + at, mask=has_row & (at < WIDTH), other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(numbers), 1))
+        scale = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)[:, None]
+    coarse_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
+    rest_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
+    for first in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+        at = first + tl.arange(0, BLOCK_K)
+        in_width = (at < WIDTH) | WHOLE
+        numbers = tl.load(start + at[None, :], mask=has_row & in_width[None, :], other=0.0)
+        entries = matrix + at.to(tl.int64)[:, None] * ALL_COLUMNS + column[None, :]
+        tile = tl.load(entries, mask=in_width[:, None] & kept[None, :], other=0.0)
+        if HALF:
+            coarse_sum = tl.dot(numbers, tile, coarse_sum)
+        else:
+            numbers = numbers.to(tl.float32)
+            if SCALED:
+                numbers = numbers / scale
+            coarse = numbers.to(tl.float16)
+            coarse_sum = tl.dot(coarse, tile, coarse_sum)
+            rest = ((numbers - coarse.to(tl.float32)) * REST).to(tl.float16)
+            rest_sum = tl.dot(rest, tile, rest_sum)
+    result = coarse_sum + rest_sum * (1.0 / REST)
+    result = result * tl.load(scales + column, mask=kept, other=0.0)[None, :]
+    return result * scale if SCALED else result
