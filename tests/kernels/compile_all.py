@@ -42,6 +42,7 @@ from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.limits import FP8_CAPABILITY
+from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
 from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 
@@ -137,6 +138,7 @@ class Launch(NamedTuple):
     def tile(self) -> list[int]:
         """What decides how much shared memory a program takes."""
         names = ("BLOCK_D", "BLOCK_N", "STAGES", "columns", "HALF", "OWN", "BLOCK_H", "BLOCK_R", "BLOCK_T")
+        names += ("BLOCK_M", "BLOCK_C", "BLOCK_K")
         return [self.everything.get(name, 1) for name in names]
 
     def facets(self) -> Iterator[tuple[Any, ...]]:
@@ -157,6 +159,7 @@ def launches() -> list[Launch]:
         attend_everything()
         draw_everything()
         attend_to_slim_caches()
+        multiply_by_stored_matrices()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -294,6 +297,22 @@ def attend_to_slim_caches() -> None:
                 starts=numbers if more else None,
                 scales=Scales(of_keys, of_coordinates) if dtype.itemsize == 1 else None,
             )
+
+
+def multiply_by_stored_matrices() -> None:
+    """Values of averages, and V-coordinates of inputs."""
+    shapes = product((1, 5, 33, MOST_ROWS), ((1, 512), (32, 128), (3, 80)), (torch.float32, torch.bfloat16))
+    for (rows, (groups, columns), dtype), second, in_range in product(shapes, (0, 48), (False, True)):
+        terms = [
+            Term(
+                torch.empty(rows, groups, width, dtype=dtype, device=CUDA),
+                torch.empty(width, groups * columns, dtype=torch.float16, device=CUDA),
+                torch.empty(groups * columns, dtype=torch.float32, device=CUDA),
+            )
+            for width in (4096, second)
+            if width
+        ]
+        stored_product(terms, terms[0].scales if second else None, in_range=in_range)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
+from ..forest_decode.limits import shared_memory
 from ..installed import interpreted
 from .kernel import stored_product as kernel
 
@@ -42,10 +43,29 @@ class ProductConfig(NamedTuple):
         warps: Per program.
     """
 
-    columns: int = 32
-    width: int = 256
+    columns: int
+    width: int
     stages: int = 4
     warps: int = 4
+
+
+def choose_config(rows: int, columns: int, itemsize: int, memory: int) -> ProductConfig:
+    """Launch parameters, measured on an H200 for one and eight rows.
+
+    Args:
+        rows: Of the factors.
+        columns: Of all groups.
+        itemsize: Bytes of a number of the factors.
+        memory: Bytes of shared memory per block.
+    """
+    own, stages = (32 if columns > 1024 else 16), 4
+    per_number = stages * (2 * own + itemsize * _padded(rows))
+    width = next((width for width in (256, 128, 64) if width * per_number <= memory), 32)
+    return ProductConfig(own, width, stages)
+
+
+def _padded(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows))  # of what tensor cores take
 
 
 def stored_product(
@@ -58,7 +78,7 @@ def stored_product(
     Args:
         terms: With equal rows, groups and columns; up to `MOST_ROWS` rows and `MOST_TERMS` products.
         constant: ``[groups * columns]`` fp32, to be added.
-        config: Launch parameters.
+        config: Launch parameters; those of `choose_config` when None.
         in_range: All factors are in fp16's range, so that rows need no scaling.
 
     Returns:
@@ -70,7 +90,7 @@ def stored_product(
     factor, matrix, _ = terms[0]
     (rows, groups, width), columns, device = factor.shape, matrix.shape[1], factor.device
     of_group = columns // groups
-    config = config or ProductConfig(columns=32 if columns > 1024 else 16)
+    config = config or choose_config(rows, columns, factor.element_size(), shared_memory(device))
     second = terms[-1]
     out = torch.empty(rows, columns, dtype=torch.float32, device=device)
     with launching(Kernel.PRODUCT, device):
@@ -86,9 +106,10 @@ def stored_product(
             SECOND_WIDTH=second.factor.shape[2] if len(terms) > 1 else 0,
             GROUPS=groups,
             COLUMNS=of_group,
+            PADDED_WIDTH=triton.next_power_of_2(max(width, second.factor.shape[2])),
             CONSTANT=constant is not None,
             IN_RANGE=in_range,
-            BLOCK_M=max(16, triton.next_power_of_2(rows)),
+            BLOCK_M=_padded(rows),
             BLOCK_C=config.columns,
             BLOCK_K=config.width,
             STAGES=config.stages if not interpreted() else 1,

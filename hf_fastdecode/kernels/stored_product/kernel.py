@@ -31,6 +31,7 @@ def stored_product(
     SECOND_WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a group
+    PADDED_WIDTH: tl.constexpr,  # a power of 2 that is at least both widths
     CONSTANT: tl.constexpr,
     IN_RANGE: tl.constexpr,  # all factors are in fp16's range
     BLOCK_M: tl.constexpr,
@@ -44,14 +45,27 @@ def stored_product(
     kept = own < COLUMNS
     column = group * COLUMNS + own
     row = tl.arange(0, BLOCK_M)
-    start = factor + row.to(tl.int64)[:, None] * row_stride + group * group_stride
     result = product(
-        start, matrix, scales, rows, row, column, kept, WIDTH, GROUPS * COLUMNS, IN_RANGE, BLOCK_M, BLOCK_K, STAGES
+        factor + group * group_stride,
+        row_stride,
+        matrix,
+        scales,
+        rows,
+        row,
+        column,
+        kept,
+        WIDTH,
+        GROUPS * COLUMNS,
+        PADDED_WIDTH,
+        IN_RANGE,
+        BLOCK_M,
+        BLOCK_K,
+        STAGES,
     )
     if SECOND_WIDTH:
-        start = second_factor + row.to(tl.int64)[:, None] * second_row_stride + group * second_group_stride
         result += product(
-            start,
+            second_factor + group * second_group_stride,
+            second_row_stride,
             second_matrix,
             second_scales,
             rows,
@@ -60,6 +74,7 @@ def stored_product(
             kept,
             SECOND_WIDTH,
             GROUPS * COLUMNS,
+            PADDED_WIDTH,
             IN_RANGE,
             BLOCK_M,
             BLOCK_K,
@@ -73,7 +88,8 @@ def stored_product(
 
 @triton.jit
 def product(
-    start,  # pointers to the first number of each row, [BLOCK_M, 1]
+    factor,  # of the group
+    row_stride,
     matrix,
     scales,
     rows,
@@ -82,6 +98,7 @@ def product(
     kept,
     WIDTH: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
     IN_RANGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -89,17 +106,18 @@ def product(
 ):
     """``[BLOCK_M, BLOCK_C]`` fp32: some columns of a product, scaled."""
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
-    HALF: tl.constexpr = start.dtype.element_ty == tl.float16
+    HALF: tl.constexpr = factor.dtype.element_ty == tl.float16
     SCALED: tl.constexpr = not (IN_RANGE or HALF)
     has_row = (row < rows)[:, None]
+    start = factor + row.to(tl.int64)[:, None] * row_stride
     scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)  # a power of two that brings each row into fp16's range
     if SCALED:
-        largest = tl.full([BLOCK_M], SMALLEST, tl.float32)
-        for first in tl.range(0, WIDTH, BLOCK_K):
-            at = first + tl.arange(0, BLOCK_K)[None, :]
-            numbers = tl.load(start + at, mask=has_row & (at < WIDTH), other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(numbers), 1))
-        scale = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)[:, None]
+        every = tl.arange(0, PADDED_WIDTH)  # all at once, as each wait for memory takes as long as much of the product
+        for index in range(rows):
+            numbers = tl.load(factor + index * row_stride + every, mask=every < WIDTH, other=0.0)
+            largest = tl.maximum(tl.max(tl.abs(numbers.to(tl.float32)), 0), SMALLEST)
+            power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+            scale = tl.where((row == index)[:, None], power, scale)
     coarse_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
     rest_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
     for first in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
