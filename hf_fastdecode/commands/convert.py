@@ -25,33 +25,35 @@ def convert_checkpoint(
         Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
     ] = None,
     form: Annotated[
-        str, typer.Option("--format", help="`slim`, or `full`: the way back, from a slim checkpoint.")
+        str, typer.Option("--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one.")
     ] = "slim",
     plan: Annotated[
         str,
         typer.Option(
             help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone, the paper's method. `kv`: "
-            'keys and values. GPT-2, OPT: `x`, inputs. Or a JSON file: a list of {"plan": "k", "k+r", "kv" or "x", '
-            '"rank": ...} per layer, a slim config.json or a report. Encoder-decoder models: `e`, keys for '
-            "self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
-            "inputs in the place of keys; lists have self-attention and cross-attention of each layer in turns."
+            "keys and values. `x` (GPT-2, OPT): the layer's inputs. Or a JSON file: a slim config.json, a report, or "
+            'a list of {"plan": "k", "k+r", "kv" or "x", "rank": ...} per layer. Encoder-decoder models: `e`, keys '
+            "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
+            "inputs instead of keys; lists alternate self-attention and cross-attention of each layer."
         ),
     ] = "auto",
     rank: Annotated[
         int | None,
-        typer.Option(help="V-coordinates beside the keys, in every layer, for --plan.", show_default="as planned"),
+        typer.Option(
+            help="V-coordinates beside the keys, in every layer, instead of --plan.", show_default="as planned"
+        ),
     ] = None,
     tolerance: Annotated[
         float,
         typer.Option(
-            help="Largest error of a layer's output, as a multiple of that of keys and values in the model's dtype; "
-            "for caches in 8 bits, of keys and values in int8. Holds for `auto`, and for all caches in 8 bits."
+            help="Largest error of a layer's output, as a multiple of the error with keys and values in the model's "
+            "dtype (for 8-bit caches: in int8). Applies to `auto`, and to 8-bit caches of any plan."
         ),
     ] = 2.0,
     cache_dtype: Annotated[
         str,
         typer.Option(
-            help="Of slim caches. `auto`: fp16 for models in bfloat16, where the range allows, else the model's. "
+            help="Dtype of slim caches. `auto`: fp16 for models in bfloat16 where the range allows, else the model's. "
             "`fp16`, `bf16`: in all layers. `int8`, `fp8`, with a scale per token and head: in layers that stay "
             "within --tolerance; others as with `auto`."
         ),
@@ -60,13 +62,13 @@ def convert_checkpoint(
         str,
         typer.Option(
             help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
-            "RoPE, beside their positions, which may then be any."
+            "RoPE, with their positions, for arbitrary position_ids; slower."
         ),
     ] = "raw",
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 text that layers are measured on, typical of what the model will read; the first 1,024 tokens "
+            help="UTF-8 text to measure layers on, typical of what the model will read; the first 1,024 tokens "
             "are used. For Whisper a .safetensors file with input_features, [1, bands, frames].",
             show_default="built-in English and Python; synthetic features",
         ),
@@ -77,35 +79,35 @@ def convert_checkpoint(
         bool,
         typer.Option(
             "--verify",
-            help="Load both models, compare their logits on the calibration text, and put nothing at the target where "
-            "they are off (exit code 1).",
+            help="Load both models and compare their logits on the calibration text; if they differ too much, write "
+            "no target (exit code 1).",
         ),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes in a file, such as 500MB or 2GiB.")] = "5GB",
-    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weight file, such as 500MB or 2GiB.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Make a slim checkpoint, whose model caches keys and few or no coordinates of the values, not keys and values.
+    """Make a slim checkpoint of a multi-head model: it caches about half the bytes of keys and values.
 
     In multi-head attention, values follow from keys (V = K W_K^-1 W_V), so half the KV cache would do. In half
     precision it does not: rounding of keys grows by up to W_K's condition number. So layers are measured on a text,
     and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and r coordinates of the
-    values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The table tells what that
+    values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The table shows what that
     saves.
 
     The result loads with transformers' Auto classes after `import hf_fastdecode`, or with `trust_remote_code=True`,
     and generates with transformers' own caches. Weights are read, converted and written layer by layer, to a folder
-    beside TARGET that is renamed at the end; slim_report.json and slim_report.png tell what was measured.
+    beside TARGET that is renamed at the end; slim_report.json and slim_report.png hold the measurements.
 
-    Only multi-head models: with grouped-query attention keys do not determine values. docs/slim.md lists the
-    architectures.
+    Models with grouped-query attention are refused: their keys do not determine the values. `inspect` shows refusals
+    without downloading weights; docs/slim.md lists the architectures.
 
     Examples:
 
         hf-fastdecode convert-checkpoint embedded --dtype bfloat16 --dry-run
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
-        hf-fastdecode convert-checkpoint vicuna-7b vicuna-slim --calibration mine.txt --tolerance 1
-        hf-fastdecode convert-checkpoint vicuna-7b vicuna-slim --cache-dtype int8
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-mine --calibration mine.txt --tolerance 1
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-int8 --cache-dtype int8
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
     check_dtype(dtype)
@@ -153,7 +155,7 @@ def convert_checkpoint(
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
             raise CommandError(
-                f"{one_line(error)}; nothing was put at {target}, and --resume without --verify takes it so", 1
+                f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify", 1
             ) from error
         except ValueError as error:
             raise CommandError(one_line(error)) from error

@@ -30,7 +30,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
     table.add_column("layer", justify="right")
     table.add_column("caches", min_width=8)
     table.add_column("in")
-    for name in ("cond\nW_K", "max\nW_KV", "of KV", "V\nerror", "output", "of\nKV's"):
+    for name in ("cond\nW_K", "max\nW_KV", "bytes\nof KV", "V\nerror", "output\nerror", "error\nvs KV"):
         table.add_column(name, justify="right")
     for index, layer in enumerate(report["layers"]):
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
@@ -60,7 +60,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
     closing = Text(
         f"{sizes}: {report['saved']:.1%} saved. Errors of values and of the "
         f"layer's output are relative, on the second half of {report['calibration_tokens']:,} tokens "
-        f"({report['calibration']}), and beside the output error of keys and values."
+        f"({report['calibration']}); vs KV: output error over that of keys and values."
     )
     _append_eight_bits(report, closing)
     if features := report.get("calibration_features"):
@@ -94,8 +94,7 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
     else:
         taken = f"{bytes_text(sum(sizes))} per token"
     closing.append(
-        f"\nKeys and values in int8, scales included, take {taken}; beside their output error stands that of layers "
-        "in 8 bits."
+        f"\nKeys and values in int8, scales included, take {taken}; for layers in 8 bits, vs KV compares with these."
     )
     asked = report["plan"] != "auto" or report["rank"] is not None
     for index, layer in enumerate(report["layers"]):
@@ -109,8 +108,8 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {_place(report, index)}: no {SHORT_DTYPES[best['dtype']]}, which has at best {ratio} the error "
-            f"of int8 keys and values ({cache_name(best)}).",
+            f"\nLayer {_place(report, index)}: not in {SHORT_DTYPES[best['dtype']]}, which has at best {ratio} the "
+            f"error of int8 keys and values ({cache_name(best)}).",
             style="yellow",
         )
 

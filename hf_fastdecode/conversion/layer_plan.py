@@ -151,7 +151,7 @@ def fit_layer(
     if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
         raise ValueError("the layer's inputs on the calibration text hold inf or nan; run the model in a wider dtype")
     if not tolerance >= 1:
-        raise ValueError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {tolerance}")
+        raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     if cache_dtype is None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
     half = cached_tokens // 2

@@ -72,7 +72,7 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     done = run("convert-checkpoint", tmp_path / "slim", tmp_path / "full", "--format", "full")
     assert done.exit_code == 0, done.output
     done = run("convert-checkpoint", source, "--dry-run", *arguments, "--plan", "k")
-    assert "Layer 0: no int8, which has at best" in " ".join(done.stdout.split())
+    assert "Layer 0: not in int8, which has at best" in " ".join(done.stdout.split())
 
 
 def test_rope(source: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--max-shard-size", "5 potatoes"), "must be a size such as 500MB"),
         ((source, target, "--dtype", "int8"), "--dtype must be one of"),
         ((source, target, "--plan", "k", "--rank", 3), "leave one out"),
-        ((source, target, "--plan", "kr"), "is not a JSON file"),
+        ((source, target, "--plan", "kr"), "kr is neither a plan (auto, k, x, e, kv) nor a JSON file"),
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
@@ -145,7 +145,7 @@ def test_models_that_have_no_slim_form(tmp_path: Path) -> None:
     chronos = {"model_type": "t5", "is_encoder_decoder": True, "chronos_config": {"input_patch_size": 16}}
     (quantised / "config.json").write_text(json.dumps(chronos))
     assert "one pass for each forecast" in refused(quantised, tmp_path / "slim")
-    assert "no slim one but of type llama" in refused(grouped, tmp_path / "full", "--format", "full")
+    assert "not slim but of type llama" in refused(grouped, tmp_path / "full", "--format", "full")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["grouped", "quantised"]
 
 

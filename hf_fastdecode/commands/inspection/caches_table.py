@@ -17,11 +17,14 @@ from ..console import bytes_text
 from ..convert_table import SHORT_DTYPES, cache_name
 from .report import ContextCaches, ModelReport
 
-_CAPTION: Final = "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices."
+_CAPTION: Final = (
+    "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. At most: the "
+    "speed-up if reads took all the time."
+)
 _BOUNDS: Final = (
     "These are bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
 )
-_COORDINATES: Final = "keys + d/32: and as many V-coordinates, d being the width of the values."
+_COORDINATES: Final = "keys + d/32: keys and d/32 V-coordinates (docs/slim.md), d being the width of the values."
 _ENCODER: Final = (
     "E: the encoder's output, once for all cross-attention layers (option 2), and what self-attention caches. On "
     "chip, as in the paper, E is stored but not read from memory; otherwise every layer reads it."

@@ -24,7 +24,7 @@ def inspect(
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tokens that the samples share, and of a row without sharing; several may follow.",
+            help="Tokens of context, which the samples share, or of a row without sharing; several may follow.",
             show_default="what the model takes",
         ),
     ] = None,
@@ -36,7 +36,7 @@ def inspect(
     batch: Annotated[
         list[int] | None,
         typer.Option(
-            help="Rows without sharing, for the reads per token; several may follow.",
+            help="Batch sizes without sharing, for the reads per token; several may follow.",
             show_default="1 64",
         ),
     ] = None,
@@ -62,10 +62,9 @@ def inspect(
     Reads configs only: no weights are downloaded or loaded. Sizes are in bytes (1 KiB = 1024 bytes).
 
     Slim caches hold keys, or keys and d/32 to d/2 V-coordinates; those of encoder-decoders hold keys, or the encoder's
-    output once for all cross-attention layers. Keys and values in int8 stand beside them. These are bounds from sizes:
-    only `convert-checkpoint --dry-run` measures which caches are accurate enough for a model's layers. Models that it
-    refuses are marked, with the reason. Of a slim checkpoint: what each layer caches, and all of it beside keys and
-    values.
+    output once for all cross-attention layers; int8 keys and values are listed for comparison. These are bounds from
+    sizes: only `convert-checkpoint --dry-run` measures which caches are accurate enough for a model's layers. Models
+    that it refuses are marked, with the reason. For a slim checkpoint: what each layer caches, and the total.
 
     Reads per token: a row's cache once, and the weight matrices (of all experts) divided by the rows of the batch.
 

@@ -70,7 +70,9 @@ class PlanChoice:
         if self.rank is not None and self.plan != AUTO:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not self.tolerance >= 1:
-            raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
+            raise PlanError(
+                f"tolerance must be at least 1 (the error of keys and values themselves), got {self.tolerance}"
+            )
         if self.cache_dtype not in CACHE_DTYPES:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
         if self.rope not in ROPES:
@@ -145,7 +147,7 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path} is not a JSON file ({error}); name a list of plans, or a slim config.json") from error
+        raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {error}") from error
     entries = content
     if isinstance(content, dict):
         inner = content.get("text_config")  # of a multimodal model's config

@@ -36,7 +36,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     """
     model_type = config.model_type
     if is_slim(config):
-        raise UnconvertibleError("the model is slim already; --format full makes an ordinary one of it")
+        raise UnconvertibleError("the model is slim already; --format full makes it an ordinary one")
     if model_type in _NEVER:
         raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
     if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
@@ -92,7 +92,7 @@ def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
         UnconvertibleError: The model is not slim.
     """
     if not is_slim(config):
-        raise UnconvertibleError(f"the model is no slim one but of type {config.model_type}; it is full already")
+        raise UnconvertibleError(f"the model is not slim but of type {config.model_type}; it is full already")
     name = language_config(config).model_type.removeprefix(SLIM)
     family = _load(name)
     if config.model_type in MULTIMODAL:
