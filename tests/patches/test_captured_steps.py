@@ -17,6 +17,7 @@ from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
+from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.unsupported import Unsupported
 
@@ -192,18 +193,34 @@ def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyP
 
 
 @on_the_cpu
-def test_layers_are_not_compiled(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_only_if_asked(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
     slim = pair("k+r")[1]
     with fd.enabled(slim, backend="triton"):
         state_of(slim).captures.steps_asked = 10**6
         slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": 2})
         assert fd.explain(slim).last_call.mode == "graph"
-    with (
-        fd.enabled(slim, mode="compile", backend="triton"),
-        pytest.raises(ValueError, match="mode='compile' cannot run: slim attention layers are captured, not compiled"),
-    ):
-        slim.generate(**PROMPTS, **SAMPLES)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("plan", ["k", (("k+r", 8),) * 3])
+def test_compiled_layers(plan: Any, uncaptured: None) -> None:
+    """All layers share a compilation, and so do calls of as many rows, whatever their lengths."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    model = tiny_model("llama-mha", num_hidden_layers=3)
+    slim, graphs = to_slim(model, TEXT, plan=plan), []
+    with fd.enabled(slim, mode="compile", backend="triton"):
+        state_of(slim).captures.compiled = CompiledLayers(backend="eager")
+        for shared in (17, 30):
+            prompts = ragged_prompts(35, 31, shared=shared)
+            before = counters["unique_graphs"]
+            stock = seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLES))
+            assert torch.equal(seeded(lambda prompts=prompts: slim.generate(**prompts, **SAMPLES)), stock)
+            assert fd.explain(slim).last_call.mode == "compile"
+            graphs.append(counters["unique_graphs"] - before)
+    assert 0 < graphs[0] < 8
+    assert graphs[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shutil import which
+
 import pytest
 import torch
 
@@ -60,3 +62,11 @@ def test_no_numbers_have_no_scales() -> None:
         stored = store(torch.empty(2, 1, 5, 0), dtype, 16)
         assert stored.shape == load(stored, dtype, 16).shape == (2, 1, 5, 0)
         assert stored_bytes(0, dtype, 16) == 0
+
+
+@pytest.mark.skipif(which("g++") is None, reason="inductor compiles for the CPU with g++")
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_compiled_code_rounds_alike(dtype: torch.dtype) -> None:
+    """torch.compile leaves out conversions whose result is converted back, as of the scales that are divided by."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.compile(lambda x: store(x, dtype, 32))(x), store(x, dtype, 32))

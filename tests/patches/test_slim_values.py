@@ -12,7 +12,7 @@ from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.values import stored_products
 from hf_fastdecode.patches.values.slim_values import SlimValues
 from hf_fastdecode.patches.values.stored_products import Product, in_halves, of_halves, sum_of_products
-from hf_fastdecode.patches.values.wide_products import StoredMatrix
+from hf_fastdecode.patches.values.wide_products import KeyProjection, StoredMatrix
 
 from .slim_models import relative
 
@@ -134,6 +134,20 @@ def test_compiled_products_are_as_exact(device: str, monkeypatch: pytest.MonkeyP
     x = torch.randn(3, 64, generator=generator).to(device)
     found = torch.compile(lambda x: sum_of_products([matrix.product(x * 1.5)]))(x)
     assert relative(found, sum_of_products([matrix.product(x.double() * 1.5)])) < 8 * torch.finfo(torch.float32).eps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_projections_keep_their_accumulators(device: str) -> None:
+    """A quantizer's weights, whose products are rounded, are told from parameters in compiled code too."""
+    generator = torch.Generator().manual_seed(6)
+    projection = KeyProjection(64, 32, bias=False)
+    projection.weight.copy_(torch.randn(32, 64, generator=generator))
+    projection.bfloat16().to(device)
+    x = torch.randn(3, 64, generator=generator).bfloat16().to(device)
+    found = torch.compile(projection.forward, backend="aot_eager" if device == "cpu" else "inductor")(x)
+    assert found.dtype == torch.float32
+    assert relative(found, x.double() @ projection.weight.double().mT) < 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def convert_checkpoint(
         VerificationError: The result's logits are off; nothing was put at the target.
         OSError: The disk is full, or a file cannot be written.
     """
-    source = Checkpoint(find_checkpoint(settings.source))
+    source = Checkpoint(find_checkpoint(settings.source, partial(_family, settings=settings)))
     try:
         family, stream, ids = _stream(source, settings)
         report = _describe(source, settings, family, stream.dtype, ids)
@@ -98,12 +98,21 @@ def convert_checkpoint(
         source.close()
 
 
-def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDecoder, Stream, Tensor | None]:
+def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecoder]:
+    """The `model_type` and the family of a config that can be converted.
+
+    Raises:
+        ValueError: It cannot.
+    """
     if settings.format == "full":
-        model_type, family = family_of_slim(source.config)
-    else:
-        family = family_of(source.config)
-        require_rope(family, source.config, settings.choice.rope)
+        return family_of_slim(config)
+    family = family_of(config)
+    require_rope(family, config, settings.choice.rope)
+    return config.model_type, family
+
+
+def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDecoder, Stream, Tensor | None]:
+    model_type, family = _family(source.config, settings)
     source.rename(family.model_name)
     source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)

@@ -122,9 +122,7 @@ def _by_kernel(
         used = Segment(*(part[:, :, :longest] for part in kv.suffix))
         lengths = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device)
         try:
-            return partial_of(
-                layer, averages_by_kernel(layer, query, used, lengths, rotation and rotation.kernel)
-            )
+            return partial_of(layer, averages_by_kernel(layer, query, used, lengths, rotation and rotation.kernel))
         except KernelFailedError as error:  # from now on a reason
             reason = str(error)
     if cache.state.backend == "triton":

@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
         keys: Of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: For suffixes of a shared-context cache: of this pass's tokens, at the positions that suffixes
             count from.
-        kernel: The tables of ``keys`` for `slim_decode`, in an eager step over a shared-context cache where it may run.
+        kernel: The tables of ``keys`` for `slim_decode`, in eager steps over a shared-context cache where it may run.
     """
 
     positions: Tensor

@@ -41,10 +41,16 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # quotients in bf16 would be rounded as coarsely as int8 is
     grouped = F.pad(x, (0, -width % group)).reshape(*x.shape[:-1], -(-width // group), group)
     largest = grouped.abs().amax(-1, keepdim=True)
-    scales = (largest / _LARGEST[dtype]).clamp(min=torch.finfo(_SCALE).tiny).to(_SCALE)  # of zeros too
-    steps = (grouped / scales.to(x.dtype)).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
+    scales = _rounded((largest / _LARGEST[dtype]).float().clamp(min=torch.finfo(_SCALE).tiny))  # of zeros too
+    steps = (grouped / scales).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
     numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
-    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scales.view(torch.uint8).flatten(-2)], -1)
+    scale_bytes = scales.to(_SCALE).view(torch.uint8)
+    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scale_bytes.flatten(-2)], -1)
+
+
+def _rounded(scales: Tensor) -> Tensor:
+    """The nearest numbers of bf16, in fp32, by their bits: code that torch.compile makes leaves out conversions."""
+    return ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
 
 
 def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
