@@ -30,10 +30,14 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.sampling.api import sample
+from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
+from hf_fastdecode.kernels.stored_product.api import Term, stored_product
 
 from ..attention.forests import make_inputs
 from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
+from .slim_decode.problems import Case as SlimCase
+from .slim_decode.problems import make_problem
 
 
 @gluon.jit
@@ -98,6 +102,29 @@ def draw(**numbers: float) -> None:
     assert tokens.min() >= 0 and tokens.max() < 3000
 
 
+def attend_slim(case: SlimCase, config: TwoLaunchConfig | None = None) -> None:
+    """Ragged and padded rows; without a config on clusters, in a case that they take."""
+    make_problem(case, "cuda").check_repeats(config, parts=1 if config is None else config.parts)
+
+
+def multiply() -> None:
+    """Columns and widths that end within tiles."""
+    terms = [
+        Term(
+            torch.randn(5, 3, width, device="cuda"),
+            torch.randn(width, 3 * 72, device="cuda").half(),
+            torch.rand(216, device="cuda"),
+        )
+        for width in (300, 40)
+    ]
+    exact = torch.zeros(5, 216, dtype=torch.float64, device="cuda")
+    for factor, matrix, scales in terms:
+        by_group = (matrix.double() * scales).unflatten(1, (3, -1))
+        exact += torch.einsum("rgk,kgc->rgc", factor.double(), by_group).flatten(1)
+    assert torch.allclose(stored_product(terms).double(), exact, rtol=1e-4, atol=1e-4)
+
+
+RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
 CASES = {
     "least": least,
     "race": race,
@@ -112,6 +139,10 @@ CASES = {
     ),
     "sampling, top-p": lambda: draw(top_p=0.9),
     "sampling, all": lambda: draw(top_k=40, top_p=0.9, min_p=0.01, typical_p=0.7),
+    "slim, in two launches": lambda: attend_slim(SlimCase(**RAGGED), TwoLaunchConfig(own_heads=2)),
+    "slim, 8 bits": lambda: attend_slim(SlimCase(**RAGGED, dtype=torch.int8), TwoLaunchConfig(own_heads=2)),
+    "clusters of slim": lambda: attend_slim(SlimCase(**RAGGED, heads=8, head_dim=128, rotary=128, consecutive=True)),
+    "stored products": multiply,
 }
 
 
@@ -175,7 +206,7 @@ def main() -> None:
     if sanitizer is None:
         sys.exit(f"compute-sanitizer is neither on PATH nor in {toolkit}: install the CUDA toolkit")
     major, _ = torch.cuda.get_device_capability()
-    cases = [case for case in CASES if major == 9 or not case.startswith(("least", "race", "Hopper"))]
+    cases = [case for case in CASES if major == 9 or not case.startswith(("least", "race", "Hopper", "clusters"))]
     with ThreadPoolExecutor(8) as threads:
         clean = threads.map(lambda job: run(sanitizer, *job), product(("memcheck", "racecheck"), cases))
         sys.exit(not all([*clean]))
