@@ -130,6 +130,7 @@ def convert_checkpoint(
 
             from hf_fastdecode.conversion.checkpoint import convert
             from hf_fastdecode.conversion.checkpoint.plan_choice import NAMED, PlanChoice, read_plan_file
+            from hf_fastdecode.conversion.checkpoint.shards import unfinished
             from hf_fastdecode.conversion.checkpoint.verify import VerificationError
 
             from .convert_table import conversion_text
@@ -154,8 +155,11 @@ def convert_checkpoint(
             )
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
+            assert target is not None  # a dry run verifies nothing
             raise CommandError(
-                f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify", 1
+                f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
+                f"else delete {unfinished(target.expanduser())}",
+                1,
             ) from error
         except ValueError as error:
             raise CommandError(one_line(error)) from error

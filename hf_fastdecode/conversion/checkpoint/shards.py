@@ -24,6 +24,11 @@ _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}
 
 
+def unfinished(target: Path) -> Path:
+    """The folder in which a checkpoint is made until it is whole and becomes `target`."""
+    return target.with_name(f".{target.name}.converting")
+
+
 class ShardWriter:
     """Writes groups of tensors, in order, to shards of at most a size where groups allow.
 
@@ -42,7 +47,7 @@ class ShardWriter:
         if target.exists() or target.is_symlink():
             raise CheckpointError(f"{target} exists; name another folder, or remove it first")
         self.target, self.limit = target, limit
-        self.folder = target.with_name(f".{target.name}.converting")
+        self.folder = unfinished(target)
         self.state: dict[str, Any] = {
             "settings": json.loads(json.dumps(settings)),
             "groups": 0,
