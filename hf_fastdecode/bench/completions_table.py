@@ -1,4 +1,4 @@
-"""Rows of growing completions as a Markdown table."""
+"""Rows of growing completions as Markdown tables."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def completions_table(rows: Sequence[Row]) -> str:
         cells += [cell(case.get(way), lambda row: f"{float(row['ms_per_step']):.2f}") for way in ways]
         lines.append(line(cells))
     return "\n".join(lines) + f"\n\n{generate_where(rows)}; ms, means over the steps of one call.\n"
+
+
+def steps_and_memory_table(rows: Sequence[Row]) -> str:
+    """A line for each span and way: a step, and the most memory over the weights, or why there is none."""
+    lines = head(["model", "context", "n", "way", "a step", "reading keys and values", "memory over the weights"])
+    for row in rows:
+        found = [row["status"], "", ""]
+        if row["status"] == "ok":
+            times = [f"{float(row[name]):.2f} ms" for name in ("ms_per_step", "kv_floor_ms")]
+            found = [*times, f"{float(row['peak_bytes']) / 2**30:.1f} GiB"]
+        lines.append(line([row["shape"], f"{int(row['context']):,}", row["samples"], row["way"], *found]))
+    return "\n".join(lines) + f"\n\n{generate_where(rows)}; means over the steps of one call.\n"

@@ -14,7 +14,7 @@ import typer
 from ..measurement.rows import Row, read_rows
 from . import RESULTS
 from .clients_table import evaluation_table, rollouts_table, training_table
-from .completions_table import completions_table
+from .completions_table import completions_table, steps_and_memory_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
     cases_of,
@@ -119,6 +119,7 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "first calls": first_calls_table,
     "trees": trees_table,
     "beams": beams_table,
+    "steps and memory": steps_and_memory_table,
     "fixed parts": fixed_parts_table,
     "steps apart": steps_apart_table,
     "training": training_table,
