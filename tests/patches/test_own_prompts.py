@@ -20,6 +20,8 @@ from hf_fastdecode.generation.prompts import own_prompts
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.patches.attention import slim_tokens
+from hf_fastdecode.patches.attention.slim_tokens import SlimTokens
 
 from ..generation.calls import tokens_embedded
 from ..interpreter import merging_two_at_once
@@ -124,6 +126,25 @@ def test_prompts_in_chunks(tokens: int, caches: list[SharedContextCache]) -> Non
     model, slim = pair("k+r")
     stock, found, _ = both(model, slim, BEHIND_A_HEAD | SAMPLE, max_prefill_tokens=tokens)
     assert torch.equal(found, stock)
+    assert len(caches) == 1
+
+
+def test_values_of_long_prompts_are_made_in_parts(
+    caches: list[SharedContextCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a chunk reads at once, in fp32 and in several steps, would take gigabytes of a long prompt."""
+    monkeypatch.setattr(slim_tokens, "_TOKENS_AT_ONCE", 3)
+    lengths, read = [], SlimTokens.read
+
+    def watched(self: SlimTokens, keys: Tensor, *args: Any) -> slim_tokens.CachedTokens:
+        lengths.append(keys.shape[2])
+        return read(self, keys, *args)
+
+    monkeypatch.setattr(SlimTokens, "read", watched)
+    model, slim = pair("k+r")
+    stock, found, _ = both(model, slim, ALONE | SAMPLE | {"max_new_tokens": 2}, max_prefill_tokens=10)
+    assert torch.equal(found, stock)
+    assert max(lengths) == 3
     assert len(caches) == 1
 
 

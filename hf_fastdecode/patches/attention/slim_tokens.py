@@ -19,6 +19,9 @@ from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
 from .slim_attention import cache_dtype
 
+_TOKENS_AT_ONCE = 8192
+"""Cached tokens of which keys and values are made at a time, in fp32 and in several steps."""
+
 
 class CachedTokens(NamedTuple):
     """Tokens as they are read from a cache.
@@ -194,8 +197,20 @@ class SlimTokens(nn.Module):
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
         """Make keys and values of cached tokens, see `MakesNodes.as_nodes` and `require_layout`."""
         self.require_layout(coordinates)
-        tables = self.tables(positions) if self.config.rotary and not self.config.unrotates else None
-        return self.keys_and_values(self.read(keys, coordinates, tables), dtype or self.q_proj.weight.dtype)
+        dtype, made = dtype or self.q_proj.weight.dtype, None
+        for start in range(0, max(1, keys.shape[2]), _TOKENS_AT_ONCE):
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            rotates = self.config.rotary and not self.config.unrotates
+            tables = self.tables(positions[:, part]) if rotates else None
+            new = self.keys_and_values(self.read(keys[:, :, part], coordinates[:, :, part], tables), dtype)
+            if keys.shape[2] <= _TOKENS_AT_ONCE:
+                return new
+            if made is None:
+                made = Segment(*(one.new_empty(*one.shape[:2], keys.shape[2], one.shape[-1]) for one in new))
+            for whole, one in zip(made, new, strict=True):
+                whole[:, :, part] = one
+        assert made is not None
+        return made
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
