@@ -43,6 +43,7 @@ def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tu
         else:
             groups, tile, parts = _in_two_launches(given, config)
         block = 512
+        most_tiles = rows * triton.cdiv(given.keys.shape[1], tile)
         merge_pieces[(rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block))](
             *parts,
             given.first_slots,
@@ -55,6 +56,7 @@ def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tu
             MERGE=_PIECES_AT_ONCE if not interpreted() else 1,
             HEADS=heads,
             RANK=rank,
+            WIDE=(most_tiles + 1) * (groups + 1) >= 2**31,
             STARTS=given.starts is not None,
             BLOCK_T=tile,
             BLOCK_ROWS=triton.next_power_of_2(rows),

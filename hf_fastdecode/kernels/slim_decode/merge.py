@@ -27,6 +27,7 @@ def merge_pieces(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
     MERGE: tl.constexpr,  # pieces loaded at once
+    WIDE: tl.constexpr,  # tiles times groups may exceed 31 bits; divisions of 64 bits take most of the time
 ):
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -34,7 +35,9 @@ def merge_pieces(
     tiles, tile_starts = row_tiles(starts, lengths, rows, BLOCK_T, BLOCK_ROWS, STARTS)
     total = tl.sum(tiles, 0)
     all_rows = tl.arange(0, BLOCK_ROWS)
-    begin = tl.sum(tl.where(all_rows == row, tile_starts, 0), 0).to(tl.int64)
+    begin = tl.sum(tl.where(all_rows == row, tile_starts, 0), 0)
+    if WIDE:
+        begin = begin.to(tl.int64)
     end = begin + tl.sum(tl.where(all_rows == row, tiles, 0), 0)
     # The last group that starts at or before a tile has it.
     some = tl.maximum(total, 1)
@@ -53,7 +56,8 @@ def merge_pieces(
         for index in tl.static_range(MERGE):  # independent loads
             group = first + start + index
             # A group without a tile, of more groups than tiles, has written no piece.
-            has = (start + index < count) & (share_start(group, total, groups) < share_start(group + 1, total, groups))
+            stop = share_start(group + 1, total, groups, WIDE)
+            has = (start + index < count) & (share_start(group, total, groups, WIDE) < stop)
             piece = tl.cast(group + row, tl.int64) * HEADS + head
             lse = tl.load(part_lse + piece + tl.arange(0, 1), mask=has, other=-float("inf"))
             at = piece * (KEYS + RANK) + tl.where(of_keys, 0, KEYS) + column

@@ -38,9 +38,11 @@ def row_tiles(starts, lengths, rows, BLOCK_T: tl.constexpr, BLOCK_ROWS: tl.const
 
 
 @triton.jit
-def share_start(group, total, groups):
-    """First tile of a group among those of all rows."""
-    return (group.to(tl.int64) * total // groups).to(tl.int32)
+def share_start(group, total, groups, WIDE: tl.constexpr = True):
+    """First tile of a group among those of all rows; without `WIDE` no product of both may exceed 31 bits."""
+    if WIDE:
+        group = group.to(tl.int64)
+    return (group * total // groups).to(tl.int32)
 
 
 @triton.jit
