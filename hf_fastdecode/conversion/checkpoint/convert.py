@@ -104,6 +104,8 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
     else:
         family = family_of(source.config)
         require_rope(family, source.config, settings.choice.rope)
+    if (layers := getattr(language_config(source.config), "num_hidden_layers", 1)) < 1:
+        raise CheckpointError(f"{source.folder}/config.json has {layers} layers (num_hidden_layers), not one or more")
     source.rename(family.model_name)
     source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,10 @@ class PlanChoice:
             raise PlanError(f"rank must be at least 0 (keys alone), got {self.rank}")
         if self.rank is not None and self.plan != AUTO:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
-        if not self.tolerance >= 1:
-            raise PlanError(f"tolerance must be at least 1 (an ordinary cache has 1 itself), got {self.tolerance}")
+        if not 1 <= self.tolerance < math.inf:
+            raise PlanError(
+                f"tolerance must be a number of at least 1 (an ordinary cache has 1 itself), got {self.tolerance}"
+            )
         if self.cache_dtype not in CACHE_DTYPES:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
         if self.rope not in ROPES:
