@@ -115,7 +115,7 @@ def test_beams_over_kept_prompts_of_which_one_begins_the_other(model, order):
     prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     with fd.enabled(model):
         cache = fd.prefill(model, prompts)
-    stock, shared, *_, report = both(model, prompts, BEAMS)
+    stock, shared, *_ = both(model, prompts, BEAMS)
     assert torch.equal(shared, stock)
     with fd.enabled(model):
         assert torch.equal(model.generate(**prompts, **BEAMS, past_key_values=cache), stock)

@@ -306,7 +306,7 @@ def test_choices_that_are_none(option: dict[str, Any], reason: str) -> None:
 
 def test_plans_in_lists() -> None:
     assert PlanChoice([["k+r", 4], ("k", 0)]).plan == (("k+r", 4), ("k", 0))
-    with pytest.raises(ValueError, match="must be a tensor of ids of one text, .*, got list"):
+    with pytest.raises(ValueError, match=r"must be a tensor of ids of one text, .*, got list"):
         to_slim(family_model("gpt2"), TEXT.tolist())
 
 

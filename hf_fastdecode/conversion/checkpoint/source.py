@@ -104,7 +104,7 @@ class Checkpoint:
                 model = auto.from_config(self.config, trust_remote_code=False)
         except Exception as error:  # as above
             raise CheckpointError(
-                f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); repair it"
+                f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); mend it"
             ) from error
         self.rename(partial(loaded_name, loading_names(model)))
         tied = set(model.all_tied_weights_keys)
