@@ -19,8 +19,9 @@ _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", 
 _BAKED_IN = (bool, int, float, str, type(None), Tensor)
 """Types of module attributes that can affect what a module computes."""
 
-_NOT_IN_KEYS = ("training", "gradient_checkpointing")
-"""Flags that do not affect keys and values (training mode with dropout never shares)."""
+_NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
+"""What does not affect keys and values: flags (training mode with dropout never shares), and a length that RoPE of
+type ``dynamic`` has seen, which no cache is used beyond."""
 
 
 class Fingerprint:
@@ -111,9 +112,25 @@ def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
 
 def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:
     """State of tensors and modules, comparable only for the same model object."""
-    buffers = (buffer for buffer in model.buffers() if type(buffer) is Tensor and buffer.device.type != "meta")
+    kept = (module for module in model.modules() if not _changes_frequencies(module))
+    buffers = (
+        buffer
+        for module in kept
+        for buffer in module.buffers(recurse=False)
+        if type(buffer) is Tensor and buffer.device.type != "meta"
+    )
     tensors = tuple(map(_tensor_state, (*_plain_parameters(model), *buffers)))
     return tensors, module_state(model, without=_NOT_IN_KEYS)
+
+
+def _changes_frequencies(module: nn.Module) -> bool:
+    """Whether a module's buffers are frequencies that each pass writes anew by its length, as of LongRoPE.
+
+    No cache is used where they change, see `generation.support.rope_limit`.
+    """
+    kinds = getattr(module, "rope_type", None)  # for all layers, or per layer type
+    found = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

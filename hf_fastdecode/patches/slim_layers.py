@@ -48,8 +48,8 @@ class SlimLayer:
             ValueError: No such plan, or a rank or a cache dtype that it cannot have.
         """
         check_plan(self.plan, ALL_PLANS)
-        if not isinstance(self.rank, int) or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
-            bound = "at least 1" if self.plan == "k+r" else "0"
+        if type(self.rank) is not int or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
+            bound = "an integer of at least 1" if self.plan == "k+r" else "0"
             raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
         if self.cache_dtype is not None and (self.plan in ("kv", "e") or self.cache_dtype not in CACHE_DTYPES):
             bound = (

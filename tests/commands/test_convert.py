@@ -112,6 +112,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--plan", "kr"), "kr is neither a plan (auto, k, x, e, kv) nor a JSON file"),
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
+        ((source, target, "--tolerance", "inf"), "must be a number of at least 1"),
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
         ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
@@ -209,7 +210,17 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     assert "lacks model.layers.3." in refused(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "of shape" in refused(folder, target)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
+    assert "has 0 layers (num_hidden_layers)" in refused(folder, target)
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "none such"}}))
+    assert "transformers makes no model of" in refused(folder, target)
     (folder / "config.json").write_text(json.dumps(config))
+    for dtype in (torch.int32, torch.int8):
+        tensors = load_file(shards[1])
+        changed = next(name for name in tensors if name.endswith("proj.weight"))
+        save_file({**tensors, changed: tensors[changed].to(dtype)}, shards[1], {"format": "pt"})
+        assert f"{changed} in {folder} holds integers" in refused(folder, target, "--dtype", "float16")
+        shards[1].write_bytes(whole)
     for file in folder.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer that can be loaded" in refused(folder, target)

@@ -97,6 +97,17 @@ def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.parametrize("left", [(), ("conversion.json.partial",)], ids=str)
+def test_one_interrupted_before_its_first_state_begins(left: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".slim.converting").mkdir()
+    for name in left:
+        (tmp_path / ".slim.converting" / name).write_text('{"settings"')
+    assert "--resume continues it" in refused(source, tmp_path / "slim")
+    assert run("convert-checkpoint", source, tmp_path / "slim", *RESUME).exit_code == 0
+    assert run("convert-checkpoint", source, tmp_path / "whole", *RESUME[:-1]).exit_code == 0
+    assert contents(tmp_path / "slim") == contents(tmp_path / "whole")
+
+
 def test_files_that_were_being_written_are_not_published(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,22 @@ def test_beams_over_a_kept_prompt(model):
             model.generate(**other, **BEAMS, past_key_values=cache)
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["the longer one first", "the shorter one first"])
+def test_beams_over_kept_prompts_of_which_one_begins_the_other(model, order):
+    """The last token of each is computed again, also where the cache holds it for the other."""
+    whole, begins = ragged_prompts(80)["input_ids"][0], torch.zeros(80, dtype=torch.long)
+    begins[20:] = whole[:60]
+    ids = torch.stack([whole, begins])[order]
+    prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    with fd.enabled(model):
+        cache = fd.prefill(model, prompts)
+    stock, shared, *_ = both(model, prompts, BEAMS)
+    assert torch.equal(shared, stock)
+    with fd.enabled(model):
+        assert torch.equal(model.generate(**prompts, **BEAMS, past_key_values=cache), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
 def test_a_returned_beam_cache_refuses_masks_that_hide_tokens(model):
     with fd.enabled(model), torch.no_grad():
         out = model.generate(**PROMPT, **BEAMS, return_dict_in_generate=True)

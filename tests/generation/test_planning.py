@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_fastdecode.attention.forest import Forest, Path, Span
+from hf_fastdecode.attention.forest import Forest, Path, Span, path_slice
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.prompts.prefill import _passes
 from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan, group_prompts, plan_prompts
@@ -67,6 +67,25 @@ def test_plans_are_those_of_the_oracle(calls: list[tuple[Tensor, Tensor | None]]
         cache.add_segment(plan.new_tokens)
         kept = data.draw(st.sampled_from([(), cache.forest.paths]))
         cache.set_forest(Forest.from_paths([*kept, *plan.forest.paths]))
+
+
+@PROPERTY
+@given(calls=st.lists(batches(), min_size=2, max_size=2), recompute=st.integers(0, 9), least=st.integers(1, 4))
+def test_last_tokens_to_recompute_are_new(
+    calls: list[tuple[Tensor, Tensor | None]], recompute: int, least: int
+) -> None:
+    """Those of every prompt, though another one that goes on has them too, and the cache."""
+    cache = SharedContextCache()
+    for input_ids, mask in calls:
+        groups = group_prompts(input_ids, mask)
+        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+        number = cache.add_segment(plan.new_tokens)
+        cache.set_forest(plan.forest)
+        prompts = [group.tokens for group in groups for _ in range(group.count)]
+        for path, tokens in zip(plan.forest.paths, prompts, strict=True):
+            assert torch.equal(cache.path_tokens(path), tokens)
+            last = path_slice(path, max(0, len(tokens) - recompute), len(tokens))
+            assert {span.segment for span in last} <= {number}
 
 
 @settings(PROPERTY, max_examples=100)

@@ -340,3 +340,23 @@ def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
         wide = {name: torch.cat([torch.zeros(2, 9, dtype=torch.long), part], 1) for name, part in padded.items()}
         assert fd.prefill(model, wide).rows == 2  # padding is no text
     assert torch.equal(given, model.generate(ids, **arguments))
+
+
+@pytest.mark.parametrize("between", [4, 80], ids=["short", "longer than the limit"])
+@pytest.mark.parametrize("kind", LIMITED)
+def test_frequencies_that_every_pass_writes_are_no_other_weights(kind, between):
+    """transformers writes those of `inv_freq` in place, or replaces them, also where they stay as they are."""
+    model = tiny_model("llama-gqa", **LIMITED[kind], max_position_embeddings=64)
+    prompt, arguments = ragged_prompts(50, seed=5), {"do_sample": False, "max_new_tokens": 4}
+    other = ragged_prompts(between, seed=6)
+    expected = model.generate(**prompt, **arguments)
+    with fd.enabled(model, reuse_prefix=True, min_saved_tokens=1):
+        cache = fd.prefill(model, prompt["input_ids"][:, :40])
+        for _ in range(2):
+            assert torch.equal(model.generate(**prompt, **arguments, past_key_values=cache), expected)
+            assert fd.explain(model).last_call.known_tokens == (40,)
+            model.generate(**other, **arguments)
+        for known in (None, (50,)):
+            assert torch.equal(model.generate(**prompt, **arguments), expected)
+            assert fd.explain(model).last_call.known_tokens == known
+            model.generate(**other, **arguments)

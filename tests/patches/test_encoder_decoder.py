@@ -111,6 +111,20 @@ def test_beams_and_several_sequences(name: str, plan: str, options: dict[str, An
     assert len(found.sequences.unique(dim=0)) == len(found.sequences)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_texts_that_begin_otherwise(name: str) -> None:
+    """T5 and BART get their start token before them, and Whisper does not."""
+    ids = torch.tensor([[7, 8, 9]] * 2)
+    expected, found = (generate(model, decoder_input_ids=ids) for model in encoder_decoder_pair(name, "x"))
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_a_prompt_of_whisper() -> None:
+    options = {"prompt_ids": torch.tensor([7, 8, 9]), "max_new_tokens": 8, "return_dict_in_generate": False}
+    expected, found = (generate(model, **options) for model in encoder_decoder_pair("whisper", "x"))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("plan", ["k+r", "x"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_static_cache(name: str, plan: str) -> None:

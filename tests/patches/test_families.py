@@ -282,6 +282,34 @@ def test_plans_of_other_architectures() -> None:
             to_slim(family_model(name), TEXT, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"plan": ("k", 0)}, r'a pair such as \("k\+r", 64\) for each layer, got'),
+        ({"plan": None}, "for each layer, got None"),
+        ({"plan": (("k+r", 0), ("k", 0))}, r"rank of plan 'k\+r' must be an integer of at least 1, got 0"),
+        ({"plan": (("k+r", 4.0), ("k", 0))}, "an integer of at least 1, got 4.0"),
+        ({"plan": (("k+r", True), ("k", 0))}, "an integer of at least 1, got True"),
+        ({"plan": (("k", 4), ("k", 0))}, "rank of plan 'k' must be 0, got 4"),
+        ({"plan": (("q", 1), ("k", 0))}, "must be one of k, .*, got 'q'"),
+        ({"rank": "4"}, "rank must be an integer of at least 0 .*, got '4'"),
+        ({"rank": 4.0}, "rank must be an integer of at least 0 .*, got 4.0"),
+        ({"tolerance": "2"}, "tolerance must be a number of at least 1 .*, got '2'"),
+        ({"tolerance": float("inf")}, "tolerance must be a number of at least 1 .*, got inf"),
+    ],
+    ids=str,
+)
+def test_choices_that_are_none(option: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        PlanChoice(**option)
+
+
+def test_plans_in_lists() -> None:
+    assert PlanChoice([["k+r", 4], ("k", 0)]).plan == (("k+r", 4), ("k", 0))
+    with pytest.raises(ValueError, match=r"must be a tensor of ids of one text, .*, got list"):
+        to_slim(family_model("gpt2"), TEXT.tolist())
+
+
 OLD = {
     "gpt_neox": ("lm_head.", "embed_out.", "gpt_neox.layers.0.attention.masked_bias"),
     "gpt2": ("transformer.", "", "h.0.attn.bias"),

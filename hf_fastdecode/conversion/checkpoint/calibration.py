@@ -48,6 +48,8 @@ def check_ids(ids: Tensor) -> Tensor:
     Raises:
         ValueError: There are too few, or they are no single text.
     """
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"calibration must be a tensor of ids of one text, [tokens], got {type(ids).__name__}")
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"calibration must be ids of one text, [tokens], got {ids.dtype} of shape {list(ids.shape)}")
     if len(ids) < LEAST:

@@ -105,10 +105,15 @@ def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecod
         ValueError: It cannot.
     """
     if settings.format == "full":
-        return family_of_slim(config)
-    family = family_of(config)
-    require_rope(family, config, settings.choice.rope)
-    return config.model_type, family
+        model_type, family = family_of_slim(config)
+    else:
+        model_type, family = config.model_type, family_of(config)
+        require_rope(family, config, settings.choice.rope)
+    if (layers := getattr(language_config(config), "num_hidden_layers", 1)) < 1:
+        raise CheckpointError(
+            f"the config of {settings.source} has {layers} layers (num_hidden_layers), not one or more"
+        )
+    return model_type, family
 
 
 def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDecoder, Stream, Tensor | None]:

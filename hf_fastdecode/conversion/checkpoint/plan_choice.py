@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,19 @@ class PlanChoice:
         Raises:
             PlanError: No such plan, cache dtype or rope, a rank or tolerance out of bounds, or both a plan and a rank.
         """
-        if isinstance(self.plan, str) and self.plan not in NAMED:
-            raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
-        if self.rank is not None and self.rank < 0:
-            raise PlanError(f"rank must be at least 0 (keys alone), got {self.rank}")
+        if isinstance(self.plan, str):
+            if self.plan not in NAMED:
+                raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
+        else:
+            object.__setattr__(self, "plan", _checked(self.plan))
+        if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
+            raise PlanError(f"rank must be an integer of at least 0 (keys alone), got {self.rank!r}")
         if self.rank is not None and self.plan != AUTO:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
-        if not self.tolerance >= 1:
+        if not isinstance(self.tolerance, int | float) or not 1 <= self.tolerance < math.inf:
             raise PlanError(
-                f"tolerance must be at least 1 (the error of keys and values themselves), got {self.tolerance}"
+                "tolerance must be a number of at least 1 (the error of keys and values themselves), got "
+                f"{self.tolerance!r}"
             )
         if self.cache_dtype not in CACHE_DTYPES:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
@@ -113,6 +118,22 @@ class PlanChoice:
         if len(self.plan) != layers:
             raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}")
         return self.plan[index]
+
+
+def _checked(plan: Any) -> tuple[tuple[str, int], ...]:
+    """Plan and rank of each layer, as a tuple of pairs, if they are such.
+
+    Raises:
+        PlanError: They are not.
+    """
+    try:
+        pairs = [(name, rank) for name, rank in plan]
+        layers = read_layers([{"plan": name, "rank": rank} for name, rank in pairs], len(pairs), (ALL_PLANS,))
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f'plan must be {", ".join(NAMED)} or a pair such as ("k+r", 64) for each layer, got {plan!r} ({error})'
+        ) from error
+    return tuple((layer.plan, layer.rank) for layer in layers)
 
 
 def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:

@@ -144,6 +144,9 @@ class ShardWriter:
     def _continue(self, resume: bool) -> None:
         if not resume:
             raise CheckpointError(f"a conversion was interrupted; --resume continues it, or remove {self.folder}")
+        if all(file.suffix == ".partial" for file in self.folder.iterdir()):  # interrupted before its first state
+            self._save_state({})
+            return
         try:
             state = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -117,8 +117,13 @@ class Checkpoint:
         Raises:
             CheckpointError: As of the class.
         """
-        with torch.device("meta"):
-            model = auto.from_config(self.config, trust_remote_code=False)
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(self.config, trust_remote_code=False)
+        except Exception as error:  # as above
+            raise CheckpointError(
+                f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); mend it"
+            ) from error
         self.rename(partial(loaded_name, loading_names(model)))
         tied = set(model.all_tied_weights_keys)
         missing = sorted(
@@ -131,10 +136,17 @@ class Checkpoint:
                 "is of another model"
             )
         for name, expected in model.state_dict().items():
-            if name in self.files and (shape := self.shape(name)) != list(expected.shape):
+            if name not in self.files:
+                continue
+            if (shape := self.shape(name)) != list(expected.shape):
                 raise CheckpointError(
                     f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
                     "config.json is of another model"
+                )
+            if expected.is_floating_point() and not self.is_floating_point(name):
+                raise CheckpointError(
+                    f"{name} in {self.folder} holds integers, as quantised weights do, and its config tells of no "
+                    "quantisation; convert the checkpoint that they were made of"
                 )
 
     def shape(self, name: str) -> list[int]:
@@ -150,6 +162,13 @@ class Checkpoint:
             raise CheckpointError(
                 f"there is no {stored} in {self.files[name]}, where the index names it; copy or download both again"
             ) from error
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether a tensor of the files, as `shape` checks, holds floating-point numbers."""
+        handle, stored = self._handle(self.files[name]), self.stored[name]
+        if isinstance(handle, Mapping):
+            return bool(handle[stored].is_floating_point())
+        return "F" in handle.get_slice(stored).get_dtype()  # such as F32, BF16, F8_E4M3
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.

@@ -104,7 +104,8 @@ def plan_prompts(
     new_tokens: list[Tensor] = []
     length = 0
     for run in tree.ranges:
-        known_path, known_length = known[run.row_start]
+        known_path, _ = known[run.row_start]
+        known_length = min(length for _, length in known[run.row_start : run.row_stop])  # one may end here
         fresh_start = min(max(known_length, run.start), run.stop)
         path = (*paths[run.parent], *path_slice(known_path, run.start, fresh_start))
         if fresh := run.stop - fresh_start:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSpeechSeq2Seq
 from transformers.models.whisper.modeling_whisper import (
     WhisperAttention,
@@ -38,6 +41,18 @@ class SlimWhisperForConditionalGeneration(
     """Whisper for generation, with slim attention."""
 
     slim_attention = SlimWhisperAttention
+
+    def _prepare_decoder_input_ids_for_generation(
+        self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """As of the ordinary model, which transformers tells by its `model_type`: nothing precedes tokens given."""
+        for name in ("decoder_input_ids", "input_ids"):
+            if model_kwargs.get(name) is not None:
+                return model_kwargs.pop(name), model_kwargs
+        found: tuple[Tensor, dict[str, Any]] = super()._prepare_decoder_input_ids_for_generation(
+            batch_size, model_input_name, model_kwargs, *args, **kwargs
+        )
+        return found
 
 
 AutoModel.register(SlimWhisperConfig, SlimWhisperModel, exist_ok=True)
