@@ -112,9 +112,9 @@ def test_the_table_says_which_attention_is_not_in_8_bits(tmp_path: Path) -> None
         tried = next(one for one in layer["measured"]["candidates"] if (one["plan"], one["dtype"]) == ("k", "int8"))
         ratio = tried["output_error"] / layer["measured"]["ordinary_int8"]["output_error"]
         place = f"{index // 2} {('self', 'cross')[index % 2]}"
-        assert f"Layer {place}: no int8, which has at best {ratio:.2f}x the error of int8" in table
+        assert f"Layer {place}: not in int8, which has at best {ratio:.2f}x the error of int8" in table
     in_int8 = sum(layer["measured"]["ordinary_int8"]["bytes_per_token"] for layer in report["layers"]) * 512
-    assert f"in int8, scales included, take {in_int8 / 1024:.0f} KiB; beside" in table
+    assert f"in int8, scales included, take {in_int8 / 1024:.0f} KiB; for layers in 8 bits" in table
 
 
 def test_heads_of_their_own(tmp_path: Path) -> None:
