@@ -64,7 +64,8 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
             f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
         )
     given = {key: value for key, _, value in (option.partition("=") for option in options)}
-    names = [field.name for field in fields(Options) if field.name != "mode"]  # that is what the way is
+    named_by_mode = not base.startswith("slim")  # other ways of ours have one for each mode
+    names = [field.name for field in fields(Options) if field.name != "mode" or not named_by_mode]
     for key, value in given.items():
         if key not in names:
             raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")

@@ -137,6 +137,9 @@ def test_every_way_is_known():
     with pytest.raises(ValueError, match=r"options are written NAME=VALUE behind one of ours.*got 'stock\+a=1'"):
         find_way("stock+a=1")
     assert find_way("slim-k+r+sampler=hf") == replace(find_way("slim-k+r"), enable={"sampler": "hf"})
+    assert find_way("slim-k+mode=compile").enable == {"mode": "compile"}
+    with pytest.raises(ValueError, match=r"an option of a way is one of .*, got 'mode' in 'graph\+mode=eager'"):
+        find_way("graph+mode=eager")
     with pytest.raises(
         ValueError, match=r"options are written NAME=VALUE behind one of ours.*got 'stock-slim-k\+r\+a=1'"
     ):

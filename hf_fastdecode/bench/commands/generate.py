@@ -76,10 +76,10 @@ def generate(
     `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
     left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. `slim-k` and `slim-k+r`
     are `shared` with slim models of random weights, which store what one row alone has as keys, or as keys and
-    V-coordinates, and what rows share as keys and values. `stock-slim-k` and `stock-slim-k+r` are `stock` with these
-    models. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto` (4 bits, the most it takes) are `stock`
-    with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and
-    stands in front of a row's command.
+    V-coordinates, and what rows share as keys and values; `slim-k+mode=compile` forces a mode. `stock-slim-k` and
+    `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto`
+    (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set,
+    it forces a backend, and stands in front of a row's command.
 
     A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
     `+reuse_prefix=1` behind them.
