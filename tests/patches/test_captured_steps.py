@@ -193,13 +193,17 @@ def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyP
 
 
 @on_the_cpu
-def test_layers_are_compiled_only_if_asked(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
-    slim = pair("k+r")[1]
+def test_layers_are_compiled_once_all_steps_pay(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike captures, compiled layers serve later calls too."""
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 2)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_COMPILATION", 5)
+    slim, found = pair("k+r")[1], []
     with fd.enabled(slim, backend="triton"):
-        state_of(slim).captures.steps_asked = 10**6
-        slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": 2})
-        assert fd.explain(slim).last_call.mode == "graph"
+        state_of(slim).captures.compiled = CompiledLayers(backend="eager")
+        for tokens in (2, 2, 2, 1):
+            slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": tokens})
+            found.append(fd.explain(slim).last_call.mode)
+    assert found == ["graph", "graph", "compile", "eager"]
 
 
 @on_the_cpu

@@ -171,6 +171,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    if steps >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and not per_call:
-        return "compile", f"{steps} steps {which} pay for compiling the layers"
+    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+        return "compile", f"{so_far} steps so far pay for compiling the layers"
     return "graph", f"{steps} steps {which} pay for a capture"

@@ -18,6 +18,8 @@ MOST_ROWS = 64
 
 MOST_TERMS = 2
 
+_PROGRAMS = 256  # about two on each multiprocessor
+
 
 class Term(NamedTuple):
     """A product with a stored matrix.
@@ -41,27 +43,32 @@ class ProductConfig(NamedTuple):
         width: Numbers of each row per iteration.
         stages: Iterations whose loads are under way.
         warps: Per program.
+        parts: Into which the width is divided, each a program's.
     """
 
     columns: int
     width: int
     stages: int = 4
     warps: int = 4
+    parts: int = 1
 
 
-def choose_config(rows: int, columns: int, itemsize: int, memory: int) -> ProductConfig:
-    """Launch parameters, measured on an H200 for one and eight rows.
+def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: int, memory: int) -> ProductConfig:
+    """Launch parameters, measured on an H200 for one row.
 
     Args:
         rows: Of the factors.
+        groups: Of the factors.
+        width: Of the first factor.
         columns: Of all groups.
         itemsize: Bytes of a number of the factors.
         memory: Bytes of shared memory per block.
     """
-    own, stages = (32 if columns > 1024 else 16), 4
+    own, stages = 64, 4
     per_number = stages * (2 * own + itemsize * _padded(rows))
-    width = next((width for width in (256, 128, 64) if width * per_number <= memory), 32)
-    return ProductConfig(own, width, stages)
+    at_once = next((numbers for numbers in (128, 64) if numbers * per_number <= memory), 32)
+    parts = min(_PROGRAMS // (groups * triton.cdiv(columns // groups, own)), width // (2 * at_once))
+    return ProductConfig(own, at_once, stages, parts=max(1, parts))
 
 
 def _padded(rows: int) -> int:
@@ -90,11 +97,11 @@ def stored_product(
     factor, matrix, _ = terms[0]
     (rows, groups, width), columns, device = factor.shape, matrix.shape[1], factor.device
     of_group = columns // groups
-    config = config or choose_config(rows, columns, factor.element_size(), shared_memory(device))
+    config = config or choose_config(rows, groups, width, columns, factor.element_size(), shared_memory(device))
     second = terms[-1]
-    out = torch.empty(rows, columns, dtype=torch.float32, device=device)
+    out = torch.empty(config.parts, rows, columns, dtype=torch.float32, device=device)
     with launching(Kernel.PRODUCT, device):
-        kernel[(groups * triton.cdiv(of_group, config.columns),)](
+        kernel[(groups * triton.cdiv(of_group, config.columns), config.parts)](
             *terms[0],
             *second,
             constant if constant is not None else out,
@@ -109,10 +116,11 @@ def stored_product(
             PADDED_WIDTH=triton.next_power_of_2(max(width, second.factor.shape[2])),
             CONSTANT=constant is not None,
             IN_RANGE=in_range,
+            PARTS=config.parts,
             BLOCK_M=_padded(rows),
             BLOCK_C=config.columns,
             BLOCK_K=config.width,
             STAGES=config.stages if not interpreted() else 1,
             num_warps=config.warps,
         )
-    return out
+    return out.sum(0) if config.parts > 1 else out[0]

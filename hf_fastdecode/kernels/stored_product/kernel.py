@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Sum of products of a few rows with stored matrices, on tensor cores, with fp32 factors in two fp16 parts.
 
-Each program makes some columns of all rows, so that matrices are read once, and adds up in one order.
+Each program makes some columns of all rows, so that matrices are read once, and adds up in one order. Where columns
+make few programs, parts of the width go to programs of their own.
 """
 
 import triton
@@ -21,7 +22,7 @@ def stored_product(
     second_matrix,
     second_scales,
     constant,  # [groups * columns] fp32; not read without CONSTANT
-    out,  # [rows, groups * columns] fp32
+    out,  # [PARTS, rows, groups * columns] fp32, to be summed over the parts
     rows,
     row_stride,
     group_stride,
@@ -34,12 +35,14 @@ def stored_product(
     PADDED_WIDTH: tl.constexpr,  # a power of 2 that is at least both widths
     CONSTANT: tl.constexpr,
     IN_RANGE: tl.constexpr,  # all factors are in fp16's range
+    PARTS: tl.constexpr,  # of the widths
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
+    part = tl.program_id(1)
     group = tl.program_id(0) // BLOCKS
     own = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
     kept = own < COLUMNS
@@ -54,10 +57,12 @@ def stored_product(
         row,
         column,
         kept,
+        part,
         WIDTH,
         GROUPS * COLUMNS,
         PADDED_WIDTH,
         IN_RANGE,
+        PARTS,
         BLOCK_M,
         BLOCK_K,
         STAGES,
@@ -72,17 +77,19 @@ def stored_product(
             row,
             column,
             kept,
+            part,
             SECOND_WIDTH,
             GROUPS * COLUMNS,
             PADDED_WIDTH,
             IN_RANGE,
+            PARTS,
             BLOCK_M,
             BLOCK_K,
             STAGES,
         )
     if CONSTANT:
-        result += tl.load(constant + column, mask=kept, other=0.0)[None, :]
-    at = row.to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+        result += tl.load(constant + column, mask=kept & (part == 0), other=0.0)[None, :]
+    at = (part * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
     tl.store(out + at, result, mask=(row < rows)[:, None] & kept[None, :])
 
 
@@ -96,15 +103,18 @@ def product(
     row,
     column,
     kept,
+    part,
     WIDTH: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     IN_RANGE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``[BLOCK_M, BLOCK_C]`` fp32: some columns of a product, scaled."""
+    """``[BLOCK_M, BLOCK_C]`` fp32: some columns of a product over a part of the width, scaled."""
+    OF_PART: tl.constexpr = ((WIDTH + PARTS - 1) // PARTS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     HALF: tl.constexpr = factor.dtype.element_ty == tl.float16
     SCALED: tl.constexpr = not (IN_RANGE or HALF)
@@ -120,7 +130,8 @@ def product(
             scale = tl.where((row == index)[:, None], power, scale)
     coarse_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
     rest_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
-    for first in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+    begin = part * OF_PART
+    for first in tl.range(begin, tl.minimum(begin + OF_PART, WIDTH), BLOCK_K, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_K)
         in_width = (at < WIDTH) | WHOLE
         numbers = tl.load(start + at[None, :], mask=has_row & in_width[None, :], other=0.0)

@@ -1,0 +1,56 @@
+"""Products of few rows with stored matrices, against fp64."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GROUPS, COLUMNS = 3, 72
+"""Columns of a group end within a tile of 32."""
+
+
+def make_term(rows: int, width: int, dtype: torch.dtype, seed: int) -> Term:
+    generator = torch.Generator().manual_seed(seed)
+    parts = (
+        (100 * torch.randn(rows, GROUPS, width, generator=generator)).to(dtype),
+        torch.randn(width, GROUPS * COLUMNS, generator=generator).half(),
+        torch.exp2(torch.randint(-3, 4, (GROUPS * COLUMNS,), generator=generator)).float(),
+    )
+    return Term(*(part.to(DEVICE) for part in parts))
+
+
+def oracle(terms: list[Term], constant: Tensor) -> Tensor:
+    total = constant.double()
+    for factor, matrix, scales in terms:
+        by_group = (matrix.double() * scales).unflatten(1, (GROUPS, -1))
+        total = total + torch.einsum("rgk,kgc->rgc", factor.double(), by_group).flatten(1)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+def test_widths_divided_among_programs(parts: int, dtype: torch.dtype) -> None:
+    """In parts that end within a tile, that have nothing of the second factor, or nothing at all."""
+    terms = [make_term(5, width, dtype, seed=width) for width in (300, 40)]
+    constant = torch.randn(GROUPS * COLUMNS, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    exact = oracle(terms, constant)
+    for in_range in (False, True):
+        found = stored_product(terms, constant, ProductConfig(32, 32, parts=parts), in_range=in_range)
+        assert found.shape == exact.shape
+        assert (found - exact).norm() < 340**0.5 * torch.finfo(torch.float32).eps * exact.norm()
+
+
+def test_widths_are_divided_where_columns_make_few_programs() -> None:
+    assert choose_config(1, 1, 4096, 512, 2, 200_000).parts == 16  # V-coordinates of an input
+    assert choose_config(1, 32, 4096, 4096, 4, 200_000).parts == 4  # values of averages
+    assert choose_config(1, 128, 16384, 16384, 4, 200_000).parts == 1
+    for rows, groups, width in product((1, MOST_ROWS), (1, 12), (16, 768, 8192)):
+        config = choose_config(rows, groups, width, groups * 64, 4, 50_000)
+        assert config.parts >= 1
+        assert config.parts == 1 or config.parts * config.width <= width
