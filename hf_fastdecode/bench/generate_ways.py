@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -57,7 +58,8 @@ class GenerateWay:
     def call_arguments(self, samples: int) -> dict[str, Any]:
         """What a call of so many samples of one prompt gives `generate`."""
         if not self.beams:
-            return SAMPLING | {"num_return_sequences": samples} | self.arguments
+            # A copy, since transformers takes the backend out of the quantized cache's configuration.
+            return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)
         return {"num_beams": samples, "num_return_sequences": samples}
 
 
