@@ -126,7 +126,7 @@ def caller(
     if way.beams and (case.finish or case.tree is not None):
         raise NotAvailableError("beams are of one prompt, and run to the end")
     ids = prompt(model, case)
-    extra = way.call_arguments(case.samples // len(ids))
+    extra: dict[str, Any] = {}
     criteria = [stopping] if stopping is not None else []
     if case.finish:
         extra["pad_token_id"] = 0
@@ -141,6 +141,7 @@ def caller(
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             return_dict_in_generate=return_dict,
+            **way.call_arguments(case.samples // len(ids)),
             **extra,
         )
 

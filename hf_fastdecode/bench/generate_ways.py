@@ -56,10 +56,9 @@ class GenerateWay:
         return self.attention != "none" and "cache_config" not in self.arguments
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
-        """What a call of so many samples of one prompt gives `generate`."""
+        """What one call of so many samples of one prompt gives `generate`, which may change it."""
         if not self.beams:
-            # A copy, since transformers takes the backend out of the quantized cache's configuration.
-            return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)
+            return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)  # 5.17 takes keys out
         return {"num_beams": samples, "num_return_sequences": samples}
 
 

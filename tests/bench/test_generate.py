@@ -228,6 +228,16 @@ def test_quantized_caches(bench, model):
     assert type(cache).__name__ == "QuantizedCache"
 
 
+def test_calls_do_not_change_later_ones(model, monkeypatch):
+    """transformers 5.17 takes the backend out of the configuration that it is given."""
+    backends = []
+    monkeypatch.setattr(model, "generate", lambda *_, cache_config, **__: backends.append(cache_config.pop("backend")))
+    for _ in range(2):
+        call = caller(model, CASE, find_way("quantized-hqq"))
+        call(1), call(2)
+    assert backends == ["hqq"] * 4
+
+
 @pytest.mark.parametrize(("way", "package"), [("quantized-hqq", "hqq"), ("quantized-quanto", "optimum-quanto")])
 def test_packages_that_are_not_installed(bench, monkeypatch, way, package):
     def absent(name):
