@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 
 import torch
@@ -43,7 +43,7 @@ def forget(kernel: Kernel) -> None:
 
 @contextmanager
 def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
-    """Wrap the compilation and launch of a kernel: log its first error, and fail at once on later attempts.
+    """Compile and launch a kernel on the device within: log its first error, and fail at once on later attempts.
 
     Raises:
         KernelFailedError: It cannot be compiled or launched on this device.
@@ -53,7 +53,9 @@ def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
     if (known := failure(kernel, device)) is not None:
         raise KernelFailedError(known)
     try:
-        yield
+        # Triton launches on the current device, not on its arguments'.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton and the drivers raise errors of any type

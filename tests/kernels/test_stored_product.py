@@ -46,6 +46,16 @@ def test_widths_divided_among_programs(parts: int, dtype: torch.dtype) -> None:
         assert (found - exact).norm() < 340**0.5 * torch.finfo(torch.float32).eps * exact.norm()
 
 
+@pytest.mark.parametrize("part", range(3))
+def test_strided_operands(part: int) -> None:
+    """Inputs of a row may be a transposed view, as those of an encoder that begins with convolutions."""
+    term = make_term(5, 300, torch.float32, seed=1)
+    strided = term[part].mT.contiguous().mT if part < 2 else torch.stack([term.scales, term.scales + 1], 1)[:, 0]
+    assert strided.stride(-1) != 1
+    found = stored_product([Term(*(strided if index == part else operand for index, operand in enumerate(term)))])
+    assert torch.equal(found, stored_product([term]))
+
+
 def test_widths_are_divided_where_columns_make_few_programs() -> None:
     assert choose_config(1, 1, 4096, 512, 2, 200_000).parts == 16  # V-coordinates of an input
     assert choose_config(1, 32, 4096, 4096, 4, 200_000).parts == 4  # values of averages

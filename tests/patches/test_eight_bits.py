@@ -7,6 +7,7 @@ from shutil import which
 import pytest
 import torch
 
+from hf_fastdecode.patches.values import eight_bits
 from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes
 
 
@@ -49,6 +50,15 @@ def test_numbers_in_half_precision_are_rounded_as_in_fp32() -> None:
     x = torch.randn(1000, 48, generator=torch.Generator().manual_seed(3))
     for half in (x.bfloat16(), x.half()):
         assert torch.equal(store(half, torch.int8, 16), store(half.float(), torch.int8, 16))
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_no_number_stays_none(dtype: torch.dtype) -> None:
+    x = torch.ones(1, 1, 1, 16)
+    x[..., 3] = torch.nan
+    assert load(store(x, dtype, 16), dtype, 16).isnan().all()
+    of_gpus = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # which arithmetic here does not make
+    assert eight_bits._rounded(of_gpus).isnan().all()
 
 
 def test_zeros_of_a_static_cache_are_zeros() -> None:

@@ -7,6 +7,7 @@ from shutil import which
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.values import stored_products
@@ -118,6 +119,24 @@ def test_products_by_halves(
         found = sum_of_products(moved, constant.to(device), heads, in_range=in_range)
         assert (found.dtype, found.shape) == (torch.float32, oracle.shape)
         assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (2, 4, 0)])
+def test_products_of_nothing(sizes: tuple[int, ...], heads: int | None, device: str) -> None:
+    product = StoredMatrix(48, 32, torch.float16).to(device).product(torch.empty(*sizes, 48, device=device))
+    assert sum_of_products([product], None, heads).shape == (*sizes, 32 // (heads or 1))
+
+
+@pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
+def test_other_numbers_of_rows_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+    torch._dynamo.reset()
+    matrix, graphs = StoredMatrix(64, 32, torch.float16), CompileCounter()
+    compiled = torch.compile(lambda x: sum_of_products([matrix.product(x * 1.5)]), backend=graphs)
+    for rows in range(3, 8):
+        assert compiled(torch.randn(rows, 64)).shape == (rows, 32)
+    assert graphs.frame_count == 2  # of three rows, and of any number
 
 
 @pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ...kernels.forest_decode.schedule import Schedule
@@ -45,18 +44,17 @@ def run_kernels(
     if new_values.stride(-1) != 1:
         new_values = new_values.contiguous()
     tables = (node_addresses, suffix_addresses, slots, lengths, schedule, config)
-    with torch.cuda.device_of(query):  # Triton launches on the current device, not on its arguments'
-        out, _ = forest_decode(
-            query,
-            new_keys,
-            new_values,
-            *tables,
-            scale=scoring.scale,
-            soft_cap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            origins=origins,
-        )
+    out, _ = forest_decode(
+        query,
+        new_keys,
+        new_values,
+        *tables,
+        scale=scoring.scale,
+        soft_cap=scoring.softcap,
+        window=scoring.window,
+        sinks=scoring.sinks,
+        origins=origins,
+    )
     return out
 
 
@@ -72,6 +70,5 @@ def run_node_kernels(
 
     if query.stride(-1) != 1:
         query = query.contiguous()
-    with torch.cuda.device_of(query):
-        parts = forest_partial(query, node_addresses, slots, schedule, config, kv_heads=query.shape[1], scale=scale)
+    parts = forest_partial(query, node_addresses, slots, schedule, config, kv_heads=query.shape[1], scale=scale)
     return Partial(*parts)

@@ -226,7 +226,7 @@ def sample(
         eos=settings.eos_count,
     )
     scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
-    with torch.cuda.device_of(logits), launching(Kernel.SAMPLING, logits.device):
+    with launching(Kernel.SAMPLING, logits.device):
         sample_rows[(rows,)](
             logits,
             row_ids,

@@ -25,8 +25,8 @@ class Term(NamedTuple):
     """A product with a stored matrix.
 
     Attributes:
-        factor: ``[rows, groups, width]``, fp32, fp16 or bf16; numbers of a row contiguous.
-        matrix: ``[width, groups * columns]`` fp16, contiguous: columns of a group are multiplied by its factor.
+        factor: ``[rows, groups, width]``, fp32, fp16 or bf16.
+        matrix: ``[width, groups * columns]`` fp16: columns of a group are multiplied by its factor.
         scales: ``[groups * columns]`` fp32: the matrix is ``matrix * scales``.
     """
 
@@ -94,6 +94,10 @@ def stored_product(
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
+    terms = [
+        Term(_with_contiguous_rows(factor), matrix.contiguous(), scales.contiguous())
+        for factor, matrix, scales in terms
+    ]
     factor, matrix, _ = terms[0]
     (rows, groups, width), columns, device = factor.shape, matrix.shape[1], factor.device
     of_group = columns // groups
@@ -124,3 +128,7 @@ def stored_product(
             num_warps=config.warps,
         )
     return out.sum(0) if config.parts > 1 else out[0]
+
+
+def _with_contiguous_rows(factor: Tensor) -> Tensor:
+    return factor if factor.stride(-1) == 1 else factor.contiguous()

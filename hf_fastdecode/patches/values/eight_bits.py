@@ -50,7 +50,8 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
 
 def _rounded(scales: Tensor) -> Tensor:
     """The nearest numbers of bf16, in fp32, by their bits: code that torch.compile makes leaves out conversions."""
-    return ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    rounded = ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return torch.where(scales.isnan(), scales, rounded)  # the sum may make 0 of a NaN's bits
 
 
 def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:

@@ -56,9 +56,10 @@ def sum_of_products(
             factors, matrices, scales = zip(*products, strict=True)
             by_group = [_by_group(factor, heads) for factor in factors]
             out = torch.ops.hf_fastdecode.stored_products(by_group, matrices, scales, constant, in_range)
+            columns = out.shape[1]
             if heads is None:
-                return out.view(*first.shape[:-1], -1)
-            return out.view(len(first), -1, heads, out.shape[1] // heads).transpose(1, 2)
+                return out.view(*first.shape[:-1], columns)
+            return out.view(first.shape[0], first.shape[2], heads, columns // heads).transpose(1, 2)
         total: Tensor | None = None
         for factor, matrix, scale in products:
             scaled = matrix.to(dtype) * scale.to(dtype)
@@ -104,6 +105,8 @@ def _stored_products(
     in_range: bool,
 ) -> Tensor:
     """``[rows, columns]`` fp32 of factors ``[rows, groups, width]``: by a kernel for few rows, else by PyTorch's."""
+    if factors[0].numel() == 0:
+        return factors[0].new_empty(0, matrices[0].shape[1], dtype=torch.float32)
     products = [Product(*given) for given in zip(factors, matrices, scales, strict=True)]
     if (found := _by_kernel(products, constant, in_range)) is not None:
         return found
@@ -120,7 +123,7 @@ def _traced_stored_products(
     constant: Tensor | None,
     in_range: bool,
 ) -> Tensor:
-    return factors[0].new_empty(len(factors[0]), matrices[0].shape[1], dtype=torch.float32)
+    return factors[0].new_empty(factors[0].shape[0], matrices[0].shape[1], dtype=torch.float32)
 
 
 def _by_kernel(products: Sequence[Product], constant: Tensor | None, in_range: bool) -> Tensor | None:
