@@ -94,6 +94,22 @@ def test_plan_files(source: Path, tmp_path: Path) -> None:
         assert [one["rank"] for one in json.loads(done.stdout)["layers"]] == [0, 4, 0]
 
 
+def test_a_plan_file_nested_too_deeply(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("[" * 100_000)
+    assert "nor a JSON file of plans" in refused(source, "--dry-run", "--plan", tmp_path / "plan.json")
+
+
+def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -> None:
+    """It tells of the conversion: what is recovered does not need it, but how exactly depends on it."""
+    assert run("convert-checkpoint", source, tmp_path / "slim", "--plan", "k").exit_code == 0
+    for index, content in enumerate(("3", '{"layers": 3}', '{"layers": [{"plan": "k"}]}', '{"layers": []}')):
+        (tmp_path / "slim" / "slim_report.json").write_text(content)
+        back = ("convert-checkpoint", tmp_path / "slim", tmp_path / f"full-{index}", "--format", "full")
+        assert "--verify needs the condition numbers in" in refused(*back[1:], "--verify")
+        done = run(*back)
+        assert done.exit_code == 0, done.output
+
+
 def test_help_teaches() -> None:
     text = " ".join(run("convert-checkpoint", "--help").stdout.split())
     for words in ("multi-head", "condition number", "import hf_fastdecode", "grouped-query"):

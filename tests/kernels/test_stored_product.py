@@ -46,6 +46,22 @@ def test_widths_divided_among_programs(parts: int, dtype: torch.dtype) -> None:
         assert (found - exact).norm() < 340**0.5 * torch.finfo(torch.float32).eps * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_of_any_size(parts: int, dtype: torch.dtype) -> None:
+    """Far from fp16's range, and with one number far above the others: where a row ends, or in the second factor."""
+    terms = [make_term(5, width, dtype, seed=width) for width in (300, 40)]
+    sizes = torch.tensor([1e-30, 1e-4, 0.0, 1.0, 1e25], device=DEVICE)[:, None, None]
+    for term, largest in zip(terms, (299, 39), strict=True):
+        term.factor[..., largest] *= 1e6
+        term.factor.mul_(sizes)
+    found = stored_product(terms, None, ProductConfig(32, 32, parts=parts))
+    exact = oracle(terms, torch.zeros(GROUPS * COLUMNS, device=DEVICE))
+    assert not found[2].any()
+    error, bound = (found - exact).norm(dim=1), 340**0.5 * torch.finfo(torch.float32).eps * exact.norm(dim=1)
+    assert (error <= bound).all()
+
+
 @pytest.mark.parametrize("part", range(3))
 def test_strided_operands(part: int) -> None:
     """Inputs of a row may be a transposed view, as those of an encoder that begins with convolutions."""

@@ -123,6 +123,11 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
     dtype = settings.dtype or source.dtype(family.embedding)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
+    if settings.format == "full" and settings.verify and source.report() is None:
+        raise CheckpointError(
+            f"--verify needs the condition numbers in {source.folder / REPORT}, which is missing or no conversion's; "
+            "restore the file, or leave --verify out"
+        )
     ids = _ids(source, settings, family) if settings.format == "slim" or settings.verify else None
     if settings.format == "full":
         if isinstance(family, EncoderDecoder):
@@ -210,7 +215,8 @@ def _verify(
 ) -> dict[str, Any]:
     here, there = (folder, config), (source.folder, source.config)
     slim, full = (here, there) if settings.format == "slim" else (there, here)
-    known = report if settings.format == "slim" else source.report() or {"layers": []}
+    known = report if settings.format == "slim" else source.report()
+    assert known is not None  # `_stream` refuses without
     conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] in ("k", "k+r")]
     if isinstance(family, EncoderDecoder):
         logits = partial(decoder_logits, inputs=_inputs(source, settings, family, ids))

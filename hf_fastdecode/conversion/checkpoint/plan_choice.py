@@ -167,7 +167,7 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last where lists are nested too deeply
         raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {error}") from error
     entries = content
     if isinstance(content, dict):

@@ -79,6 +79,15 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"transformers cannot read {folder}/config.json: {error}") from error
 
 
+def _is_report(content: Any) -> bool:
+    """Whether it has what conversions and checks read of earlier ones."""
+    layers = content.get("layers") if isinstance(content, dict) else None
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
+        return False
+    of_keys = [layer.get("measured") for layer in layers if layer.get("plan") in ("k", "k+r")]
+    return all(isinstance(one, dict) and isinstance(one.get("condition"), int | float) for one in of_keys)
+
+
 class Checkpoint:
     """A folder with a config and weights, in safetensors or in torch's format, in one file or in shards.
 
@@ -203,12 +212,12 @@ class Checkpoint:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:
-        """Report of the conversion that made this checkpoint, if any."""
+        """Report of the conversion that made this checkpoint, if there is one that can be read."""
         try:
             content = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        return content if isinstance(content, dict) else None
+        return content if _is_report(content) else None
 
     def close(self) -> None:
         """Close the file that was read last."""
