@@ -121,6 +121,18 @@ def test_products_by_halves(
         assert relative(found.cpu(), oracle) < 256**0.5 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_averages_beyond_the_range_of_fp16(stored: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    values = SlimValues(48, 48, 32, 0, torch.float16)
+    values.from_keys.values.copy_(torch.randn(48, 32, generator=generator))
+    keys = 1e6 * torch.randn(2, 4, 1, 48, generator=generator)
+    oracle = values.of_averages(keys.double(), keys[..., :0].double(), stored)
+    keys = keys.to(device)
+    found = values.to(device).of_averages(keys, keys[..., :0], stored)
+    assert relative(found.cpu(), oracle) < 2.0**-20
+
+
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("sizes", [(0, 4, 3), (2, 4, 0)])
 def test_products_of_nothing(sizes: tuple[int, ...], heads: int | None, device: str) -> None:
