@@ -94,7 +94,7 @@ def check_arguments(given: Arguments) -> None:
         if not 0 < half <= head_dim // 2:
             raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
         if rotary.turns is not None:
-            check_table("turns", rotary.turns, (len(TURNS), 2, half), torch.float32)
+            check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
         for name, table in zip(("cos", "sin"), rotary[:2]):
             of_rows = rows if table.shape[0] != 1 else 1
             check_table(name, table, (of_rows, slots, half), torch.float32)

@@ -6,20 +6,24 @@
 // weights; it sends the weights to all blocks of its cluster through distributed shared memory, and adds the tile,
 // which is still in its shared memory, to the averages of all heads over its own columns.
 //
-// One warp of a block issues the copies, one computes the weights and sends them. The others, in each step, compute the
-// scores of one tile and add the tile that is LAG before, whose weights have come meanwhile. They do not wait for one
-// another, so that the arithmetic of one overlaps with matrix products of others, and with waiting.
+// Warps are specialised, and tiles pass from one kind to the next through barriers in shared memory:
+//
+//     copying    1 warp                        a tile to shared memory
+//     turning    1 warp                        the queries, rotated back by the position of the tile's first token
+//     scoring    4 or 8 warps                  scores of the block's heads
+//     exchanging 1 warp                        scores to weights, sent to all blocks of the cluster
+//     adding     4 or 8 warps                  weights times tile to the averages, by warpgroup matrix products
 //
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
 // ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
-// STAGES, WARPS (that compute) and SHARED_BYTES.
+// STAGES, LEAD, ADDERS and SCORERS (groups of four warps) and SHARED_BYTES.
 
 #include "instructions.cuh"
 
-constexpr int COMPUTING = 32 * WARPS;     // threads
-constexpr int THREADS = COMPUTING + 128;  // with one warp that copies, one that exchanges, and two without work
+constexpr int SCORING = 4 * SCORERS, ADDING = 4 * ADDERS;  // warps
+constexpr int THREADS = 32 * (ADDING + SCORING + 4);       // with the warps that copy, turn and exchange, and an idle one
 constexpr int OWN = HEADS / MEMBERS;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int KEYS = HEADS * HEAD_DIM;
@@ -29,17 +33,14 @@ constexpr int RANK_COLUMNS = (RANK + 16 * MEMBERS - 1) / (16 * MEMBERS) * 16;  /
 constexpr int BOX_BYTES = TILE * 128;                                          // 64 columns of a tile
 constexpr int KEY_BOXES = KEY_COLUMNS / 64, RANK_BOXES = (RANK_COLUMNS + 63) / 64, BOXES = KEY_BOXES + RANK_BOXES;
 constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
-constexpr int BLOCKS = (KEY_COLUMNS + RANK_COLUMNS) / 16;  // of 16 columns, as matrix units take them
-constexpr int WARP_BLOCKS = (BLOCKS + WARPS - 1) / WARPS;
+constexpr int ADDER_BOXES = (BOXES + ADDERS - 1) / ADDERS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
-constexpr int K_STEPS = TILE / 16;
-constexpr int LAG = STAGES >= 6 ? 3 : 2;  // tiles between scores and sums
-// Buffers of weights, which tiles take in turns. No message says that a buffer is free: a block sends the weights of
-// tile t after it has received those of t - LAG from all members, and each member sent these after all its warps had
-// added t - 2 LAG.
-constexpr int RING = LAG == 2 ? 4 : 8;
-constexpr int SCORE_RING = 4;  // buffers of scores; computing warps are at most LAG tiles ahead of the exchanging one
+// Buffers of weights, which tiles take in turns. Weights of a tile are sent when this block has added the tile LEAD
+// before, whose weights came from all members: these had then added the tile 2 LEAD before, so that no message needs to
+// say that a buffer is free.
+constexpr int RING = 2 * LEAD;
+constexpr int QUERY_RING = 2;  // buffers of queries; of scores there are STAGES, by which scoring is ahead at most
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -48,35 +49,41 @@ constexpr float LOWEST = -1e30f;
 // How a warp computes the scores of its tokens. RoPE mixes column i of a head with column i + HALF: a pair.
 constexpr int PAIRS = 8;                       // per lane: 16 bytes of each half of a head
 constexpr int LANES = HALF / PAIRS;            // per token
-constexpr int AT_ONCE = 32 / LANES;            // tokens
-constexpr int WARP_TOKENS = TILE / WARPS;      // of each tile
-constexpr int TOKENS = WARP_TOKENS / AT_ONCE;  // per lane
-constexpr int VALUES = OWN * TOKENS;           // scores to which a lane contributes, in each tile
-constexpr int REFRESH = 16;                    // tiles until queries are rotated from RoPE's tables again
+constexpr int WARP_TOKENS = TILE / SCORING;    // of each tile
+constexpr int HEAD_GROUPS = HEAD_DIM == 128 && OWN % 2 == 0 ? 2 : 1;  // of which lanes have one each
+constexpr int AT_ONCE = 32 / LANES / HEAD_GROUPS;  // tokens, of each group of heads
+constexpr int TOKENS = WARP_TOKENS / AT_ONCE;      // per lane
+constexpr int LANE_HEADS = OWN / HEAD_GROUPS;
+constexpr int VALUES = LANE_HEADS * TOKENS;  // scores to which a lane contributes, in each tile
 
 // How the exchanging warp computes weights: a lane has 4 tokens of a head.
 constexpr int HEAD_LANES = TILE / 4;
 constexpr int WARP_HEADS = 32 / HEAD_LANES;                  // at once
 constexpr int PASSES = (OWN + WARP_HEADS - 1) / WARP_HEADS;  // of the own heads
 
-static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES > LAG + 1);
+static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES >= LEAD && LEAD > 1);
 static_assert((TILE == 32 || TILE == 64) && MEMBERS <= HEAD_LANES);
-static_assert(WARPS == 8);  // of 240 registers, beside 4 warps of 24
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
+
+// Registers per thread, of 512 for four warps on a scheduler, one of each group.
+constexpr int ADDING_REGISTERS = ADDERS == 1 ? 208 : 168, SCORING_REGISTERS = 128, OTHER_REGISTERS = 48;
+static_assert(ADDERS + SCORERS == 3);
+constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 
 // Shared memory, in bytes from its beginning. A head's factors are two: that on its averages of earlier tiles, and the
 // sum of its weights so far, which only the last tile of a piece has.
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
-constexpr int FACTORS_AT = SCORES_AT + SCORE_RING * OWN * TILE * 4;
-constexpr int QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
-constexpr int OFFSET_AT = QUERY_AT + OWN * HEAD_DIM * 4;
-constexpr int TURN_AT = OFFSET_AT + (OFFSET ? OWN * HEAD_DIM * 4 : 0);
-// Barriers: a stage is full, is empty; a tile's scores are there, its weights have come.
-constexpr int FULL_AT = TURN_AT + (ROTATED ? HEAD_DIM * 4 : 0);
+constexpr int FACTORS_AT = SCORES_AT + STAGES * OWN * TILE * 4;
+constexpr int TURNED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
+constexpr int QUERY_AT = TURNED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
+constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
+// Barriers: a stage is full, is empty; a tile's queries, its scores are there, its weights have come.
+constexpr int FULL_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
-constexpr int SCORED_AT = EMPTY_AT + STAGES * 8;
-constexpr int WEIGHED_AT = SCORED_AT + SCORE_RING * 8;
+constexpr int TURNED_AT = EMPTY_AT + STAGES * 8;
+constexpr int SCORED_AT = TURNED_AT + QUERY_RING * 8;
+constexpr int WEIGHED_AT = SCORED_AT + STAGES * 8;
 static_assert(WEIGHED_AT + RING * 8 == SHARED_BYTES);
 
 // Where a head's number `column` lies in shared memory: quads that lanes read at once follow one another.
@@ -134,14 +141,9 @@ __device__ __forceinline__ void store_scores(float (&value)[VALUES], float* scor
     }
     if (lane % (LANES >> ROUNDS) == 0) {
 #pragma unroll
-        for (int i = 0; i < LEFT; i++) scores[(first + i) % OWN * TILE + token + (first + i) / OWN] = value[i];
+        for (int i = 0; i < LEFT; i++) scores[(first + i) % LANE_HEADS * TILE + token + (first + i) / LANE_HEADS] = value[i];
     }
 }
-
-template <bool VALUE>
-struct Flag {
-    static constexpr bool value = VALUE;
-};
 
 // What a cluster has of one row.
 struct Piece {
@@ -183,19 +185,24 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     // The lane's head in a pass, and its tokens.
     const int of_pass = lane / HEAD_LANES, token = 4 * (lane % HEAD_LANES);
     float row_max[PASSES], row_sum[PASSES];  // the sum of the lane's weights; after the last tile, of the head's
+    const int to = lane % HEAD_LANES;
+    const u32 there = remote(base, min(to, MEMBERS - 1));  // shared memory of the member to which the lane sends
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) row_max[pass] = LOWEST, row_sum[pass] = 0.0f;
 
     for (int tile = piece.begin; tile < piece.end; tile++) {
-        const u32 number = piece.sequence + (tile - piece.begin), buffer = number % RING;
-        const u32 barrier = base + WEIGHED_AT + 8 * buffer;
+        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES, buffer = number % RING;
         const int tokens = piece.length - (piece.first + tile * TILE) - token;  // from the lane's on
-        if (lane == 0) expect(barrier, HEADS * (2 * TILE + 8));
-        wait(base + SCORED_AT + 8 * (number % SCORE_RING), number / SCORE_RING & 1);
+        if (number >= LEAD) {
+            const u32 before = number - LEAD;
+            wait(base + EMPTY_AT + 8 * (before % STAGES), before / STAGES & 1);
+        }
+        wait(base + SCORED_AT + 8 * stage, number / STAGES & 1);
+        float rescale[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const int h = pass * WARP_HEADS + of_pass, head = member * OWN + h;
-            const int at = SCORES_AT + ((number % SCORE_RING * OWN + min(h, OWN - 1)) * TILE + token) * 4;
+            const int at = SCORES_AT + ((stage * OWN + min(h, OWN - 1)) * TILE + token) * 4;
             const float4 found = *reinterpret_cast<const float4*>(memory + at);
             float score[4] = {found.x, found.y, found.z, found.w};
 #pragma unroll
@@ -205,11 +212,12 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
             for (int distance = HEAD_LANES / 2; distance > 0; distance /= 2) {
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
             }
-            const float new_row_max = fmaxf(row_max[pass], largest), rescale = exp2_of(row_max[pass] - new_row_max);
+            const float new_row_max = fmaxf(row_max[pass], largest);
+            rescale[pass] = exp2_of(row_max[pass] - new_row_max);
             float weight[4];
 #pragma unroll
             for (int t = 0; t < 4; t++) weight[t] = exp2_of(score[t] - new_row_max + SHIFT);
-            row_sum[pass] = row_sum[pass] * rescale + (weight[0] + weight[1]) + (weight[2] + weight[3]);
+            row_sum[pass] = row_sum[pass] * rescale[pass] + (weight[0] + weight[1]) + (weight[2] + weight[3]);
             row_max[pass] = new_row_max;
             if (tile == piece.end - 1) {
 #pragma unroll
@@ -218,15 +226,25 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
                 }
             }
             if (h < OWN) {
-                const u32 weight_at = base + WEIGHTS_AT + buffer * WEIGHT_BYTES + weight_byte(head, token);
-                const u32 factor_at = base + FACTORS_AT + (buffer * PADDED_HEADS + head) * 8;
+                const u32 weight_at = WEIGHTS_AT + buffer * WEIGHT_BYTES + weight_byte(head, token);
                 const u32 low = pack(weight[0], weight[1]), high = pack(weight[2], weight[3]);
+                *reinterpret_cast<uint2*>(memory + weight_at) = {low, high};
+            }
+        }
+        async_fence();
+        __syncwarp();
+        const u32 barrier = WEIGHED_AT + 8 * buffer;
+        if (lane == 0) expect(base + barrier, (HEADS - OWN) * TILE * 2 + HEADS * 8);
+        if (lane < MEMBERS && lane != member) {
+            const u32 at = WEIGHTS_AT + buffer * WEIGHT_BYTES + member * OWN * TILE * 2;
+            copy_to_member(there + at, base + at, OWN * TILE * 2, there + barrier);
+        }
 #pragma unroll
-                for (int to = 0; to < MEMBERS; to++) send(remote(weight_at, to), low, high, remote(barrier, to));
-                if (const int to = lane % HEAD_LANES; to < MEMBERS) {
-                    send(remote(factor_at, to), __float_as_uint(rescale), __float_as_uint(row_sum[pass]),
-                         remote(barrier, to));
-                }
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int h = pass * WARP_HEADS + of_pass;
+            if (h < OWN && to < MEMBERS) {
+                const u32 at = FACTORS_AT + (buffer * PADDED_HEADS + member * OWN + h) * 8;
+                send(there + at, __float_as_uint(rescale[pass]), __float_as_uint(row_sum[pass]), there + barrier);
             }
         }
     }
@@ -240,219 +258,223 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     }
 }
 
-__device__ __forceinline__ void computing_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COMPUTING) : "memory"); }
-
-// The part of the computing warps. `query`, `cosines` and `sines` are those of the row.
-__device__ __forceinline__ void compute(char* memory, const float* query, i64 query_head_stride,
-                                        const float* key_offset, const float* cosines, const float* sines,
-                                        float* part_out, const Piece& piece, i64 slots, float scale_log2, int member,
-                                        int warp, int lane) {
+// The turning warp's part: the row's queries, scaled, rotated back by the position of each tile's first token. As
+// q R k = (R^T q) k, keys need no rotation; that within a tile is the scoring warps'.
+__device__ __forceinline__ void turn_queries(char* memory, const float* query, i64 query_head_stride,
+                                             const float* cosines, const float* sines, const Piece& piece,
+                                             float scale_log2, int member, int lane) {
     const u32 base = shared_address(memory);
     float* const own_query = reinterpret_cast<float*>(memory + QUERY_AT);
-    float* const own_offset = reinterpret_cast<float*>(memory + OFFSET_AT);
-    const float* const own_turn = reinterpret_cast<const float*>(memory + TURN_AT);
-    const int begin = piece.begin, end = piece.end;
-    const auto number = [&](int tile) { return piece.sequence + (tile - begin); };
-
-    computing_sync();  // all have read the query of the piece before
-    for (int i = 32 * warp + lane; i < KEY_COLUMNS; i += COMPUTING) {
-        const int h = i / HEAD_DIM, column = i % HEAD_DIM, at = h * HEAD_DIM + pair_place(column);
-        own_query[at] = query[(member * OWN + h) * query_head_stride + column] * scale_log2;
-        if constexpr (OFFSET) own_offset[at] = key_offset[member * KEY_COLUMNS + i];
+    constexpr int LANE_PAIRS = HALF / 32;
+    __syncwarp();
+    for (int i = lane; i < KEY_COLUMNS; i += 32) {
+        own_query[i] = query[(member * OWN + i / HEAD_DIM) * query_head_stride + i % HEAD_DIM] * scale_log2;
     }
-    computing_sync();
+    __syncwarp();
+    // Tables of the next tiles, on their way from device memory.
+    constexpr int AHEAD = 8 / LANE_PAIRS < 4 ? 8 / LANE_PAIRS : 4;
+    float cosine[AHEAD][LANE_PAIRS], sine[AHEAD][LANE_PAIRS];
+    const auto load = [&](int tile, int slot) {
+#pragma unroll
+        for (int p = 0; p < LANE_PAIRS; p++) {
+            const i64 token = piece.first + min(tile, piece.end - 1) * TILE, at = token * HALF + lane + 32 * p;
+            cosine[slot][p] = ROTATED ? cosines[at] : 1.0f, sine[slot][p] = ROTATED ? sines[at] : 0.0f;
+        }
+    };
+    const auto turn = [&](int tile, int slot) {
+        const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
+        if (number >= QUERY_RING) {  // the tile before in this buffer has been scored
+            const u32 before = number - QUERY_RING;
+            wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
+        }
+        float* const turned = reinterpret_cast<float*>(memory + TURNED_QUERY_AT) + buffer * KEY_COLUMNS;
+        for (int h = 0; h < OWN; h++) {
+#pragma unroll
+            for (int p = 0; p < LANE_PAIRS; p++) {
+                const int pair = lane + 32 * p;
+                const float low = own_query[h * HEAD_DIM + pair], high = own_query[h * HEAD_DIM + pair + HALF];
+                turned[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
+                turned[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
+            }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(base + TURNED_AT + 8 * buffer);
+    };
+#pragma unroll
+    for (int slot = 0; slot < AHEAD; slot++) load(piece.begin + slot, slot);
+    for (int first = piece.begin; first < piece.end; first += AHEAD) {
+#pragma unroll
+        for (int slot = 0; slot < AHEAD; slot++) {
+            if (first + slot < piece.end) {
+                turn(first + slot, slot);
+                load(first + slot + AHEAD, slot);
+            }
+        }
+    }
+}
 
+// The scoring warps' part.
+__device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int warp, int lane) {
+    const u32 base = shared_address(memory);
+    const float* const own_offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
     const int lane_in_token = lane % LANES;
     // The lane's first token in a tile. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, and so
     // have different banks.
-    const int lane_token = warp * WARP_TOKENS + (LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES) * TOKENS;
-
-    // Queries, rotated back by the positions of the lane's tokens: q R k = (R^T q) k. From tile to tile they are
-    // turned on, and every REFRESH tiles rotated from the tables again, so that rounding errors do not add up.
-    float query_low[VALUES][PAIRS], query_high[VALUES][PAIRS];
-    const auto rotate_queries = [&](int tile) {
+    const int of_warp = LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES;
+    const int lane_token = warp * WARP_TOKENS + of_warp % AT_ONCE * TOKENS, lane_head = of_warp / AT_ONCE * LANE_HEADS;
+    float cosine[TOKENS][PAIRS], sine[TOKENS][PAIRS];  // of positions from the tile's first token on
+    if constexpr (ROTATED) {
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            float cosine[PAIRS], sine[PAIRS];
-            if constexpr (ROTATED) {
-                const i64 token = min(static_cast<i64>(piece.first + tile * TILE + lane_token + t), slots - 1);
-                const i64 at = token * HALF + lane_in_token * PAIRS;
 #pragma unroll
-                for (int p = 0; p < PAIRS; p++) cosine[p] = cosines[at + p], sine[p] = sines[at + p];
-            }
-#pragma unroll
-            for (int h = 0; h < OWN; h++) {
-                float low[PAIRS], high[PAIRS];
-                load_pairs(low, own_query + h * HEAD_DIM, 0, lane_in_token);
-                load_pairs(high, own_query + h * HEAD_DIM, 1, lane_in_token);
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++) {
-                    query_low[t * OWN + h][p] = ROTATED ? low[p] * cosine[p] + high[p] * sine[p] : low[p];
-                    query_high[t * OWN + h][p] = ROTATED ? high[p] * cosine[p] - low[p] * sine[p] : high[p];
-                }
+            for (int p = 0; p < PAIRS; p++) {
+                const int at = (lane_token + t) * HEAD_DIM + lane_in_token * PAIRS + p;
+                cosine[t][p] = turns[at], sine[t][p] = turns[at + HALF];
             }
         }
-    };
-
-    float sums[WARP_BLOCKS][HEAD_BLOCKS][4];
+    }
+    for (int tile = piece.begin; tile < piece.end; tile++) {
+        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
+        const u32 tile_at = base + stage * STAGE_BYTES;
+        const float* const query =
+            reinterpret_cast<const float*>(memory + TURNED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
+        wait(base + TURNED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
+        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        const int tokens = piece.length - (piece.first + tile * TILE);
+        if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
+            for (int i = lane; i < WARP_TOKENS * BOXES * 8; i += 32) {
+                const int t = warp * WARP_TOKENS + i / (BOXES * 8), column = i % (BOXES * 8) * 8;
+                const int at = stage * STAGE_BYTES + tile_byte(t, column);
+                if (t >= tokens) *reinterpret_cast<float4*>(memory + at) = {};
+            }
+            async_fence();  // before matrix products, and later copies
+            __syncwarp();
+        }
+        float products[VALUES];
 #pragma unroll
-    for (int b = 0; b < WARP_BLOCKS; b++)
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const int head = (lane_head + h) * HEAD_DIM;
+            float query_low[PAIRS], query_high[PAIRS], offset_low[PAIRS] = {}, offset_high[PAIRS] = {};
+            load_pairs(query_low, query + head, 0, lane_in_token);
+            load_pairs(query_high, query + head, 1, lane_in_token);
+            if constexpr (OFFSET) {
+                load_pairs(offset_low, own_offset + head, 0, lane_in_token);
+                load_pairs(offset_high, own_offset + head, 1, lane_in_token);
+            }
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++) {
+                const int column = head + lane_in_token * PAIRS;
+                u32 low_words[4], high_words[4];
+                load_shared(low_words, tile_at + tile_byte(lane_token + t, column));
+                load_shared(high_words, tile_at + tile_byte(lane_token + t, column + HALF));
+                float along = 0.0f, across = 0.0f;
+#pragma unroll
+                for (int p = 0; p < PAIRS; p++) {
+                    float low[2], high[2];
+                    unpack(low_words[p / 2], low[0], low[1]);
+                    unpack(high_words[p / 2], high[0], high[1]);
+                    const float k1 = OFFSET ? low[p % 2] + offset_low[p] : low[p % 2];
+                    const float k2 = OFFSET ? high[p % 2] + offset_high[p] : high[p % 2];
+                    const float q1 = query_low[p], q2 = query_high[p];
+                    if constexpr (ROTATED) {
+                        along = fmaf(cosine[t][p], fmaf(q2, k2, q1 * k1), along);
+                        across = fmaf(sine[t][p], fmaf(q2, k1, -q1 * k2), across);
+                    } else {
+                        along = fmaf(q1, k1, along), across = fmaf(q2, k2, across);
+                    }
+                }
+                products[t * LANE_HEADS + h] = along + across;
+            }
+        }
+        float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + (stage * OWN + lane_head) * TILE;
+        store_scores(products, scores, lane_token, lane);
+        __syncwarp();
+        if (lane == 0) arrive(base + SCORED_AT + 8 * stage);
+    }
+}
+
+// The adding warps' part: those of a group have 16 columns each of every 64, and their sums in registers.
+__device__ __forceinline__ void add(char* memory, float* part_out, const Piece& piece, int member, int warp, int lane) {
+    const u32 base = shared_address(memory);
+    const int group = warp / 4;
+    float sums[ADDER_BOXES][HEAD_BLOCKS][4], row_sum[HEAD_BLOCKS][2];
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++)
 #pragma unroll
         for (int n = 0; n < HEAD_BLOCKS; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[b][n][i] = 0.0f;
 
-    u32 score_stage = piece.sequence % STAGES, score_phase = piece.sequence / STAGES & 1, add_stage = score_stage;
-
-    // One step. In the first and last ones a part has no tile; `all` says that each has one.
-    const auto step = [&](int tile, auto all) {
-        constexpr bool ALL = decltype(all)::value;
-        const bool scores_one = ALL || tile < end, adds_one = ALL || tile >= begin + LAG;
-        const u32 add_buffer = number(tile - LAG) % RING;
-        if (scores_one) {
-            if (ROTATED && (tile - begin) % REFRESH == 0) rotate_queries(tile);
-            wait(base + FULL_AT + 8 * score_stage, score_phase);
-            const int tokens = piece.length - (piece.first + tile * TILE);
-            if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
-                for (int i = lane; i < WARP_TOKENS * BOXES * 8; i += 32) {
-                    const int t = warp * WARP_TOKENS + i / (BOXES * 8), column = i % (BOXES * 8) * 8;
-                    const int at = score_stage * STAGE_BYTES + tile_byte(t, column);
-                    if (t >= tokens) *reinterpret_cast<float4*>(memory + at) = {};
-                }
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before later copies
-                __syncwarp();
+    for (int tile = piece.begin; tile < piece.end; tile++) {
+        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES, buffer = number % RING;
+        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);
+        async_fence();  // weights were stored for matrix products to read
+        // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a column grow
+        // by the matrix from keys to values, unlike errors of a weight, which all share. Where registers suffice,
+        // products of one box are added while those of the next are computed.
+        constexpr int PARTS = ADDERS == 1 && SUMS <= 144 ? 2 : 1;
+        float parts[PARTS][HEAD_BLOCKS * 4];
+        const u64 columns = columns_descriptor(base + stage * STAGE_BYTES + group * BOX_BYTES);
+        const u64 weights = weights_descriptor(base + WEIGHTS_AT + buffer * WEIGHT_BYTES);
+        const auto multiply_box = [&](int b) {
+            matrix_fence();
+#pragma unroll
+            for (int k = 0; k < TILE / 16; k++) {
+                const u64 of_box = further(columns, b * ADDERS * BOX_BYTES + k * 2048);
+                multiply_all<HEAD_BLOCKS>(parts[b % PARTS], of_box, further(weights, k * 32), k > 0);
             }
+            matrix_commit();
+        };
+        const auto has_box = [&](int b) { return BOXES % ADDERS == 0 || b * ADDERS + group < BOXES; };
+#pragma unroll
+        for (int b = 0; b < PARTS - 1; b++) multiply_box(b);
+        float factors[HEAD_BLOCKS][2];
+#pragma unroll
+        for (int n = 0; n < HEAD_BLOCKS; n++) {
+            const int at = FACTORS_AT + (buffer * PADDED_HEADS + 8 * n + 2 * (lane & 3)) * 8;
+            const float4 found = *reinterpret_cast<const float4*>(memory + at);
+            factors[n][0] = found.x, row_sum[n][0] = found.y, factors[n][1] = found.z, row_sum[n][1] = found.w;
         }
-        if (adds_one) wait(base + WEIGHED_AT + 8 * add_buffer, number(tile - LAG) / RING & 1);
-
-        // The factors of the tile to add.
-        u32 weights[K_STEPS][HEAD_BLOCKS][2];
-        float2 factors[HEAD_BLOCKS];
-        if (adds_one) {
-            const u32 weights_at = base + WEIGHTS_AT + add_buffer * WEIGHT_BYTES;
 #pragma unroll
-            for (int k = 0; k < K_STEPS; k++) {
-#pragma unroll
-                for (int n = 0; n < HEAD_BLOCKS; n += 2) {
-                    const int head = min(8 * n + (lane & 7) + (lane & 16) / 2, PADDED_HEADS - 1);
-                    u32 found[4];
-                    load_matrices(found, weights_at + weight_byte(head, 16 * k + (lane & 8)));
-                    weights[k][n][0] = found[0], weights[k][n][1] = found[1];
-                    if (n + 1 < HEAD_BLOCKS) weights[k][n + 1][0] = found[2], weights[k][n + 1][1] = found[3];
-                }
+        for (int b = 0; b < ADDER_BOXES; b++) {
+            if (!has_box(b)) continue;
+            if (b + PARTS - 1 < ADDER_BOXES) {
+                multiply_box(b + PARTS - 1);
+                matrix_wait<PARTS - 1>();
+            } else {
+                matrix_wait<0>();
             }
 #pragma unroll
             for (int n = 0; n < HEAD_BLOCKS; n++) {
-                const int at = FACTORS_AT + (add_buffer * PADDED_HEADS + 8 * n + 2 * (lane & 3)) * 8;
-                const float4 found = *reinterpret_cast<const float4*>(memory + at);
-                factors[n] = {found.x, found.z};
-            }
-        }
-
-        float turn_cos[PAIRS], turn_sin[PAIRS], products[VALUES];
-        if constexpr (ROTATED) {
-            load_pairs(turn_cos, own_turn, 0, lane_in_token);
-            load_pairs(turn_sin, own_turn, 1, lane_in_token);
-        }
-        const u32 score_at = base + score_stage * STAGE_BYTES, add_at = base + add_stage * STAGE_BYTES;
-        constexpr int BOTH = OWN > WARP_BLOCKS ? OWN : WARP_BLOCKS;
 #pragma unroll
-        for (int index = 0; index < BOTH; index++) {  // of an own head, and of a block of columns
-            if (index < OWN && scores_one) {
-#pragma unroll
-                for (int t = 0; t < TOKENS; t++) {
-                    const int value = t * OWN + index, column = index * HEAD_DIM + lane_in_token * PAIRS;
-                    u32 low_words[4], high_words[4];
-                    load_shared(low_words, score_at + tile_byte(lane_token + t, column));
-                    load_shared(high_words, score_at + tile_byte(lane_token + t, column + HALF));
-                    float offset_low[PAIRS] = {}, offset_high[PAIRS] = {};
-                    if constexpr (OFFSET) {
-                        load_pairs(offset_low, own_offset + index * HEAD_DIM, 0, lane_in_token);
-                        load_pairs(offset_high, own_offset + index * HEAD_DIM, 1, lane_in_token);
-                    }
-                    float product_low = 0.0f, product_high = 0.0f;
-#pragma unroll
-                    for (int p = 0; p < PAIRS; p++) {
-                        float low[2], high[2];
-                        unpack(low_words[p / 2], low[0], low[1]);
-                        unpack(high_words[p / 2], high[0], high[1]);
-                        const float k1 = OFFSET ? low[p % 2] + offset_low[p] : low[p % 2];
-                        const float k2 = OFFSET ? high[p % 2] + offset_high[p] : high[p % 2];
-                        const float q1 = query_low[value][p], q2 = query_high[value][p];
-                        product_low = fmaf(q1, k1, product_low);
-                        product_high = fmaf(q2, k2, product_high);
-                        if constexpr (ROTATED) {
-                            query_low[value][p] = q1 * turn_cos[p] + q2 * turn_sin[p];
-                            query_high[value][p] = q2 * turn_cos[p] - q1 * turn_sin[p];
-                        }
-                    }
-                    products[value] = product_low + product_high;
+                for (int i = 0; i < 4; i++) {
+                    float& part = parts[b % PARTS][4 * n + i];
+                    asm volatile("" : "+f"(part)::"memory");  // not read before it has been waited for
+                    sums[b][n][i] = fmaf(sums[b][n][i], factors[n][i % 2], part);
                 }
             }
-            if (index < WARP_BLOCKS && adds_one && (BLOCKS % WARPS == 0 || warp + index * WARPS < BLOCKS)) {
-                // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a
-                // column grow by the matrix from keys to values, unlike errors of a weight, which all share.
-                float part[HEAD_BLOCKS][4];
-#pragma unroll
-                for (int n = 0; n < HEAD_BLOCKS; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) part[n][i] = 0.0f;
-#pragma unroll
-                for (int k = 0; k < K_STEPS; k++) {
-                    u32 columns[4];
-                    const int token = 16 * k + (lane & 7) + (lane & 16) / 2;
-                    load_transposed(columns, add_at + tile_byte(token, 16 * (warp + index * WARPS) + (lane & 8)));
-#pragma unroll
-                    for (int n = 0; n < HEAD_BLOCKS; n++) multiply(part[n], columns, weights[k][n]);
-                }
-#pragma unroll
-                for (int n = 0; n < HEAD_BLOCKS; n++) {
-                    sums[index][n][0] = fmaf(sums[index][n][0], factors[n].x, part[n][0]);
-                    sums[index][n][1] = fmaf(sums[index][n][1], factors[n].y, part[n][1]);
-                    sums[index][n][2] = fmaf(sums[index][n][2], factors[n].x, part[n][2]);
-                    sums[index][n][3] = fmaf(sums[index][n][3], factors[n].y, part[n][3]);
-                }
-            }
-        }
-        const u32 score_buffer = number(tile) % SCORE_RING;
-        if (scores_one) {
-            float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + score_buffer * OWN * TILE;
-            store_scores(products, scores, lane_token, lane);
         }
         __syncwarp();
-        if (lane == 0) {
-            if (scores_one) arrive(base + SCORED_AT + 8 * score_buffer);
-            if (adds_one) arrive(base + EMPTY_AT + 8 * add_stage);
-        }
-        if (++score_stage == STAGES) score_stage = 0, score_phase ^= 1;
-        if (adds_one && ++add_stage == STAGES) add_stage = 0;
-    };
-
-    if constexpr (!ROTATED) rotate_queries(begin);
-    for (int tile = begin; tile < end + LAG; tile++) {
-        if (tile >= begin + LAG && tile < end) {
-            step(tile, Flag<true>());
-        } else {
-            step(tile, Flag<false>());
-        }
+        if (lane == 0) arrive(base + EMPTY_AT + 8 * stage);
     }
 
     float* const out = part_out + static_cast<i64>(piece.number) * HEADS * WIDTH;
-    const float* const factors =
-        reinterpret_cast<const float*>(memory + FACTORS_AT) + number(end - 1) % RING * PADDED_HEADS * 2;
 #pragma unroll
-    for (int b = 0; b < WARP_BLOCKS; b++) {
-        const int block = warp + b * WARPS;
+    for (int n = 0; n < HEAD_BLOCKS; n++) row_sum[n][0] = 1.0f / row_sum[n][0], row_sum[n][1] = 1.0f / row_sum[n][1];
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++) {
+        const int box = b * ADDERS + group;
 #pragma unroll
         for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int head = 8 * n + 2 * (lane & 3) + i % 2;
-                const int own = 16 * block + lane / 4 + i / 2 * 8;
-                const int of_rank = member * RANK_COLUMNS + own - KEY_COLUMNS;
-                const int column = own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + of_rank;
-                if (block < BLOCKS && head < HEADS && column < WIDTH) {
-                    out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] / factors[2 * head + 1];
+                const int own = 64 * box + 16 * (warp % 4) + lane / 4 + i / 2 * 8;
+                const int of_rank = own - KEY_COLUMNS;  // among the block's
+                const int column = own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + member * RANK_COLUMNS + of_rank;
+                if (box < BOXES && head < HEADS && of_rank < RANK_COLUMNS && column < WIDTH) {
+                    out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] * row_sum[n][i % 2];
                 }
             }
         }
@@ -466,23 +488,23 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                  const float* __restrict__ key_offset,           // [heads * head_dim], with OFFSET
                  const float* __restrict__ cosines,              // [rows or 1, slots, head_dim / 2], with ROTATED
                  const float* __restrict__ sines,                // likewise
-                 const float* __restrict__ turn,                 // [2, head_dim / 2]: rotation by TILE positions
+                 const float* __restrict__ turns,                // [TILE or more, 2, head_dim / 2]: RoPE's tables
                  const int* __restrict__ starts,                 // [rows], with STARTS
                  const int* __restrict__ lengths,                // [rows]
                  float* __restrict__ part_out,                   // [groups + rows - 1, heads, heads * head_dim + r]
                  float* __restrict__ part_lse,                   // [groups + rows - 1, heads], base 2
-                 i64 rows, i64 slots, float scale_log2, i64 query_row_stride, i64 query_head_stride,
-                 i64 table_row_stride) {
+                 i64 rows, float scale_log2, i64 query_row_stride, i64 query_head_stride, i64 table_row_stride) {
     extern __shared__ __align__(1024) char memory[];
     const u32 base = shared_address(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int member = blockIdx.x % MEMBERS, group = blockIdx.x / MEMBERS, groups = gridDim.x / MEMBERS;
-    float* const own_turn = reinterpret_cast<float*>(memory + TURN_AT);
 
     if (thread < (SHARED_BYTES - FULL_AT) / 8) {
         const int at = FULL_AT + 8 * thread;
-        const bool of_warps = at >= EMPTY_AT && at < WEIGHED_AT;
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(of_warps ? WARPS : 1));
+        int arrivals = 1;
+        if (at >= EMPTY_AT && at < TURNED_AT) arrivals = ADDING;
+        if (at >= SCORED_AT && at < WEIGHED_AT) arrivals = SCORING;
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(arrivals));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (int i = thread; i < RING * WEIGHT_BYTES / 4; i += THREADS) {  // of padding heads, which nobody sends
@@ -491,9 +513,13 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     for (int i = thread; i < RING * PADDED_HEADS * 2; i += THREADS) {
         reinterpret_cast<float*>(memory + FACTORS_AT)[i] = 1.0f;
     }
-    if constexpr (ROTATED) {
-        for (int i = thread; i < HEAD_DIM; i += THREADS) own_turn[pair_place(i)] = turn[i];
+    if constexpr (OFFSET) {
+        for (int i = thread; i < KEY_COLUMNS; i += THREADS) {
+            const int place = i / HEAD_DIM * HEAD_DIM + pair_place(i % HEAD_DIM);
+            reinterpret_cast<float*>(memory + OFFSET_AT)[place] = key_offset[member * KEY_COLUMNS + i];
+        }
     }
+    async_fence();
     cluster_sync();
 
     i64 total = 0;
@@ -514,19 +540,24 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
             sequence += end - begin;
         }
     };
-    // Registers go to the warps that compute.
-    if (warp < WARPS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        for_each_piece([&](const Piece& piece) {
-            const i64 tables = piece.row * table_row_stride;
-            compute(memory, query + piece.row * query_row_stride, query_head_stride, key_offset, cosines + tables,
-                    sines + tables, part_out, piece, slots, scale_log2, member, warp, lane);
-        });
+    if (warp < ADDING) {
+        more_registers<ADDING_REGISTERS>();
+        for_each_piece([&](const Piece& piece) { add(memory, part_out, piece, member, warp, lane); });
+    } else if (warp < ADDING + SCORING) {
+        fewer_registers<SCORING_REGISTERS>();
+        for_each_piece([&](const Piece& piece) { score(memory, turns, piece, warp - ADDING, lane); });
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (warp == WARPS) {
+        fewer_registers<OTHER_REGISTERS>();
+        const int role = warp - ADDING - SCORING;
+        if (role == 0) {
             for_each_piece([&](const Piece& piece) { exchange(memory, part_lse, piece, member, lane); });
-        } else if (warp == WARPS + 1 && lane == 0) {
+        } else if (role == 1) {
+            for_each_piece([&](const Piece& piece) {
+                const i64 tables = piece.row * table_row_stride;
+                turn_queries(memory, query + piece.row * query_row_stride, query_head_stride, cosines + tables,
+                             sines + tables, piece, scale_log2, member, lane);
+            });
+        } else if (role == 2 && lane == 0) {
             for_each_piece([&](const Piece& piece) { copy_tiles(memory, keys, coordinates, piece, member); });
         }
         __syncwarp();

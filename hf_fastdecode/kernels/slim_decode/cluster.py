@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..cuda_module import CudaKernel, load_kernel, tensor_map
 
-_WARPS = 8  # per block that compute; a copying and an exchanging one come with two idle ones
-_MOST_NUMBERS = 208  # of queries and sums per thread, of 240 registers; the last ones are spilled
+_THREADS = 512  # per block: groups of four warps that add and that score, three in all, and a group of other warps
+_MOST_SUMS = {1: 160, 2: 120}  # per thread of one or two adding groups, which fit into registers beside products
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,16 @@ class ClusterConfig:
     Attributes:
         members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
         tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, 4 to 6: one whose scores are computed, one or, with 6, two whose weights are,
-            one that is being added, and the others on their way.
+        stages: Tiles in shared memory, 4 to 6: one that is being scored, one or two whose weights are exchanged, one
+            that is being added, and the others on their way.
+        lead: Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights.
         clusters: Clusters at most; as many as run at the same time when None.
     """
 
     members: int
     tile: int = 32
     stages: int = 6
+    lead: int = 4
     clusters: int | None = None
 
 
@@ -61,19 +63,35 @@ class ClusterShape:
     def shared_bytes(self) -> int:
         """Shared memory per block."""
         config = self.config
-        own, padded = self.heads // config.members, -(-self.heads // 8) * 8
-        boxes = own * self.head_dim // 64 + -(-self.rank_columns // 64)
-        buffers = 8 if config.stages >= 6 else 4  # of weights, as in cluster.cu
-        weights = buffers * (padded * config.tile * 2 + padded * 8 + 8)  # with factors and a barrier
-        scores = 4 * (own * config.tile * 4 + 8)
-        query = own * self.head_dim * 4 * (2 if self.offset else 1)
-        turn = self.head_dim * 4 if self.rotary_dim else 0
-        return config.stages * (config.tile * boxes * 128 + 16) + weights + scores + query + turn
+        own, padded = self.heads // config.members, self.padded_heads
+        weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
+        stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 3 * 8  # with scores and three barriers
+        queries = own * self.head_dim * 4 * (4 if self.offset else 3) + 2 * 8  # given, turned twice, and the offset
+        return config.stages * stage + weights + queries
+
+    @property
+    def padded_heads(self) -> int:
+        """Heads, padded to what matrix units take."""
+        return -(-self.heads // 8) * 8
 
     @property
     def rank_columns(self) -> int:
         """V-coordinates per block, padded to what matrix units take."""
         return -(-self.rank // (16 * self.config.members)) * 16
+
+    @property
+    def boxes(self) -> int:
+        """Groups of 64 columns per block."""
+        return self.heads // self.config.members * self.head_dim // 64 + -(-self.rank_columns // 64)
+
+    @property
+    def adders(self) -> int:
+        """Groups of four warps that add; the others of three score."""
+        return 1 if self.sums(1) <= _MOST_SUMS[1] else 2
+
+    def sums(self, adders: int) -> int:
+        """Sums per thread of so many adding groups."""
+        return -(-self.boxes // adders) * self.padded_heads // 2
 
     def refusal(self, shared_memory: int) -> str | None:
         """Why the kernel does not take this shape, or None.
@@ -91,18 +109,15 @@ class ClusterShape:
             )
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
-        # Each warp computes the scores of whole tokens, several lanes one of them.
-        tokens, rest = divmod(config.tile * self.head_dim, 512 * _WARPS)
-        if config.tile not in (32, 64) or config.stages not in (4, 5, 6) or rest or not tokens:
-            return (
-                "clusters take tiles of 32 or 64 tokens, of 64 for head_dim 64, and 4 to 6 stages, got "
-                f"{config.tile} and {config.stages}"
-            )
-        own = self.heads // config.members
-        blocks = -(-(own * self.head_dim + self.rank_columns) // (16 * _WARPS))
-        numbers = 16 * own * tokens + blocks * -(-self.heads // 8) * 4
-        if numbers > _MOST_NUMBERS:
-            return f"clusters have up to {_MOST_NUMBERS} numbers per thread, got {numbers}; raise members"
+        # Each scoring warp has whole tokens, several lanes one of them.
+        adders = self.adders
+        tokens, rest = divmod(config.tile * self.head_dim, 512 * 4 * (3 - adders))
+        if config.tile not in (32, 64) or rest or not tokens:
+            return f"clusters take tiles of 32 or 64 tokens, of 64 for head_dim 64, got {config.tile}"
+        if config.stages not in (4, 5, 6) or config.lead not in (2, 3, 4):
+            return f"clusters have 4 to 6 stages and a lead of 2 to 4, got {config.stages} and {config.lead}"
+        if (sums := self.sums(adders)) > _MOST_SUMS[adders]:
+            return f"clusters have up to {_MOST_SUMS[adders]} sums per thread, got {sums}; raise members"
         if self.shared_bytes > shared_memory:
             return f"clusters have {shared_memory} bytes of shared memory per block, and need {self.shared_bytes}"
         return None
@@ -113,7 +128,8 @@ class ClusterShape:
         flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
         flags["BF16"] = self.dtype == torch.bfloat16
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "RANK": self.rank, "SHARED_BYTES": self.shared_bytes}
-        launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "WARPS": _WARPS}
+        launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "LEAD": config.lead}
+        launch |= {"ADDERS": self.adders, "SCORERS": 3 - self.adders}
         return sizes | launch | {name: int(value) for name, value in flags.items()}
 
 
@@ -127,7 +143,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
             "cluster.cu",
             shape.numbers(),
             headers=["instructions.cuh"],
-            threads=32 * (_WARPS + 4),
+            threads=_THREADS,
             shared_bytes=shape.shared_bytes,
         )
         return kernel, kernel.most_clusters(shape.config.members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import TypeVar
 
 import torch
@@ -87,9 +88,10 @@ def choose_cluster_config(
         shared_memory: Bytes of shared memory per block.
     """
     offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
-    for tile, stages in ((64, 6), (64, 5), (32, 6), (32, 5), (32, 4)):
+    buffers = ((stages, lead) for stages in (6, 5, 4) for lead in (4, 3, 2))
+    for tile, (stages, lead) in product((64, 32), buffers):
         for members in (1, 2, 4, 8):
-            config = ClusterConfig(members, tile, stages)
+            config = ClusterConfig(members, tile, stages, lead)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim, offset, True, dtype, config)
             if shape.refusal(shared_memory) is None:
                 return config

@@ -3,6 +3,7 @@
 
 using u32 = unsigned int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -21,6 +22,14 @@ __device__ __forceinline__ void send(u32 address, u32 first, u32 second, u32 bar
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
         "r"(first), "r"(second), "r"(barrier)
+        : "memory");
+}
+
+// Copies to another block of the cluster, whose barrier counts the bytes: multiples of 16, at multiples of 16.
+__device__ __forceinline__ void copy_to_member(u32 address, u32 from, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address),
+        "r"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -98,28 +107,85 @@ __device__ __forceinline__ void load_shared(u32 (&to)[4], u32 address) {
                  : "r"(address));
 }
 
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
+// Orders ordinary accesses to shared memory before those of copies and matrix products.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    if constexpr (BF16) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+// Matrix products of four warps, which compute while the warps go on: a product's registers are its own from
+// `matrix_fence` until it has been waited for.
+__device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void matrix_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Describes 16 tokens of 64 columns as the transposed left factor: a row of 128 bytes per token, with permuted chunks.
+__device__ __forceinline__ u64 columns_descriptor(u32 address) {
+    return (address & 0x3ffff) >> 4 | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+
+// Describes weights of 8 or more heads and 16 tokens as the right factor: a row of TILE tokens per head.
+__device__ __forceinline__ u64 weights_descriptor(u32 address) {
+    return (address & 0x3ffff) >> 4 | u64(1) << 16 | u64(8 * TILE * 2 >> 4) << 32 | u64(TILE == 64 ? 1 : 2) << 62;
+}
+
+// Describes what lies so many bytes further.
+__device__ __forceinline__ u64 further(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+
+#if BF16
+#define HALVES ".bf16.bf16"
+#else
+#define HALVES ".f16.f16"
+#endif
+
+// sums = columns^T weights^T, of 64 columns and 8 * BLOCKS heads; added to `sums` if `more`.
+template <int BLOCKS>
+__device__ __forceinline__ void multiply_async(float* sums, u64 columns, u64 weights, int more) {
+    if constexpr (BLOCKS == 4) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32" HALVES
+            " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 1, 0;\n}"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),
+              "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]),
+              "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15])
+            : "l"(columns), "l"(weights), "r"(more));
+    } else if constexpr (BLOCKS == 2) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32" HALVES
+            " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 1, 0;\n}"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),
+              "+f"(sums[7])
+            : "l"(columns), "l"(weights), "r"(more));
     } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        static_assert(BLOCKS == 1);
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32" HALVES " {%0, %1, %2, %3}, %4, %5, p, 1, 1, 1, 0;\n}"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "l"(columns), "l"(weights), "r"(more));
+    }
+}
+
+// The same of any number of blocks of heads.
+template <int BLOCKS>
+__device__ __forceinline__ void multiply_all(float* sums, u64 columns, u64 weights, int more) {
+    constexpr int FIRST = BLOCKS >= 4 ? 4 : BLOCKS >= 2 ? 2 : 1;
+    multiply_async<FIRST>(sums, columns, weights, more);
+    if constexpr (BLOCKS > FIRST) {
+        multiply_all<BLOCKS - FIRST>(sums + 4 * FIRST, columns, further(weights, FIRST * 8 * TILE * 2), more);
     }
 }

@@ -18,7 +18,6 @@ from .config import TwoLaunchConfig, padded_heads, rank_block
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
 from .scales import EIGHT_BITS
-from .tables import TURNS
 
 _PIECES_AT_ONCE = 4
 """Pieces of a row that the merge loads before it waits for one."""
@@ -90,20 +89,19 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     kernel, clusters = cluster_kernel(shape, device)
     groups = min(clusters, config.clusters or clusters)
     averages, lse = parts = given.parts(groups)
-    turn = lse if given.rotary is None else given.rotary.turns[TURNS.index(config.tile)]  # type: ignore[index]
+    turns = lse if given.rotary is None else given.rotary.turns
     kernel.launch(
         groups * config.members,
         [
             query,
             *tensor_maps(keys, coordinates, shape),
             *given.read_only(lse)[2:],
-            turn,
+            turns,
             given.first_slots,
             given.lengths,
             averages,
             lse,
             rows,
-            keys.shape[1],
             given.scale * LOG2E.value,
             *query.stride()[:2],
             given.table_row_stride,

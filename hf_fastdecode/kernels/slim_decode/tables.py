@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TURNS = (32, 64)
-"""Positions by which the rows of the table of turns rotate: the tiles of the kernel on clusters."""
+TURNS = 64
+"""Positions that the table of turns has: from 0 to the last one of the largest tile of the kernel on clusters."""
 
 
 class RotaryTables(NamedTuple):
@@ -17,8 +17,8 @@ class RotaryTables(NamedTuple):
     Attributes:
         cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
         sin: Likewise.
-        turns: ``[2, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of 32 and of 64 positions, where each
-            row's positions rise by one from slot to slot; None where they may not.
+        turns: ``[64, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of positions 0 to 63, where each row's
+            positions rise by one from slot to slot; None where they may not.
     """
 
     cos: Tensor
@@ -34,5 +34,5 @@ class RotaryTables(NamedTuple):
             positions: ``[rows or 1, slots]``, rising by one from slot to slot.
         """
         angles = positions[..., None].double() * frequencies.double()
-        turns = torch.tensor(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
+        turns = torch.arange(TURNS, device=frequencies.device)[:, None].double() * frequencies.double()
         return cls(angles.cos().float(), angles.sin().float(), torch.stack([turns.cos(), turns.sin()], 1).float())

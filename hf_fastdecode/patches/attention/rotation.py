@@ -101,7 +101,7 @@ def takes_kernels(backend: str, device: torch.device) -> bool:
 
 def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables, RotaryTables]:
     """Tables of slots ``[1, slots]``, for PyTorch's operators and for `slim_decode`."""
-    turns = torch.tensor([[0, *TURNS]], device=slots.device)
+    turns = torch.arange(TURNS, device=slots.device)[None]
     cos, sin = tables(torch.cat([slots, turns], 1))
     keys = cos[:, : slots.shape[1]], sin[:, : slots.shape[1]]
     return keys, _for_kernel(keys, (cos[0, slots.shape[1] :], sin[0, slots.shape[1] :]))
@@ -112,11 +112,11 @@ def _for_kernel(keys: Tables, turned: Tables) -> RotaryTables:
 
     Args:
         keys: Of the slots.
-        turned: Of position 0, whose cosine is the factor by which YaRN multiplies tables, and of the turns.
+        turned: Of the turns, of which the first cosine is the factor by which YaRN multiplies tables.
     """
     half = keys[0].shape[-1] // 2
     cos, sin = (table[:, :half] for table in turned)
-    turns = torch.stack([cos / cos[:1], sin / cos[:1]], 1)[1:]
+    turns = torch.stack([cos / cos[:1], sin / cos[:1]], 1)
     return RotaryTables(keys[0][..., :half].contiguous(), keys[1][..., :half].contiguous(), turns.contiguous())
 
 

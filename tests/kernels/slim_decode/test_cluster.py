@@ -60,7 +60,7 @@ def test_averages_and_lse(of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [{"clusters": 1}, {"clusters": 3}, {"stages": 5}, {"stages": 4}], ids=str)
+@pytest.mark.parametrize("change", [{"clusters": 1}, {"clusters": 3}, {"stages": 4}, {"lead": 2}], ids=str)
 def test_every_launch_parameter(change):
     problem = make_problem(CASES[2], "cuda")
     problem.check(problem.run(replace(chosen(problem, CASES[2]), **change)), parts=1)
@@ -105,10 +105,11 @@ def test_launches_on_several_streams():
         (case(9, heads=8, rotary=64), ClusterConfig(8), "of which RoPE rotates all or none, .* got 128, 64 and 0"),
         (case(9, heads=12), ClusterConfig(8), "1, 2, 4 or 8 members, which divide the heads, got 8 and 12"),
         (case(9, heads=12), ClusterConfig(3), "1, 2, 4 or 8 members, which divide the heads, got 3 and 12"),
-        (case(9, heads=8), ClusterConfig(8, tile=16), "tiles of 32 or 64 tokens, .* got 16 and 6"),
-        (case(9, heads=8), ClusterConfig(8, stages=3), "4 to 6 stages, got 32 and 3"),
-        (case(9, heads=8, head_dim=64), ClusterConfig(8, tile=32), "of 64 for head_dim 64, .* got 32 and 6"),
-        (case(9, heads=32), ClusterConfig(1), "208 numbers per thread, got 1024; raise members"),
+        (case(9, heads=8), ClusterConfig(8, tile=16), "tiles of 32 or 64 tokens, .* got 16"),
+        (case(9, heads=8), ClusterConfig(8, stages=3), "4 to 6 stages and a lead of 2 to 4, got 3 and 4"),
+        (case(9, heads=8), ClusterConfig(8, lead=5), "4 to 6 stages and a lead of 2 to 4, got 6 and 5"),
+        (case(9, heads=8, head_dim=64), ClusterConfig(8, tile=32), "of 64 for head_dim 64, got 32"),
+        (case(9, heads=32), ClusterConfig(1), "120 sums per thread, got 512; raise members"),
         (case(9, heads=32), ClusterConfig(8, tile=64), "232448 bytes of shared memory per block, and need"),
     ],
     ids=str,
@@ -134,7 +135,8 @@ def test_launch_parameters_of_real_shapes():
 
     assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=32, stages=6)
     assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
-    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5)
+    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5, lead=2)
+    assert config(40, 128, 640, rotary_dim=128) == ClusterConfig(8, tile=32, stages=4, lead=4)
     assert config(8, 64, 0, rotary_dim=0) == ClusterConfig(2, tile=64, stages=6)
     assert config(32, 96, 0, rotary_dim=96) is None
     assert config(32, 128, 4, rotary_dim=128) is None

@@ -58,7 +58,7 @@ def test_nothing_is_refused_where_it_runs():
         ("key_offset", lambda _: torch.zeros(64).half(), r"key_offset must be \[64\] float32"),
         ("rotary", lambda x: RotaryTables(x[0], x[1][:, :5]), r"sin must be \[1, 9, 8\]"),
         ("rotary", lambda x: RotaryTables(*(x[0].repeat(1, 1, 2),) * 2), "must have 1 to 8 columns, got 16"),
-        ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[2, 2, 8\]"),
+        ("rotary", lambda x: x._replace(turns=torch.zeros(4, 2, 8)), r"turns must be \[64, 2, 8\]"),
         ("scale", lambda _: -1.0, "scale must be above 0, got -1.0"),
         ("config", lambda _: TwoLaunchConfig(3), "own_heads must be a power of 2 from 1, got 3"),
         ("config", lambda _: TwoLaunchConfig(4, block_t=8), "block_t must be a power of 2 from 16, got 8"),
