@@ -23,7 +23,7 @@
 #include "instructions.cuh"
 
 constexpr int SCORING = 4 * SCORERS, ADDING = 4 * ADDERS;  // warps
-constexpr int THREADS = 32 * (ADDING + SCORING + 4);       // with the warps that copy, turn and exchange, and an idle one
+constexpr int THREADS = 32 * (ADDING + SCORING + 4);  // with the warps that copy, turn and exchange, and an idle one
 constexpr int OWN = HEADS / MEMBERS;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int KEYS = HEADS * HEAD_DIM;
@@ -47,12 +47,12 @@ constexpr float LOWEST = -1e30f;
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 // How a warp computes the scores of its tokens. RoPE mixes column i of a head with column i + HALF: a pair.
-constexpr int PAIRS = 8;                       // per lane: 16 bytes of each half of a head
-constexpr int LANES = HALF / PAIRS;            // per token
-constexpr int WARP_TOKENS = TILE / SCORING;    // of each tile
+constexpr int PAIRS = 8;                                              // per lane: 16 bytes of each half of a head
+constexpr int LANES = HALF / PAIRS;                                   // per token
+constexpr int WARP_TOKENS = TILE / SCORING;                           // of each tile
 constexpr int HEAD_GROUPS = HEAD_DIM == 128 && OWN % 2 == 0 ? 2 : 1;  // of which lanes have one each
-constexpr int AT_ONCE = 32 / LANES / HEAD_GROUPS;  // tokens, of each group of heads
-constexpr int TOKENS = WARP_TOKENS / AT_ONCE;      // per lane
+constexpr int AT_ONCE = 32 / LANES / HEAD_GROUPS;                     // tokens, of each group of heads
+constexpr int TOKENS = WARP_TOKENS / AT_ONCE;                         // per lane
 constexpr int LANE_HEADS = OWN / HEAD_GROUPS;
 constexpr int VALUES = LANE_HEADS * TOKENS;  // scores to which a lane contributes, in each tile
 
@@ -66,7 +66,7 @@ static_assert((TILE == 32 || TILE == 64) && MEMBERS <= HEAD_LANES);
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
 
 // Registers per thread, of 512 for four warps on a scheduler, one of each group.
-constexpr int ADDING_REGISTERS = ADDERS == 1 ? 208 : 168, SCORING_REGISTERS = 128, OTHER_REGISTERS = 48;
+constexpr int ADDING_REGISTERS = ADDERS == 1 ? 216 : 168, SCORING_REGISTERS = 120, OTHER_REGISTERS = 56;
 static_assert(ADDERS + SCORERS == 3);
 constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 
@@ -141,7 +141,8 @@ __device__ __forceinline__ void store_scores(float (&value)[VALUES], float* scor
     }
     if (lane % (LANES >> ROUNDS) == 0) {
 #pragma unroll
-        for (int i = 0; i < LEFT; i++) scores[(first + i) % LANE_HEADS * TILE + token + (first + i) / LANE_HEADS] = value[i];
+        for (int i = 0; i < LEFT; i++)
+            scores[(first + i) % LANE_HEADS * TILE + token + (first + i) / LANE_HEADS] = value[i];
     }
 }
 
@@ -197,8 +198,8 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
             const u32 before = number - LEAD;
             wait(base + EMPTY_AT + 8 * (before % STAGES), before / STAGES & 1);
         }
+        const u32 barrier = WEIGHED_AT + 8 * buffer;
         wait(base + SCORED_AT + 8 * stage, number / STAGES & 1);
-        float rescale[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const int h = pass * WARP_HEADS + of_pass, head = member * OWN + h;
@@ -212,12 +213,11 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
             for (int distance = HEAD_LANES / 2; distance > 0; distance /= 2) {
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
             }
-            const float new_row_max = fmaxf(row_max[pass], largest);
-            rescale[pass] = exp2_of(row_max[pass] - new_row_max);
+            const float new_row_max = fmaxf(row_max[pass], largest), rescale = exp2_of(row_max[pass] - new_row_max);
             float weight[4];
 #pragma unroll
             for (int t = 0; t < 4; t++) weight[t] = exp2_of(score[t] - new_row_max + SHIFT);
-            row_sum[pass] = row_sum[pass] * rescale[pass] + (weight[0] + weight[1]) + (weight[2] + weight[3]);
+            row_sum[pass] = row_sum[pass] * rescale + (weight[0] + weight[1]) + (weight[2] + weight[3]);
             row_max[pass] = new_row_max;
             if (tile == piece.end - 1) {
 #pragma unroll
@@ -229,23 +229,18 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
                 const u32 weight_at = WEIGHTS_AT + buffer * WEIGHT_BYTES + weight_byte(head, token);
                 const u32 low = pack(weight[0], weight[1]), high = pack(weight[2], weight[3]);
                 *reinterpret_cast<uint2*>(memory + weight_at) = {low, high};
+                if (to < MEMBERS) {
+                    const u32 at = FACTORS_AT + (buffer * PADDED_HEADS + head) * 8;
+                    send(there + at, __float_as_uint(rescale), __float_as_uint(row_sum[pass]), there + barrier);
+                }
             }
         }
         async_fence();
         __syncwarp();
-        const u32 barrier = WEIGHED_AT + 8 * buffer;
         if (lane == 0) expect(base + barrier, (HEADS - OWN) * TILE * 2 + HEADS * 8);
         if (lane < MEMBERS && lane != member) {
             const u32 at = WEIGHTS_AT + buffer * WEIGHT_BYTES + member * OWN * TILE * 2;
             copy_to_member(there + at, base + at, OWN * TILE * 2, there + barrier);
-        }
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            const int h = pass * WARP_HEADS + of_pass;
-            if (h < OWN && to < MEMBERS) {
-                const u32 at = FACTORS_AT + (buffer * PADDED_HEADS + member * OWN + h) * 8;
-                send(there + at, __float_as_uint(rescale[pass]), __float_as_uint(row_sum[pass]), there + barrier);
-            }
         }
     }
 #pragma unroll
@@ -472,7 +467,8 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
                 const int head = 8 * n + 2 * (lane & 3) + i % 2;
                 const int own = 64 * box + 16 * (warp % 4) + lane / 4 + i / 2 * 8;
                 const int of_rank = own - KEY_COLUMNS;  // among the block's
-                const int column = own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + member * RANK_COLUMNS + of_rank;
+                const int column =
+                    own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + member * RANK_COLUMNS + of_rank;
                 if (box < BOXES && head < HEADS && of_rank < RANK_COLUMNS && column < WIDTH) {
                     out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] * row_sum[n][i % 2];
                 }
@@ -519,6 +515,8 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
             reinterpret_cast<float*>(memory + OFFSET_AT)[place] = key_offset[member * KEY_COLUMNS + i];
         }
     }
+    if (thread == 0) prefetch(keys);
+    if (thread == 0 && RANK) prefetch(coordinates);
     async_fence();
     cluster_sync();
 

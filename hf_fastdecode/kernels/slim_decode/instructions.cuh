@@ -63,6 +63,10 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Copies a box of a tensor of four dimensions; the barrier counts the bytes, with zeros outside the tensor.
 __device__ __forceinline__ void copy(u32 address, const TensorMap& map, int column, int token, int box, int row,
                                      u32 barrier) {
