@@ -27,7 +27,7 @@ from .shards import ShardWriter, write_json
 from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
 from .to_full_stream import FullStream
 from .to_slim_stream import SlimStream
-from .verify import Verification, text_logits, verify
+from .verify import Verification, accumulation_error, text_logits, verify
 
 PICTURE: Final = "slim_report.png"
 _HEADROOM: Final = 1.1  # of the disk: reports, tokenizers, and what a slim layer has beside its matrices
@@ -125,7 +125,7 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
         raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
     if settings.format == "full" and settings.verify and source.report() is None:
         raise CheckpointError(
-            f"--verify needs the condition numbers in {source.folder / REPORT}, which is missing or no conversion's; "
+            f"--verify needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
             "restore the file, or leave --verify out"
         )
     ids = _ids(source, settings, family) if settings.format == "slim" or settings.verify else None
@@ -217,13 +217,12 @@ def _verify(
     slim, full = (here, there) if settings.format == "slim" else (there, here)
     known = report if settings.format == "slim" else source.report()
     assert known is not None  # `_stream` refuses without
-    conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] in ("k", "k+r")]
     if isinstance(family, EncoderDecoder):
         logits = partial(decoder_logits, inputs=_inputs(source, settings, family, ids))
     else:
         logits = partial(text_logits, ids=ids)
     checked: Verification = verify(
-        full, slim, family, dtype, logits, settings.choice.tolerance, max(conditions, default=1.0)
+        full, slim, family, dtype, logits, settings.choice.tolerance, accumulation_error(known["layers"])
     )
     return checked.to_dict()
 

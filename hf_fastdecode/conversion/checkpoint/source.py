@@ -84,8 +84,8 @@ def _is_report(content: Any) -> bool:
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         return False
-    of_keys = [layer.get("measured") for layer in layers if layer.get("plan") in ("k", "k+r")]
-    return all(isinstance(one, dict) and isinstance(one.get("condition"), int | float) for one in of_keys)
+    from_keys = [layer for layer in layers if layer.get("plan") in ("k", "k+r")]
+    return all(isinstance(layer.get("value_error"), int | float) for layer in from_keys)
 
 
 class Checkpoint:

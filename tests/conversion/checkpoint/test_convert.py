@@ -251,6 +251,22 @@ def test_verification_fails_for_keys_alone_in_bf16(source: Path, tmp_path: Path)
     assert load(target, dtype="auto").dtype == torch.float16
 
 
+def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) -> None:
+    """In fp32 too, where keys of condition number 1e7 make logits of which a quarter name other tokens."""
+    source = save_multi_head(tmp_path / "source")
+    model = load(source)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            left, values, right = torch.linalg.svd(layer.self_attn.k_proj.weight.double())
+            steep = values[0] * torch.logspace(0, -7, len(values), dtype=torch.float64)
+            layer.self_attn.k_proj.weight.copy_((left * steep) @ right)
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(VerificationError):
+        convert_checkpoint(settings(source, tmp_path / "made", choice=PlanChoice("k"), verify=True))
+    report = convert_checkpoint(settings(source, tmp_path / "auto", verify=True))
+    assert report["verification"]["bound"] < 1e-5
+
+
 @pytest.mark.parametrize("plan", ["auto", "kv"])
 def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
     source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
