@@ -79,8 +79,8 @@ def convert_checkpoint(
         bool,
         typer.Option(
             "--verify",
-            help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on the "
-            "calibration text; if they differ too much, write no target (exit code 1).",
+            help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on "
+            "the calibration text; if they differ too much, write no target (exit code 1).",
         ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,

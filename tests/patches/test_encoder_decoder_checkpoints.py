@@ -135,6 +135,17 @@ def test_heads_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(tokens(one), tokens(stock))
 
 
+def test_a_report_of_other_layers_is_as_none(tmp_path: Path) -> None:
+    model = with_tokenizer("t5", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice("k")))
+    file = tmp_path / "slim" / "slim_report.json"
+    report = json.loads(file.read_text())
+    file.write_text(json.dumps({**report, "layers": report["layers"][:1]}))
+    back = convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
+    assert [layer["recovered_error"] for layer in back["layers"]] == [None] * len(report["layers"])
+
+
 def test_older_checkpoints(tmp_path: Path) -> None:
     """BART's encoder and decoder alone, as pretrained: no bias of the logits, and names without the model's prefix."""
     model = with_tokenizer("bart", tmp_path / "source")

@@ -178,7 +178,7 @@ def _write(
     of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
     writer = ShardWriter(target, settings.shard_bytes, of, resume=settings.resume)
     if not writer.groups:
-        _check_disk(source, stream.dtype, writer.folder)
+        _check_disk(source, family, stream.dtype, writer.folder)
     stream.resume(writer.carried())
     try:
         for index in range(writer.groups, len(stream)):
@@ -227,9 +227,9 @@ def _verify(
     return checked.to_dict()
 
 
-def _check_disk(source: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
+def _check_disk(source: Checkpoint, family: Family | EncoderDecoder, dtype: torch.dtype, folder: Path) -> None:
     """Refuse before hours of work what the disk has no room for."""
-    itemsize = source.tensor(min(source.names())).itemsize
+    itemsize = source.dtype(family.embedding).itemsize
     needed = int(source.nbytes() * dtype.itemsize / itemsize * _HEADROOM)
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -219,6 +219,15 @@ class Checkpoint:
             return None
         return content if _is_report(content) else None
 
+    def layer_reports(self, count: int) -> list[dict[str, Any]]:
+        """What the report tells of each layer; empty dictionaries where there is none, or one of other layers.
+
+        Args:
+            count: Layers that the checkpoint has.
+        """
+        layers: list[dict[str, Any]] = (self.report() or {"layers": []})["layers"]
+        return layers if len(layers) == count else [{} for _ in range(count)]
+
     def close(self) -> None:
         """Close the file that was read last."""
         self._open = None

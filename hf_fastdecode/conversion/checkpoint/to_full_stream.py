@@ -28,8 +28,7 @@ class FullStream:
         self.source, self.model_type, self.family, self.dtype = source, model_type, family, dtype
         self.config = language_config(source.config)
         self.layers: int = self.config.num_hidden_layers
-        known = (source.report() or {"layers": []})["layers"]
-        self.known: list[dict[str, Any]] = known if len(known) == self.layers else [{}] * self.layers
+        self.known = source.layer_reports(self.layers)
 
     def __len__(self) -> int:
         return self.layers + 1

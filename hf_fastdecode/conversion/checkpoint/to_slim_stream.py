@@ -135,5 +135,5 @@ def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.d
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in `dtype`, in memory of their own."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+    """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not."""
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

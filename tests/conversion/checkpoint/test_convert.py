@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_fastdecode.conversion.checkpoint import convert
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
@@ -228,6 +228,34 @@ def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:
     slim = load(tmp_path / "made")
     assert slim.lm_head.weight is slim.model.embed_tokens.weight
     assert completions(slim, folder) == completions(load(folder), folder)
+
+
+def test_torch_files_whose_tensors_share_memory(tmp_path: Path) -> None:
+    """As of a model whose head was tied by hand, whatever its config says."""
+    folder = save_multi_head(tmp_path / "source")
+    model = load(folder)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    convert_checkpoint(settings(folder, tmp_path / "made", shard_bytes=10**9))
+    assert completions(load(tmp_path / "made"), folder) == completions(model, folder)
+
+
+def test_room_on_the_disk_is_estimated_from_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from masks in bytes, which checkpoints of GPT-2 by older releases begin with."""
+    tokenizer = AutoTokenizer.from_pretrained(save_multi_head(tmp_path / "llama"))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
+    folder = tmp_path / "source"
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 256, 256, dtype=torch.uint8)
+    torch.save(state, folder / "pytorch_model.bin")
+    free = 2 * (folder / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free})())
+    convert_checkpoint(settings(folder, tmp_path / "made", choice=PlanChoice("kv")))
 
 
 def test_dtype_and_plan_per_layer(source: Path, tmp_path: Path) -> None:

@@ -131,8 +131,7 @@ class FullDecoderStream(DecoderGroups):
     def __init__(self, source: Checkpoint, model_type: str, family: EncoderDecoder, dtype: torch.dtype) -> None:
         super().__init__(source, family, dtype)
         self.model_type = model_type
-        made_of = source.report() or {}
-        self.known: list[dict[str, Any]] = made_of.get("layers") or [{}] * len(self.prefixes)
+        self.known = source.layer_reports(len(self.prefixes))
 
     def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The tensors of a group, and the report of an attention."""
