@@ -60,7 +60,9 @@ def test_keys_are_refused() -> None:
         quantized(pair("k+r")[1])(**PROMPTS)
 
 
-@pytest.mark.parametrize(("name", "plan", "refused"), [("bart", "k", "k_proj"), ("t5", "x", "k"), ("whisper", "e", "k")])
+@pytest.mark.parametrize(
+    ("name", "plan", "refused"), [("bart", "k", "k_proj"), ("t5", "x", "k"), ("whisper", "e", "k_proj")]
+)
 def test_encoder_decoders(name: str, plan: str, refused: str) -> None:
     model = encoder_decoder_pair(name, plan)[1]
     tokens = torch.tensor([[3, 4], [3, 5]])

@@ -46,8 +46,8 @@ def require_unquantized(layer: nn.Module, *names: str) -> None:
         weight = getattr(getattr(projection, "base_layer", projection), "weight", None)
         if weight is None or type(weight).__module__.partition(".")[0] != "torch" or weight.dtype.itemsize < 2:
             raise ValueError(
-                f"{name} of slim layer {layer.layer_idx} is quantized, and its error would be amplified in the values; "
-                f"leave it out of quantization, e.g. with llm_int8_skip_modules=[{name!r}] of BitsAndBytesConfig"
+                f"{name} of slim layer {layer.layer_idx} is quantized, and its error would be amplified in the "
+                f"values; leave it out, e.g. with llm_int8_skip_modules=[{name!r}] of BitsAndBytesConfig"
             )
 
 
