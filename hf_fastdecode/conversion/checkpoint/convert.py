@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,10 @@ def convert_checkpoint(
                 measured.append(stream.group(index)[1])
                 on_group(index + 1, len(stream))
             return _with_layers(report, measured)
-        return _write(source, settings, family, stream, ids, report, on_group)
+        made_of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
+        target = settings.target.expanduser()
+        with closing(ShardWriter(target, settings.shard_bytes, made_of, resume=settings.resume)) as writer:
+            return _write(writer, source, settings, family, stream, ids, report, on_group)
     finally:
         source.close()
 
@@ -165,6 +169,7 @@ def _inputs(source: Checkpoint, settings: Settings, family: EncoderDecoder, ids:
 
 
 def _write(
+    writer: ShardWriter,
     source: Checkpoint,
     settings: Settings,
     family: Family | EncoderDecoder,
@@ -173,10 +178,6 @@ def _write(
     report: dict[str, Any],
     on_group: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    assert settings.target is not None
-    target = settings.target.expanduser()
-    of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
-    writer = ShardWriter(target, settings.shard_bytes, of, resume=settings.resume)
     if not writer.groups:
         _check_disk(source, family, stream.dtype, writer.folder)
     stream.resume(writer.carried())

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -39,8 +40,8 @@ class ShardWriter:
         resume: Go on with what an interrupted conversion left, if it left anything.
 
     Raises:
-        CheckpointError: The target exists, or an interrupted conversion is there and not to be resumed, of other
-            settings, or not as it was left.
+        CheckpointError: The target exists; another process writes it now; or an interrupted conversion is there and
+            not to be resumed, of other settings, or not as it was left.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -59,11 +60,17 @@ class ShardWriter:
         self._pending_groups = 0
         self._pending_found: list[Any] = []
         self._before: dict[str, Tensor] = {}
-        if self.folder.exists():
-            self._continue(resume)
-        else:
-            self.folder.mkdir(parents=True)
-            self._save_state({})
+        begun = self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        try:
+            if begun:
+                self._continue(resume)
+            else:
+                self._save_state({})
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def groups(self) -> int:
@@ -141,6 +148,12 @@ class ShardWriter:
         os.rename(self.folder, self.target)
         (self.target / _STATE).unlink()
 
+    def close(self) -> None:
+        """Let other processes resume the conversion."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def _continue(self, resume: bool) -> None:
         if not resume:
             raise CheckpointError(f"a conversion was interrupted; --resume continues it, or remove {self.folder}")
@@ -197,6 +210,28 @@ class ShardWriter:
 
     def _carried_file(self, group: int) -> Path:
         return self.folder / f"carried-{group}.safetensors"
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder for this process, until the file descriptor is closed; None where that is not supported.
+
+    Raises:
+        CheckpointError: Another process has locked it.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(f"another process is converting to {folder}; wait until it has ended") from error
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _digest(state: Mapping[str, Any]) -> str:
