@@ -173,6 +173,8 @@ def test_features_from_a_file(tmp_path: Path) -> None:
     ]
     assert [one["calibration_features"] for one in reports] == ["synthetic", str(tmp_path / "sound.safetensors")]
     assert reports[0]["layers"][1]["output_error"] != reports[1]["layers"][1]["output_error"]
+    digests = [one["calibration_features_sha256"] for one in reports]  # by which --resume tells files apart
+    assert (digests[0], len(digests[1])) == ("", 64)
     refused = run(*command, "--calibration", tmp_path / "other.safetensors")
     assert refused.exit_code == 2
     assert "holds no tensor input_features" in refused.stderr

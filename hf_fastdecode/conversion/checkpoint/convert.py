@@ -261,15 +261,19 @@ def _describe(
         "rope": choice.rope,
         "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
         "calibration_tokens": 0 if ids is None else len(ids),
-        "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "calibration_sha256": "" if ids is None else _sha256(ids.numpy().tobytes()),
     }
     if isinstance(family, EncoderDecoder):
         report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
         if family.audio:
-            report["calibration_features"] = (
-                str(settings.calibration) if _has_features(settings, family) else "synthetic"
-            )
+            file = settings.calibration if _has_features(settings, family) else None
+            report["calibration_features"] = "synthetic" if file is None else str(file)
+            report["calibration_features_sha256"] = "" if file is None else _sha256(file.read_bytes())
     return report
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _with_layers(report: dict[str, Any], found: list[Any]) -> dict[str, Any]:
