@@ -64,7 +64,7 @@ def edited(**fields: object) -> Callable[[str], str]:
         edited(groups=-1),
         edited(groups=100),
         edited(shards=[["a"]]),
-        edited(found=[None, {}]),
+        edited(reports=[None, {}]),
         edited(sha256=3),
     ],
     ids=range(14),

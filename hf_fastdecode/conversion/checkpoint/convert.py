@@ -1,4 +1,4 @@
-"""Reads a checkpoint, converts it group by group, and puts the result in its place at the end."""
+"""Convert a checkpoint to a slim one, or back, group of tensors by group, and publish the result at the end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from ..cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
@@ -46,13 +47,13 @@ class Settings:
     Attributes:
         source: A folder, an id on the Hugging Face Hub, or ``embedded``.
         target: Folder to make; None to measure only.
-        format: ``slim``, or ``full`` for the way back.
-        choice: Of the layers' caches.
+        format: ``slim``, or ``full`` to convert a slim checkpoint back.
+        choice: How the layers' caches are chosen.
         dtype: Of the result; None for the source's own.
         calibration: UTF-8 text, or None for the built-in one. For Whisper a ``.safetensors`` file with
             ``input_features`` beside the built-in text; without, features are synthetic.
-        verify: Whether to compare logits before the result is put in its place.
-        resume: Whether to go on with an interrupted conversion.
+        verify: Whether to compare logits before the result is published.
+        resume: Whether to continue an interrupted conversion.
         shard_bytes: Most bytes in a shard.
     """
 
@@ -70,17 +71,17 @@ class Settings:
 def convert_checkpoint(
     settings: Settings, on_group: Callable[[int, int], None] = lambda done, of: None
 ) -> dict[str, Any]:
-    """Convert.
+    """Convert a checkpoint, or measure its layers only.
 
     Args:
-        settings: What and how.
-        on_group: Called with the number of groups done and of all, for a progress bar.
+        settings: Source, target and options.
+        on_group: Progress callback, called with the numbers of finished groups and of all groups.
 
     Returns:
         The report, as it is written beside the weights.
 
     Raises:
-        ValueError: Of this folder's kinds, each with one line of reason and remedy.
+        ValueError: The checkpoint cannot be read, or not be converted as asked: one line of reason and remedy.
         VerificationError: The result's logits are off; nothing was put at the target.
         OSError: The disk is full, or a file cannot be written.
     """
@@ -89,11 +90,11 @@ def convert_checkpoint(
         family, stream, ids = _stream(source, settings)
         report = _describe(source, settings, family, stream.dtype, ids)
         if settings.target is None:
-            measured = []
+            layers = []
             for index in range(len(stream)):
-                measured.append(stream.group(index)[1])
+                layers.append(stream.group(index)[1])
                 on_group(index + 1, len(stream))
-            return _with_layers(report, measured)
+            return _with_layers(report, layers)
         made_of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
         target = settings.target.expanduser()
         with closing(ShardWriter(target, settings.shard_bytes, made_of, resume=settings.resume)) as writer:
@@ -187,13 +188,13 @@ def _write(
             before = stream.carried()
             tensors, layer = stream.group(index)
             writer.add(tensors, layer, before)
-    except ValueError:  # which resuming would meet again
+    except ValueError:  # resuming would raise it again
         shutil.rmtree(writer.folder)
         raise
-    found = writer.finish()
+    layers = writer.finish()
     on_group(len(stream), len(stream))
-    config = stream.finished(found)
-    report = _with_layers(report, found)
+    config = stream.finished(layers)
+    report = _with_layers(report, layers)
     source.copy_beside(writer.folder)
     if settings.verify and ids is not None:
         report["verification"] = _verify(source, settings, family, writer.folder, config, stream.dtype, ids, report)
@@ -253,7 +254,7 @@ def _describe(
         "format": settings.format,
         "source": settings.source,
         "model_type": source.config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "plan": choice.plan if isinstance(choice.plan, str) else [list(one) for one in choice.plan],
         "rank": choice.rank,
         "tolerance": choice.tolerance,
@@ -276,8 +277,9 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _with_layers(report: dict[str, Any], found: list[Any]) -> dict[str, Any]:
-    layers = found[1:]
+def _with_layers(report: dict[str, Any], reports: list[Any]) -> dict[str, Any]:
+    """The report with those of its layers, from the reports of all groups, and the bytes of all caches."""
+    layers = reports[1:]
     if report["format"] == "full":
         return {**report, "layers": layers}
     slim = [layer["bytes_per_token"] for layer in layers]

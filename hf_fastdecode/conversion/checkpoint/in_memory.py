@@ -1,4 +1,4 @@
-"""`to_slim`: a loaded model to a slim one."""
+"""`to_slim`: convert a loaded model to a slim one."""
 
 from __future__ import annotations
 

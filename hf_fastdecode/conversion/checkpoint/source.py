@@ -1,4 +1,4 @@
-"""A checkpoint to read: its tensors one by one, whatever files they are in."""
+"""Read a checkpoint tensor by tensor, from files of safetensors or of PyTorch, sharded or not."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def _is_report(content: Any) -> bool:
 
 
 class Checkpoint:
-    """A folder with a config and weights, in safetensors or in torch's format, in one file or in shards.
+    """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
-    Tensors are read when asked for: of safetensors nothing else, of torch's files what memory mapping brings.
+    Tensors are read when they are asked for; files of PyTorch are memory-mapped, unless they are of an old format.
 
     Args:
         folder: Of the checkpoint.
@@ -109,7 +109,7 @@ class Checkpoint:
         self._stack = ExitStack()
 
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return set(self.files)
 
     def rename(self, model_name: Callable[[str], str]) -> None:
@@ -205,7 +205,7 @@ class Checkpoint:
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
     def copy_beside(self, folder: Path) -> None:
-        """Copy the tokenizer, the generation config and what else is no weight, but for the config."""
+        """Copy the other files beside the weights: tokenizer, generation config etc., but not the config."""
         for file in sorted(self.folder.iterdir()):
             own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
             if file.is_file() and file.suffix in _BESIDE and not own:

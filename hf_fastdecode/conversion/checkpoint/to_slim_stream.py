@@ -61,9 +61,9 @@ class SlimStream:
             return self._outside(), None
         return self._layer(index - 1)
 
-    def finished(self, found: list[Any]) -> Any:
-        """The slim model's config, of the reports of all groups."""
-        entries = config_entries(found[1:])
+    def finished(self, reports: list[Any]) -> Any:
+        """The slim model's config, from the reports of all groups."""
+        entries = config_entries(reports[1:])
         matrices = matrix_dtype(self.dtype)
         return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
 

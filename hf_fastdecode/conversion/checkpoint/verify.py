@@ -1,4 +1,4 @@
-"""Whether a converted checkpoint computes what its source does: logits on the calibration text, read from caches."""
+"""Verify a converted checkpoint: its logits on the calibration text, with a cache, against those of its source."""
 
 from __future__ import annotations
 

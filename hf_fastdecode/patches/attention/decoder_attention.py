@@ -104,7 +104,7 @@ class SlimDecoderAttention(nn.Module):
             hidden_states: ``[rows, queries, d]``.
             encoded: The encoder's output, ``[rows, tokens, key_d]``, for cross-attention.
             cache: An `EncoderDecoderCache`; any cache for self-attention; or None.
-            mask: As `slim_attention` has it.
+            mask: See `slim_attention`.
 
         Returns:
             ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.

@@ -1,4 +1,4 @@
-"""Plans of all attentions of a decoder: each is measured by itself, and cross-attention agrees on plan ``e``."""
+"""Convert a decoder's attentions: each is measured on its own, but plan ``e`` is for all cross-attentions or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass over a calibration input that gives what every attention of a decoder sees."""
+"""Calibration pass of an encoder-decoder, which records the inputs of every attention of the decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which family a model is of, and the models that are refused."""
+"""Find the family of a model by its config, or the reason why the model cannot be converted."""
 
 from __future__ import annotations
 
