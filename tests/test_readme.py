@@ -54,6 +54,13 @@ def test_the_example_of_a_slim_model_runs():
     assert "SlimLlamaForCausalLM" in repr(type(names["slim"]))
 
 
+def test_the_examples_of_further_slim_pages_run():
+    names = run_examples("docs/slim-sparsity.md")
+    assert names["slim"].config.slim_sparsity_threshold == 0
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/slim-architectures.md").read_text(), re.DOTALL)
+    exec(block, {})  # which compares with stock
+
+
 def _without_numbers(text: str) -> str:
     return " ".join(re.sub(r"[\d,]+", "#", text).split())
 

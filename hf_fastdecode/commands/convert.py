@@ -53,9 +53,9 @@ def convert_checkpoint(
     cache_dtype: Annotated[
         str,
         typer.Option(
-            help="Dtype of slim caches. `auto`: fp16 for models in bfloat16 where the range allows, else the model's. "
-            "`fp16`, `bf16`: in all layers. `int8`, `fp8`, with a scale per token and head: in layers that stay "
-            "within --tolerance; others as with `auto`."
+            help="Dtype of slim caches. `auto`: fp16 for models in bfloat16, else the model's. `fp16`, `bf16`: this "
+            "one; layers whose keys come near the end of its range keep keys and values. `int8`, `fp8`, with a scale "
+            "per token and head: in layers that stay within --tolerance; others as with `auto`."
         ),
     ] = "auto",
     rope: Annotated[
@@ -79,8 +79,8 @@ def convert_checkpoint(
         bool,
         typer.Option(
             "--verify",
-            help="Load both models and compare their logits on the calibration text; if they differ too much, write "
-            "no target (exit code 1).",
+            help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on "
+            "the calibration text; if they differ too much, write no target (exit code 1).",
         ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
@@ -100,7 +100,7 @@ def convert_checkpoint(
     beside TARGET that is renamed at the end; slim_report.json and slim_report.png hold the measurements.
 
     Models with grouped-query attention are refused: their keys do not determine the values. `inspect` shows refusals
-    without downloading weights; docs/slim.md lists the architectures.
+    without downloading weights; docs/slim-architectures.md lists the architectures.
 
     Examples:
 

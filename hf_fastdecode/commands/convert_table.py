@@ -34,7 +34,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="right")
     for index, layer in enumerate(report["layers"]):
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
-        judge = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
+        baseline = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
             _place(report, index),
             cache_name(layer),
@@ -44,7 +44,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
             f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
             f"{layer['value_error']:.2%}" if layer["value_error"] >= 1e-4 else _number(layer["value_error"]),
             f"{layer['output_error']:.2%}" if layer["output_error"] >= 1e-4 else _number(layer["output_error"]),
-            _ratio(layer["output_error"], judge["output_error"]),
+            _ratio(layer["output_error"], baseline["output_error"]),
         )
     if "encoder_tokens" in report:
         sizes = (
@@ -84,10 +84,10 @@ def _append_verification(report: dict[str, Any], closing: Text) -> None:
 
 def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
     """What int8 keys and values would take, and why layers are not in 8 bits though these were asked for."""
-    judges = [layer["measured"]["ordinary_int8"] for layer in report["layers"]]
-    if not all(judges):
+    baselines = [layer["measured"]["ordinary_int8"] for layer in report["layers"]]
+    if not all(baselines):
         return
-    sizes = [judge["bytes_per_token"] for judge in judges]
+    sizes = [baseline["bytes_per_token"] for baseline in baselines]
     if "encoder_tokens" in report:
         total = sum(sizes[::2]) * report["decoder_tokens"] + sum(sizes[1::2]) * report["encoder_tokens"]
         taken = bytes_text(total)

@@ -60,8 +60,8 @@ class CacheErrors:
         inputs: ``[tokens, d]``, what the projections see.
         key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
         rotation: RoPE of these tokens, or None.
-        causal: As `attention_weights` has it.
-        score_bias: As `attention_weights` has it.
+        causal: See `attention_weights`.
+        score_bias: See `attention_weights`.
         unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
     """
 

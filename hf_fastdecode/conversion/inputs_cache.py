@@ -47,8 +47,8 @@ def inputs_cache_output(
         weights: Of the layer, without RoPE and QK-norm.
         inputs: ``[queries, d]``.
         cached: ``[keys, key_d]``: the layer's inputs, or the encoder's output for cross-attention.
-        causal: As `attention_weights` has it.
-        score_bias: As `attention_weights` has it; relative position biases do not depend on keys, and stay.
+        causal: See `attention_weights`.
+        score_bias: See `attention_weights`; relative position biases do not depend on keys, and stay.
 
     Returns:
         ``[queries, d_out]``, fp64.

@@ -1,4 +1,4 @@
-"""The plan of a layer: the smallest cache that is as accurate as is asked for."""
+"""Plan of a layer: its smallest cache within the requested tolerance."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class LayerPlan:
     singular_values: tuple[float, ...] = ()
     ordinary_int8: CacheError | None = None
 
-    def judge(self, candidate: CacheError) -> CacheError:
-        """What a cache's error is compared with: keys and values in int8 for caches in 8 bits, else `ordinary`."""
+    def baseline(self, candidate: CacheError) -> CacheError:
+        """Cache that a candidate's error is compared with: keys and values, in int8 for candidates in 8 bits."""
         return self.ordinary_int8 if self.ordinary_int8 and in_eight_bits(candidate) else self.ordinary
 
     def accepts(self, candidate: CacheError) -> bool:
-        """Whether a cache's output error is at most `tolerance` times that of its judge."""
-        return candidate.output_error <= self.tolerance * self.judge(candidate).output_error
+        """Whether a cache's output error is at most `tolerance` times that of its `baseline`."""
+        return candidate.output_error <= self.tolerance * self.baseline(candidate).output_error
 
     @property
     def saved(self) -> float:
@@ -84,8 +84,8 @@ class LayerPlan:
         fields = dict(plain)
         for name in ("chosen", "ordinary"):
             fields[name] = CacheError(**fields[name])
-        if judge := fields.get("ordinary_int8"):
-            fields["ordinary_int8"] = CacheError(**judge)
+        if ordinary_int8 := fields.get("ordinary_int8"):
+            fields["ordinary_int8"] = CacheError(**ordinary_int8)
         fields["candidates"] = tuple(CacheError(**candidate) for candidate in fields["candidates"])
         fields["singular_values"] = tuple(fields["singular_values"])
         return cls(**fields)
@@ -170,7 +170,7 @@ def fit_layer(
     if not math.isfinite(ordinary.output_error):
         raise ValueError(
             "on the calibration text the layer gives inf or nan with an ordinary cache in "
-            f"{str(model_dtype).removeprefix('torch.')}: its weights hold some, or its keys and values do not fit; "
+            f"{dtype_name(model_dtype)}: its weights hold some, or its keys and values do not fit; "
             "repair the weights, or convert in a wider dtype"
         )
     candidates = [ordinary]

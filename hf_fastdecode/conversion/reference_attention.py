@@ -102,8 +102,8 @@ def attention_output(
         inputs: ``[tokens, d]``, what the projections see (after the layer norm).
         key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
         rotation: RoPE of queries and keys, or None.
-        causal: As `attention_weights` has it.
-        score_bias: As `attention_weights` has it.
+        causal: See `attention_weights`.
+        score_bias: See `attention_weights`.
 
     Returns:
         ``[tokens, d_out]``, fp64.

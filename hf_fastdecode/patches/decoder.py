@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,17 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     shares_context = True  # all the same, by layers of their own
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse transformers' continuous batching (`generate_batch`), whose paged cache slim layers do not read.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not run in transformers' continuous batching, whose paged cache holds keys "
+            "and values of one shape; call generate, with hf_fastdecode.enable for many rows"
+        )
 
 
 class SlimDecoder(SlimPreTrainedModel):

@@ -36,10 +36,9 @@ def _register() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Waits for the import of transformers' registry, finds it as Python does, and is gone.
+    """Import hook that registers the slim configs once transformers' registry is imported, and then removes itself.
 
-    Where the registry is imported by that of models, it is the end of that one's import that is waited for: configs
-    read from it.
+    If the registry of models imports that of configs, the hook waits for the end of the former, which configs read.
     """
 
     def find_spec(
@@ -48,14 +47,18 @@ class _Watch(MetaPathFinder):
         """The spec of the registry, whose execution ends in the registration; None for every other module."""
         awaited = fullname == _MODELS or (fullname == _REGISTRY and _MODELS not in sys.modules)
         spec = PathFinder.find_spec(fullname, path, target) if awaited else None
-        if spec is None or spec.loader is None:
+        if spec is None or spec.loader is None or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         loader, execute = spec.loader, spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             del loader.exec_module  # the method of the class again
-            execute(module)
+            try:
+                execute(module)
+            except BaseException:  # e.g. Ctrl-C, after which a notebook imports it again
+                sys.meta_path.insert(0, self)
+                raise
             _register()
 
         loader.exec_module = execute_and_register  # type: ignore[method-assign]

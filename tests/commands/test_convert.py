@@ -105,7 +105,7 @@ def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -
     for index, content in enumerate(("3", '{"layers": 3}', '{"layers": [{"plan": "k"}]}', '{"layers": []}')):
         (tmp_path / "slim" / "slim_report.json").write_text(content)
         back = ("convert-checkpoint", tmp_path / "slim", tmp_path / f"full-{index}", "--format", "full")
-        assert "--verify needs the condition numbers in" in refused(*back[1:], "--verify")
+        assert "--verify needs the layers' errors in" in refused(*back[1:], "--verify")
         done = run(*back)
         assert done.exit_code == 0, done.output
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def edited(**fields: object) -> Callable[[str], str]:
         edited(groups=-1),
         edited(groups=100),
         edited(shards=[["a"]]),
-        edited(found=[None, {}]),
+        edited(reports=[None, {}]),
         edited(sha256=3),
     ],
     ids=range(14),
@@ -95,6 +96,23 @@ def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str
 def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -> None:
     done = run("convert-checkpoint", source, interrupted.with_name("slim"), *RESUME)
     assert done.exit_code == 0, done.output
+
+
+def test_a_running_conversion_is_not_resumed(interrupted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process would delete files that the first is writing."""
+    target, finish, messages = interrupted.with_name("slim"), ShardWriter.finish, []
+    written = interrupted / "conversion.json.partial"
+
+    def finish_beside_another(writer: ShardWriter) -> list[Any]:
+        written.touch()
+        messages.append(refused(source, target, *RESUME))
+        assert written.exists()
+        return finish(writer)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_beside_another)
+    done = run("convert-checkpoint", source, target, *RESUME)
+    assert done.exit_code == 0, done.output
+    assert [f"another process is converting to {interrupted}" in message for message in messages] == [True]
 
 
 @pytest.mark.parametrize("left", [(), ("conversion.json.partial",)], ids=str)

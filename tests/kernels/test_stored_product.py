@@ -62,6 +62,19 @@ def test_rows_of_any_size(parts: int, dtype: torch.dtype) -> None:
     assert (error <= bound).all()
 
 
+def test_refused() -> None:
+    terms = [make_term(5, width, torch.float32, seed=width) for width in (64, 32, 40)]
+    for wrong, reason in (
+        (terms, "takes 1 to 2 terms, got 3"),
+        ([], "takes 1 to 2 terms, got 0"),
+        ([make_term(MOST_ROWS + 1, 64, torch.float32, seed=1)], f"at most {MOST_ROWS} rows, got {MOST_ROWS + 1}"),
+        ([terms[0], make_term(4, 32, torch.float32, seed=1)], r"factors \[5, 3, width\].*got \(4, 3, 32\)"),
+        ([terms[0]._replace(matrix=terms[1].matrix)], r"got \(5, 3, 64\), \(32, 216\)"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            stored_product(wrong)
+
+
 @pytest.mark.parametrize("part", range(3))
 def test_strided_operands(part: int) -> None:
     """Inputs of a row may be a transposed view, as those of an encoder that begins with convolutions."""

@@ -60,10 +60,15 @@ def test_caches_of_transformers_hold_it(cache_dtype: str, plan: str, options: di
 
 def test_a_sliding_window() -> None:
     slim = to_slim(family_model("phi3-window"), TEXT, plan="k", cache_dtype="int8", tolerance=1e9)
-    prompts = ragged_prompts(30, 70)
-    expected = generate(slim, use_cache=False, **prompts).sequences
+    prompts = {**ragged_prompts(30, 70), "output_logits": True}
+    expected = generate(slim, use_cache=False, **prompts)
     for options in ({}, {"cache_implementation": "static"}):
-        assert torch.equal(generate(slim, **prompts, **options).sequences, expected)
+        found = generate(slim, **prompts, **options)
+        same = (found.sequences == expected.sequences)[:, 70:].cumprod(-1).bool()
+        assert same[:, :8].all()  # later ones may have two tokens that are as likely, but for the last bit of 8
+        step = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)  # whose tokens so far are the same
+        logits = (torch.stack(one.logits, 1)[step] for one in (found, expected))
+        assert relative(*logits) < 0.01
 
 
 def test_repeated_selected_and_cropped_rows() -> None:

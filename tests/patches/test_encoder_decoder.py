@@ -55,7 +55,9 @@ def condition(slim: PreTrainedModel) -> float:
 
 def test_every_family_is_tested_and_listed() -> None:
     assert {model_type for model_type, _ in MODELS.values()} == set(ENCODER_DECODERS)
-    table = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8").partition("| encoder and decoder |")[2]
+    table = (
+        (ROOT / "docs" / "slim-architectures.md").read_text(encoding="utf-8").partition("| encoder and decoder |")[2]
+    )
     assert re.findall(r"^\| `(\w+)`", table.partition("\n\n")[0], re.MULTILINE) == list(ENCODER_DECODERS)
 
 
@@ -270,12 +272,28 @@ def test_refused() -> None:
         to_slim(T5Model(encoder_decoder("t5").config), TEXT)
     with pytest.raises(ValueError, match="without its encoder"):
         family_of(AutoConfig.for_model("whisper", is_encoder_decoder=False))
+    with pytest.raises(ValueError, match="has no decoder_start_token_id"):
+        to_slim(encoder_decoder("t5", decoder_start_token_id=None), TEXT)
     with pytest.raises(ValueError, match=r"must be of shape \[1, 8, 48\], got \[1, 8, 40\]"):
         to_slim(encoder_decoder("whisper"), TEXT, features=torch.zeros(1, 8, 40))
     with pytest.raises(ValueError, match=r"in all layers or in none .*got e, k"):
         SlimT5Config(num_layers=2, slim_layers=[{"plan": "k"}, {"plan": "e"}, {"plan": "k"}, {"plan": "k"}])
     with pytest.raises(ValueError, match=r"must be one of k, k\+r, kv, x, got 'e'"):
         SlimT5Config(num_layers=1, slim_layers=[{"plan": "e"}, {"plan": "e"}])
+
+
+def test_auto_goes_on_where_the_encoders_output_leaves_the_range() -> None:
+    """Of fp16, with headroom: no cross-attention then reads it, and ``auto`` takes another plan."""
+    model = encoder_decoder("t5")
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight.fill_(7000.0)
+        for block in model.decoder.block:
+            for projection in (block.layer[1].EncDecAttention.k, block.layer[1].EncDecAttention.v):
+                projection.weight.mul_(1 / 7000)
+    plans = [layer["plan"] for layer in to_slim(model.half(), TEXT).config.slim_layers]
+    assert not {"e"} & set(plans[1::2])
+    with pytest.raises(PlanError, match=r"plan 'e': inputs reach 2\.\d+e\+04"):
+        to_slim(model, TEXT, plan="e")
 
 
 @pytest.mark.parametrize("plan", ["k", "x"])

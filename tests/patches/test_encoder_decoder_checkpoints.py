@@ -135,6 +135,17 @@ def test_heads_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(tokens(one), tokens(stock))
 
 
+def test_a_report_of_other_layers_is_as_none(tmp_path: Path) -> None:
+    model = with_tokenizer("t5", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice("k")))
+    file = tmp_path / "slim" / "slim_report.json"
+    report = json.loads(file.read_text())
+    file.write_text(json.dumps({**report, "layers": report["layers"][:1]}))
+    back = convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
+    assert [layer["recovered_error"] for layer in back["layers"]] == [None] * len(report["layers"])
+
+
 def test_older_checkpoints(tmp_path: Path) -> None:
     """BART's encoder and decoder alone, as pretrained: no bias of the logits, and names without the model's prefix."""
     model = with_tokenizer("bart", tmp_path / "source")
@@ -162,6 +173,8 @@ def test_features_from_a_file(tmp_path: Path) -> None:
     ]
     assert [one["calibration_features"] for one in reports] == ["synthetic", str(tmp_path / "sound.safetensors")]
     assert reports[0]["layers"][1]["output_error"] != reports[1]["layers"][1]["output_error"]
+    digests = [one["calibration_features_sha256"] for one in reports]  # by which --resume tells files apart
+    assert (digests[0], len(digests[1])) == ("", 64)
     refused = run(*command, "--calibration", tmp_path / "other.safetensors")
     assert refused.exit_code == 2
     assert "holds no tensor input_features" in refused.stderr

@@ -55,7 +55,12 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 def test_every_family_is_tested_and_listed() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} | {"llama"} == set(SUPPORTED)
-    table = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8").partition("| such as |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "docs" / "slim-architectures.md")
+        .read_text(encoding="utf-8")
+        .partition("| such as |")[2]
+        .partition("\n\n")[0]
+    )
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(SUPPORTED)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 
@@ -23,6 +24,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from hf_fastdecode.patches import registration
 from hf_fastdecode.patches.architectures.slim_llama import SlimLlamaForCausalLM, SlimLlamaModel
 from hf_fastdecode.patches.slim_configs import SlimLlamaConfig
 
@@ -179,6 +181,30 @@ def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: s
     assert made
     found = {auto: names[place.removeprefix("modeling_slim.")] for auto, place in auto_map.items()}
     assert found == {"AutoConfig": type(config), **made}
+
+
+def test_an_import_that_fails_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was interrupted, in a notebook that goes on."""
+    (tmp_path / "odd_registry.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('there').read_text()"
+    )
+    registered: list[bool] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registration, "_REGISTRY", "odd_registry")
+    monkeypatch.setattr(registration, "_MODELS", "odd_models")
+    monkeypatch.setattr(registration, "_register", lambda: registered.append(True))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    registration.register_when_imported()
+    finder = sys.meta_path[0]
+    with pytest.raises(FileNotFoundError):
+        import_module("odd_registry")
+    assert not registered
+    (tmp_path / "there").touch()
+    import_module("odd_registry")
+    assert registered == [True]
+    assert finder not in sys.meta_path
+    assert finder.find_spec("odd_registry", None) is None  # asked by another thread meanwhile
+    del sys.modules["odd_registry"]
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

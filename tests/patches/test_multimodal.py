@@ -66,7 +66,7 @@ def loaded(folder: Path, auto: Any = AutoModelForMultimodalLM) -> PreTrainedMode
 
 def test_every_architecture_is_tested_and_listed() -> None:
     assert list(MULTIMODAL) == list(SUPPORTED)
-    page = (ROOT / "docs" / "slim.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "slim-architectures.md").read_text(encoding="utf-8")
     table = page.partition("| multimodal | such as |")[2].partition("\n\n")[0]
     first = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
     assert re.findall(r"`(\w+)`", first) == list(SUPPORTED)

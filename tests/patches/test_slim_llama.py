@@ -260,3 +260,9 @@ def test_models_that_are_no_ordinary_ones() -> None:
             to_slim(other, TEXT)
     wrapped = to_slim(torch.nn.DataParallel(model), TEXT, plan="k")
     assert torch.equal(logits(wrapped), logits(pair("k")[1]))
+
+
+def test_continuous_batching_is_refused() -> None:
+    """Before any token is drawn: what requests fail with otherwise is a mismatch of shapes."""
+    with pytest.raises(ValueError, match="does not run in transformers' continuous batching"):
+        pair()[1].generate_batch([[5, 6, 7]], max_new_tokens=2)

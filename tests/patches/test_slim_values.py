@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.values import stored_products
 from hf_fastdecode.patches.values.slim_values import SlimValues
-from hf_fastdecode.patches.values.stored_products import Product, in_halves, of_halves, sum_of_products
+from hf_fastdecode.patches.values.stored_products import Product, from_halves, in_halves, sum_of_products
 from hf_fastdecode.patches.values.wide_products import KeyProjection, StoredMatrix
 
 from .slim_models import relative
@@ -61,7 +61,7 @@ def test_averages_in_halves_withstand_tf32() -> None:
     average = torch.randn(2, 4, 3, 48, generator=generator) * 100
     oracle = product(average.double(), matrix, 4)
     whole = relative(product(tf32(average), matrix, 4), oracle)
-    parts = of_halves(torch.stack([product(tf32(part), matrix, 4) for part in in_halves(average, in_range=True)[0]]))
+    parts = from_halves(torch.stack([product(tf32(part), matrix, 4) for part in in_halves(average, in_range=True)[0]]))
     assert relative(parts, oracle) < 2 * torch.finfo(torch.float32).eps * 48**0.5 < whole / 10
 
 
@@ -73,13 +73,13 @@ def test_halves_of_any_size(dtype: torch.dtype, size: float) -> None:
     x[0, 0, 0] = 0
     parts, factor = in_halves(x)
     assert parts.dtype == torch.float16
-    found = of_halves(parts.float()) * (1 if factor is None else factor)
+    found = from_halves(parts.float()) * (1 if factor is None else factor)
     bound = 2.0**-20 if dtype == torch.float32 else 0
     if dtype != torch.float16:
         assert relative(found, x) <= bound
     assert torch.equal(found[0, 0, 0], torch.zeros(48))
     if 1e-4 <= size <= 100:
-        assert relative(of_halves(in_halves(x, in_range=True)[0].float()), x) <= max(bound, 2.0**-11)
+        assert relative(from_halves(in_halves(x, in_range=True)[0].float()), x) <= max(bound, 2.0**-11)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

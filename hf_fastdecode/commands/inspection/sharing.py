@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
+from hf_fastdecode.conversion.cache_errors import dtype_name
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit
 from hf_fastdecode.unsupported import Unsupported
@@ -133,7 +134,7 @@ def count_sharing(
         model=name,
         model_type=config.model_type,
         shape=shape,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         bytes_per_token=shape.bytes_per_token(dtype.itemsize),
         max_positions=limit,
         new_tokens=new_tokens,

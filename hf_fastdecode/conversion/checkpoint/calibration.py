@@ -1,4 +1,4 @@
-"""The text on which layers are measured."""
+"""Calibration text, on which layers are measured."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Reads a checkpoint, converts it group by group, and puts the result in its place at the end."""
+"""Convert a checkpoint to a slim one, or back, group of tensors by group, and publish the result at the end."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from ..cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
@@ -27,7 +29,7 @@ from .shards import ShardWriter, write_json
 from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
 from .to_full_stream import FullStream
 from .to_slim_stream import SlimStream
-from .verify import Verification, text_logits, verify
+from .verify import Verification, accumulation_error, text_logits, verify
 
 PICTURE: Final = "slim_report.png"
 _HEADROOM: Final = 1.1  # of the disk: reports, tokenizers, and what a slim layer has beside its matrices
@@ -45,13 +47,13 @@ class Settings:
     Attributes:
         source: A folder, an id on the Hugging Face Hub, or ``embedded``.
         target: Folder to make; None to measure only.
-        format: ``slim``, or ``full`` for the way back.
-        choice: Of the layers' caches.
+        format: ``slim``, or ``full`` to convert a slim checkpoint back.
+        choice: How the layers' caches are chosen.
         dtype: Of the result; None for the source's own.
         calibration: UTF-8 text, or None for the built-in one. For Whisper a ``.safetensors`` file with
             ``input_features`` beside the built-in text; without, features are synthetic.
-        verify: Whether to compare logits before the result is put in its place.
-        resume: Whether to go on with an interrupted conversion.
+        verify: Whether to compare logits before the result is published.
+        resume: Whether to continue an interrupted conversion.
         shard_bytes: Most bytes in a shard.
     """
 
@@ -69,17 +71,17 @@ class Settings:
 def convert_checkpoint(
     settings: Settings, on_group: Callable[[int, int], None] = lambda done, of: None
 ) -> dict[str, Any]:
-    """Convert.
+    """Convert a checkpoint, or measure its layers only.
 
     Args:
-        settings: What and how.
-        on_group: Called with the number of groups done and of all, for a progress bar.
+        settings: Source, target and options.
+        on_group: Progress callback, called with the numbers of finished groups and of all groups.
 
     Returns:
         The report, as it is written beside the weights.
 
     Raises:
-        ValueError: Of this folder's kinds, each with one line of reason and remedy.
+        ValueError: The checkpoint cannot be read, or not be converted as asked: one line of reason and remedy.
         VerificationError: The result's logits are off; nothing was put at the target.
         OSError: The disk is full, or a file cannot be written.
     """
@@ -88,12 +90,15 @@ def convert_checkpoint(
         family, stream, ids = _stream(source, settings)
         report = _describe(source, settings, family, stream.dtype, ids)
         if settings.target is None:
-            measured = []
+            layers = []
             for index in range(len(stream)):
-                measured.append(stream.group(index)[1])
+                layers.append(stream.group(index)[1])
                 on_group(index + 1, len(stream))
-            return _with_layers(report, measured)
-        return _write(source, settings, family, stream, ids, report, on_group)
+            return _with_layers(report, layers)
+        made_of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
+        target = settings.target.expanduser()
+        with closing(ShardWriter(target, settings.shard_bytes, made_of, resume=settings.resume)) as writer:
+            return _write(writer, source, settings, family, stream, ids, report, on_group)
     finally:
         source.close()
 
@@ -125,7 +130,7 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
         raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
     if settings.format == "full" and settings.verify and source.report() is None:
         raise CheckpointError(
-            f"--verify needs the condition numbers in {source.folder / REPORT}, which is missing or no conversion's; "
+            f"--verify needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
             "restore the file, or leave --verify out"
         )
     ids = _ids(source, settings, family) if settings.format == "slim" or settings.verify else None
@@ -165,6 +170,7 @@ def _inputs(source: Checkpoint, settings: Settings, family: EncoderDecoder, ids:
 
 
 def _write(
+    writer: ShardWriter,
     source: Checkpoint,
     settings: Settings,
     family: Family | EncoderDecoder,
@@ -173,12 +179,8 @@ def _write(
     report: dict[str, Any],
     on_group: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    assert settings.target is not None
-    target = settings.target.expanduser()
-    of = {**report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
-    writer = ShardWriter(target, settings.shard_bytes, of, resume=settings.resume)
     if not writer.groups:
-        _check_disk(source, stream.dtype, writer.folder)
+        _check_disk(source, family, stream.dtype, writer.folder)
     stream.resume(writer.carried())
     try:
         for index in range(writer.groups, len(stream)):
@@ -186,13 +188,13 @@ def _write(
             before = stream.carried()
             tensors, layer = stream.group(index)
             writer.add(tensors, layer, before)
-    except ValueError:  # which resuming would meet again
+    except ValueError:  # resuming would raise it again
         shutil.rmtree(writer.folder)
         raise
-    found = writer.finish()
+    layers = writer.finish()
     on_group(len(stream), len(stream))
-    config = stream.finished(found)
-    report = _with_layers(report, found)
+    config = stream.finished(layers)
+    report = _with_layers(report, layers)
     source.copy_beside(writer.folder)
     if settings.verify and ids is not None:
         report["verification"] = _verify(source, settings, family, writer.folder, config, stream.dtype, ids, report)
@@ -217,20 +219,19 @@ def _verify(
     slim, full = (here, there) if settings.format == "slim" else (there, here)
     known = report if settings.format == "slim" else source.report()
     assert known is not None  # `_stream` refuses without
-    conditions = [one["measured"]["condition"] for one in known["layers"] if one["plan"] in ("k", "k+r")]
     if isinstance(family, EncoderDecoder):
         logits = partial(decoder_logits, inputs=_inputs(source, settings, family, ids))
     else:
         logits = partial(text_logits, ids=ids)
     checked: Verification = verify(
-        full, slim, family, dtype, logits, settings.choice.tolerance, max(conditions, default=1.0)
+        full, slim, family, dtype, logits, settings.choice.tolerance, accumulation_error(known["layers"])
     )
     return checked.to_dict()
 
 
-def _check_disk(source: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
+def _check_disk(source: Checkpoint, family: Family | EncoderDecoder, dtype: torch.dtype, folder: Path) -> None:
     """Refuse before hours of work what the disk has no room for."""
-    itemsize = source.tensor(min(source.names())).itemsize
+    itemsize = source.dtype(family.embedding).itemsize
     needed = int(source.nbytes() * dtype.itemsize / itemsize * _HEADROOM)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -253,7 +254,7 @@ def _describe(
         "format": settings.format,
         "source": settings.source,
         "model_type": source.config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "plan": choice.plan if isinstance(choice.plan, str) else [list(one) for one in choice.plan],
         "rank": choice.rank,
         "tolerance": choice.tolerance,
@@ -261,19 +262,24 @@ def _describe(
         "rope": choice.rope,
         "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
         "calibration_tokens": 0 if ids is None else len(ids),
-        "calibration_sha256": "" if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "calibration_sha256": "" if ids is None else _sha256(ids.numpy().tobytes()),
     }
     if isinstance(family, EncoderDecoder):
         report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
         if family.audio:
-            report["calibration_features"] = (
-                str(settings.calibration) if _has_features(settings, family) else "synthetic"
-            )
+            file = settings.calibration if _has_features(settings, family) else None
+            report["calibration_features"] = "synthetic" if file is None else str(file)
+            report["calibration_features_sha256"] = "" if file is None else _sha256(file.read_bytes())
     return report
 
 
-def _with_layers(report: dict[str, Any], found: list[Any]) -> dict[str, Any]:
-    layers = found[1:]
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _with_layers(report: dict[str, Any], reports: list[Any]) -> dict[str, Any]:
+    """The report with those of its layers, from the reports of all groups, and the bytes of all caches."""
+    layers = reports[1:]
     if report["format"] == "full":
         return {**report, "layers": layers}
     slim = [layer["bytes_per_token"] for layer in layers]

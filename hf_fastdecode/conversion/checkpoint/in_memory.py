@@ -1,4 +1,4 @@
-"""`to_slim`: a loaded model to a slim one."""
+"""`to_slim`: convert a loaded model to a slim one."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ def to_slim(
     rope: str = "raw",
     sparsity_threshold: float = 0.0,
 ) -> PreTrainedModel:
-    """A slim copy of a multi-head model, which caches keys (and few coordinates of the values) for keys and values.
+    """Make a slim copy of a multi-head model, which caches keys and a few V-coordinates instead of keys and values.
 
-    It generates as any model of transformers, with transformers' caches, and saves with ``save_pretrained``. Weights
-    that stay as they are are shared with `model`, which itself does not change. Half the cache is the best case: each
-    layer gets the smallest cache that measures as accurate as is asked for, and keeps keys and values where none does.
+    The copy generates like any transformers model, with transformers' caches, and is saved by ``save_pretrained``.
+    It shares unchanged weights with `model`, which is not modified. Each layer gets the smallest cache whose measured
+    error is acceptable, at best half the bytes; a layer without such a cache keeps keys and values. See docs/slim.md.
 
     Args:
-        model: A model with multi-head attention, of an architecture of docs/slim.md, in float32, bfloat16 or float16.
-            One wrapped by `torch.compile` or DistributedDataParallel is unwrapped first.
-        calibration: Ids of a text typical of what the model will read, ``[tokens]``; without, `tokenizer` makes them
-            of a built-in text of English and Python. Encoder and decoder both read it.
-        features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, as its feature extractor makes
-            them; without, synthetic ones.
-        tokenizer: Of the model.
-        plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values, ``x`` inputs (GPT-2, OPT); or plan
-            and rank of each layer. Encoder-decoder models have further ones, see `PlanChoice`.
-        rank: V-coordinates beside the keys of every layer, in the place of `plan`.
-        tolerance: Of ``auto``: how many times the error that an ordinary cache in the model's dtype makes in a layer's
-            output is acceptable.
-        cache_dtype: Of keys and V-coordinates. ``auto``: fp16 for models in bf16 where the range allows, else the
-            model's dtype. ``fp16``, ``bf16``: for all layers. ``int8``, ``fp8``: for layers that have at most
-            `tolerance` times the error of keys and values in int8; others are as with ``auto``.
+        model: A model with multi-head attention, in float32, bfloat16 or float16, of an architecture listed in
+            docs/slim-architectures.md. One wrapped by `torch.compile` or DistributedDataParallel is unwrapped first.
+        calibration: Token ids of a text typical of what the model will read, ``[tokens]``; if None, a built-in text
+            of English and Python, encoded by `tokenizer`. An encoder and its decoder both read it.
+        features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, from its feature extractor; if None,
+            synthetic ones.
+        tokenizer: The model's tokenizer.
+        plan: ``auto`` measures; ``k`` caches keys alone, ``kv`` keys and values, ``x`` the layer's inputs (GPT-2,
+            OPT); or a pair of plan and rank per layer. Encoder-decoder models have further plans, see `PlanChoice`.
+        rank: Number of V-coordinates beside the keys of every layer, instead of `plan`.
+        tolerance: For ``auto``: largest acceptable error of a layer's output, as a multiple of the error that keys and
+            values in the model's dtype make.
+        cache_dtype: Dtype of cached keys and V-coordinates. ``auto``: fp16 for models in bf16, else the model's dtype.
+            ``fp16``, ``bf16``: this dtype. Layers whose keys come near the end of its range keep keys and values.
+            ``int8``, ``fp8``: for layers whose error is at most `tolerance` times that of keys and values in int8;
+            other layers are as with ``auto``.
         rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the
-            attention mask. ``unrotate`` caches them after RoPE, beside their positions, which may then be any.
-        sparsity_threshold: Attention weights of slim layers below it count as 0, which `measure_sparsity` measures;
-            0 for none. ``slim_sparsity_threshold`` of its config changes it.
+            attention mask. ``unrotate`` caches them after RoPE, together with their positions, which may be arbitrary.
+        sparsity_threshold: Attention weights of slim layers below it are set to 0 (see `measure_sparsity`); 0 disables
+            it. It may be changed later as ``slim_sparsity_threshold`` of the config.
 
     Returns:
         The slim model, in eval mode, on the same device.
 
     Raises:
-        ValueError: The model has no slim form (grouped-query attention, a quantised model), has adapters, no head or
-            weights that are not in memory, a layer cannot have the plan, an option is out of its bounds, or there is
-            no usable calibration text.
-        TypeError: `model` neither is nor wraps a transformers model.
+        ValueError: The model has no slim form (grouped-query attention, a quantized model), has adapters, no head, or
+            weights that are not in memory; a layer cannot have the plan; an option is out of bounds; or there is no
+            usable calibration text.
+        TypeError: `model` is not a transformers model and does not wrap one.
     """
     check_threshold(sparsity_threshold)
     choice = PlanChoice(plan, rank, tolerance, cache_dtype, rope)

@@ -1,4 +1,4 @@
-"""The picture of a conversion: condition numbers, and errors against what an ordinary cache has."""
+"""Plot of a conversion report: condition numbers and errors per layer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
     measured = [layer["measured"] for layer in layers]
     alone = [_of_keys(layer) for layer in layers]
-    for judge, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
-        if all(one[judge] for one in measured):
-            errors = [one[judge]["output_error"] for one in measured]
+    for baseline, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
+        if all(one[baseline] for one in measured):
+            errors = [one[baseline]["output_error"] for one in measured]
             below.plot(numbers, errors, "o-", color=color, label=f"keys and values{name}")
             allowed = [error * report["tolerance"] for error in errors]
             below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")

@@ -1,4 +1,4 @@
-"""Keys and values of ordinary models as a cache of another dtype would give them back."""
+"""A cache of ordinary models that rounds keys and values to another dtype, to measure the error of that dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A checkpoint to write: shards in a folder beside its place, renamed at the end, so that no half of it can be loaded.
+"""Write a checkpoint atomically: to a staging folder beside the target, which is renamed at the end.
 
-The folder holds shards, the state to go on from, and at the very end the config, without which transformers loads
-nothing. What was written before an interruption stays, and a resumed conversion goes on to the same bytes.
+The staging folder holds shards, a state file for resuming, and at the very end the config, without which transformers
+loads nothing. It survives an interruption, and a resumed conversion writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,22 +26,23 @@ _METADATA: Final = {"format": "pt"}
 
 
 def unfinished(target: Path) -> Path:
-    """The folder in which a checkpoint is made until it is whole and becomes `target`."""
+    """The staging folder of a checkpoint."""
     return target.with_name(f".{target.name}.converting")
 
 
 class ShardWriter:
-    """Writes groups of tensors, in order, to shards of at most a size where groups allow.
+    """Writes groups of tensors, in order, to shards of a maximum size.
 
     Args:
-        target: Folder of the checkpoint that is made; there must be none.
-        limit: Most bytes in a shard; a shard begins with a group, so that a conversion can be resumed there.
-        settings: What the conversion is of, to tell it from another one.
-        resume: Go on with what an interrupted conversion left, if it left anything.
+        target: Folder of the finished checkpoint; it must not exist.
+        limit: Maximum bytes of a shard (a larger tensor has one of its own). A shard begins with a group, from which a
+            conversion can be resumed.
+        settings: Identity of the conversion: one with other settings is not resumed.
+        resume: Whether to continue an interrupted conversion, if there is one.
 
     Raises:
-        CheckpointError: The target exists, or an interrupted conversion is there and not to be resumed, of other
-            settings, or not as it was left.
+        CheckpointError: The target exists; another process writes it now; or an interrupted conversion is there and
+            not to be resumed, of other settings, or not as it was left.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -52,26 +54,32 @@ class ShardWriter:
             "settings": json.loads(json.dumps(settings)),
             "groups": 0,
             "shards": [],
-            "found": [],
+            "reports": [],
             "carried": [],
         }
         self._pending: dict[str, Tensor] = {}
         self._pending_groups = 0
-        self._pending_found: list[Any] = []
+        self._pending_reports: list[Any] = []
         self._before: dict[str, Tensor] = {}
-        if self.folder.exists():
-            self._continue(resume)
-        else:
-            self.folder.mkdir(parents=True)
-            self._save_state({})
+        begun = self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        try:
+            if begun:
+                self._continue(resume)
+            else:
+                self._save_state({})
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def groups(self) -> int:
-        """Groups that are on disk: the next one to be added."""
+        """Number of groups on disk, and so the index of the next one to be added."""
         return int(self.state["groups"])
 
     def carried(self) -> dict[str, Tensor]:
-        """State passed to `add` with the first group that is not on disk; empty at the beginning.
+        """The `carried` tensors of the first group that is not on disk; empty at the beginning.
 
         Raises:
             CheckpointError: It is not on disk.
@@ -85,20 +93,20 @@ class ShardWriter:
         except (OSError, SafetensorError) as error:
             raise self._incomplete(file) from error
 
-    def add(self, tensors: Mapping[str, Tensor], found: Any, carried: Mapping[str, Tensor]) -> None:
-        """Take a group.
+    def add(self, tensors: Mapping[str, Tensor], report: Any, carried: Mapping[str, Tensor]) -> None:
+        """Add a group.
 
         Args:
-            tensors: By name.
-            found: What is to be told of the group, as JSON has it; comes back from `finish`.
-            carried: What the group was computed from, to begin with it again.
+            tensors: The group's tensors by name.
+            report: Plain values, which `finish` returns.
+            carried: State from which the group was computed, to compute it again when resumed here.
         """
         size = sum(map(_nbytes, self._pending.values()))
         if self._pending and size + sum(map(_nbytes, tensors.values())) > self.limit:
             self.flush(carried)
         self._pending |= tensors
         self._pending_groups += 1
-        self._pending_found.append(found)
+        self._pending_reports.append(report)
 
     def flush(self, carried: Mapping[str, Tensor]) -> None:
         """Write what is pending; `carried` belongs to the next group."""
@@ -107,12 +115,12 @@ class ShardWriter:
             _save(part, file)
             self.state["shards"].append({name: _nbytes(tensor) for name, tensor in part.items()})
         self.state["groups"] += self._pending_groups
-        self.state["found"] += self._pending_found
-        self._pending, self._pending_groups, self._pending_found = {}, 0, []
+        self.state["reports"] += self._pending_reports
+        self._pending, self._pending_groups, self._pending_reports = {}, 0, []
         self._save_state(carried)
 
     def finish(self) -> list[Any]:
-        """Give the shards their names and write their index; gives what was told of each group."""
+        """Give the shards their final names and write the index; returns the report of each group."""
         self.flush({})
         shards = self.state["shards"]
         places: dict[str, str] = {}
@@ -125,21 +133,27 @@ class ShardWriter:
             size = sum(sum(names.values()) for names in shards)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
             write_json(self.folder / "model.safetensors.index.json", index)
-        return list(self.state["found"])
+        return list(self.state["reports"])
 
     def publish(self, config: Any) -> None:
-        """Write the config, and move the folder to its place.
+        """Write the config, and rename the staging folder to the target.
 
         Raises:
-            CheckpointError: Something has come to be there meanwhile.
+            CheckpointError: The target has been created meanwhile.
         """
         config.save_pretrained(self.folder)
         if self.target.exists():
             raise CheckpointError(
-                f"{self.target} has come to be; the conversion is in {self.folder}, move it yourself"
+                f"{self.target} was created meanwhile; the result is in {self.folder}, move it yourself"
             )
         os.rename(self.folder, self.target)
         (self.target / _STATE).unlink()
+
+    def close(self) -> None:
+        """Release the lock on the staging folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _continue(self, resume: bool) -> None:
         if not resume:
@@ -190,13 +204,35 @@ class ShardWriter:
                 file.unlink()
 
     def _shard_files(self, number: int) -> tuple[Path, Path]:
-        """A shard while there may be more, and under its last name."""
+        """Names of a shard: while more may follow, and the final one."""
         total = len(self.state["shards"])
         last = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
         return self.folder / f"shard-{number:05d}.safetensors", self.folder / last
 
     def _carried_file(self, group: int) -> Path:
         return self.folder / f"carried-{group}.safetensors"
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder for this process, until the file descriptor is closed; None where that is not supported.
+
+    Raises:
+        CheckpointError: Another process has locked it.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(f"another process is converting to {folder}; wait until it has ended") from error
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -223,7 +259,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _parts(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """A group that is larger than a shard in several, each with a tensor at least."""
+    """Split tensors into shards of at most `limit` bytes, each with one tensor at least."""
     parts: list[dict[str, Tensor]] = []
     size = limit + 1
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""One attention layer: from its weights and calibration inputs to the tensors of a slim layer, and back."""
+"""Convert one attention layer: from its weights and calibration inputs to the tensors of a slim layer, and back."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def convert_layer(
         index: Of the layer.
         layers: That the model has.
         encoded: ``[tokens, key_d]``, the encoder's output, for cross-attention.
-        score_bias: As `fit_layer` has it.
+        score_bias: See `fit_layer`.
         plans: That the layer can have.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Builds a slim model of converted tensors."""
+"""Build a slim model from converted tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint to read: its tensors one by one, whatever files they are in."""
+"""Read a checkpoint tensor by tensor, from files of safetensors or of PyTorch, sharded or not."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def _is_report(content: Any) -> bool:
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         return False
-    of_keys = [layer.get("measured") for layer in layers if layer.get("plan") in ("k", "k+r")]
-    return all(isinstance(one, dict) and isinstance(one.get("condition"), int | float) for one in of_keys)
+    from_keys = [layer for layer in layers if layer.get("plan") in ("k", "k+r")]
+    return all(isinstance(layer.get("value_error"), int | float) for layer in from_keys)
 
 
 class Checkpoint:
-    """A folder with a config and weights, in safetensors or in torch's format, in one file or in shards.
+    """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
-    Tensors are read when asked for: of safetensors nothing else, of torch's files what memory mapping brings.
+    Tensors are read when they are asked for; files of PyTorch are memory-mapped, unless they are of an old format.
 
     Args:
         folder: Of the checkpoint.
@@ -109,7 +109,7 @@ class Checkpoint:
         self._stack = ExitStack()
 
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return set(self.files)
 
     def rename(self, model_name: Callable[[str], str]) -> None:
@@ -205,7 +205,7 @@ class Checkpoint:
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
     def copy_beside(self, folder: Path) -> None:
-        """Copy the tokenizer, the generation config and what else is no weight, but for the config."""
+        """Copy the other files beside the weights: tokenizer, generation config etc., but not the config."""
         for file in sorted(self.folder.iterdir()):
             own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
             if file.is_file() and file.suffix in _BESIDE and not own:
@@ -218,6 +218,15 @@ class Checkpoint:
         except (OSError, ValueError, RecursionError):
             return None
         return content if _is_report(content) else None
+
+    def layer_reports(self, count: int) -> list[dict[str, Any]]:
+        """What the report tells of each layer; empty dictionaries where there is none, or one of other layers.
+
+        Args:
+            count: Layers that the checkpoint has.
+        """
+        layers: list[dict[str, Any]] = (self.report() or {"layers": []})["layers"]
+        return layers if len(layers) == count else [{} for _ in range(count)]
 
     def close(self) -> None:
         """Close the file that was read last."""

@@ -1,4 +1,4 @@
-"""The way back: an ordinary checkpoint of a slim one, layer by layer."""
+"""Convert a slim checkpoint back to an ordinary one, layer by layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class FullStream:
         self.source, self.model_type, self.family, self.dtype = source, model_type, family, dtype
         self.config = language_config(source.config)
         self.layers: int = self.config.num_hidden_layers
-        known = (source.report() or {"layers": []})["layers"]
-        self.known: list[dict[str, Any]] = known if len(known) == self.layers else [{}] * self.layers
+        self.known = source.layer_reports(self.layers)
 
     def __len__(self) -> int:
         return self.layers + 1
@@ -65,6 +64,6 @@ class FullStream:
         error = self.known[index - 1].get("recovered_error") if solved else 0.0
         return dict(sorted(tensors.items())), {**layer.to_dict(), "recovered_error": error}
 
-    def finished(self, found: list[Any]) -> Any:
+    def finished(self, reports: list[Any]) -> Any:
         """The ordinary model's config."""
         return full_config(self.family, self.source.config, self.model_type, self.dtype)

@@ -61,9 +61,9 @@ class SlimStream:
             return self._outside(), None
         return self._layer(index - 1)
 
-    def finished(self, found: list[Any]) -> Any:
-        """The slim model's config, of the reports of all groups."""
-        entries = config_entries(found[1:])
+    def finished(self, reports: list[Any]) -> Any:
+        """The slim model's config, from the reports of all groups."""
+        entries = config_entries(reports[1:])
         matrices = matrix_dtype(self.dtype)
         return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
 
@@ -135,5 +135,5 @@ def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.d
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in `dtype`, in memory of their own."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+    """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not."""
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

@@ -1,11 +1,11 @@
-"""Whether a converted checkpoint computes what its source does: logits on the calibration text, read from caches."""
+"""Verify a converted checkpoint: its logits on the calibration text, with a cache, against those of its source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from ..cache_errors import dtype_name
 from .encoder_decoder.architecture import EncoderDecoder
 from .family import Family, language_config
 from .rounded_cache import RoundedCache
+
+_EPS: Final = {
+    dtype_name(dtype): torch.finfo(dtype).eps
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+} | {"int8": 1 / 127}
+"""Relative rounding step of each cache dtype."""
+
+_SUMMATION: Final = 4.0
+"""Rounding errors of a sum of products in fp32, as a multiple of those of its terms."""
 
 
 class VerificationError(ValueError):
@@ -52,12 +61,12 @@ def verify(
     dtype: torch.dtype,
     logits: Callable[..., Tensor],
     tolerance: float,
-    condition: float,
+    accumulated: float,
 ) -> Verification:
-    """Compare; both models are loaded whole, one after the other.
+    """Compare logits; models are loaded whole, one after the other: the ordinary one in fp64, then both in `dtype`.
 
-    The bound is `tolerance` times what the ordinary model is off with the caches that layers were held to, and
-    what fp32, in which both accumulate, adds at most in values from keys: its precision times the condition number.
+    The bound is `tolerance` times the error of the ordinary model with the caches that layers were held to, plus the
+    error of fp32 accumulators in values from keys.
 
     Args:
         ordinary: Folder and config of the ordinary model.
@@ -66,7 +75,7 @@ def verify(
         dtype: That they run in.
         logits: Of a model, read from its cache, such as `text_logits` of a text.
         tolerance: At least 1.
-        condition: Largest condition number of a slim layer's key projection.
+        accumulated: From `accumulation_error`.
 
     Raises:
         VerificationError: The slim model is farther off.
@@ -78,7 +87,7 @@ def verify(
     found = logits(_load(slim, dtype, family.slim_model))
     norm = torch.linalg.norm(oracle)
     errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
-    bound = tolerance * errors[1] + condition * torch.finfo(torch.float32).eps
+    bound = tolerance * errors[1] + accumulated
     same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
     checked = Verification(errors[0], errors[1], bound, same)
     if not checked.slim_error <= bound:
@@ -88,6 +97,22 @@ def verify(
             "--rank"
         )
     return checked
+
+
+def accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
+    """Error of the logits that rounding in fp32 adds: of their own sums, and of those that give values from keys.
+
+    Rounding the cached keys makes the measured `value_error`. Rounding sums of their products is amplified as much,
+    but smaller by the ratio of the precisions. (The condition number is no useful bound: it ignores V-coordinates, and
+    from 1e7 on it allows any error.)
+
+    Args:
+        layers: Of a conversion report.
+    """
+    eps = torch.finfo(torch.float32).eps
+    from_keys = [layer for layer in layers if layer["plan"] in ("k", "k+r")]
+    amplified = sum(layer["value_error"] / _EPS.get(layer.get("dtype", ""), eps) for layer in from_keys)
+    return eps * (1 + _SUMMATION * amplified)
 
 
 def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreTrainedModel:

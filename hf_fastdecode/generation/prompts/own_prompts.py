@@ -87,7 +87,7 @@ def _slim_layers(model: PreTrainedModel) -> list[Any]:
     return [] if refused else slim
 
 
-def without(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
+def without_own_tokens(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:
     """The prompts without the tokens that no other row shares."""
     shared, row = [], 0
     for group in groups:

@@ -12,7 +12,7 @@ from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
 from ..support import check_prompts
-from .own_prompts import OwnPrompts, own_prompts, prefill_own_prompts, without
+from .own_prompts import OwnPrompts, own_prompts, prefill_own_prompts, without_own_tokens
 from .prefill import node_logits, prefill_nodes, stacked
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
 from .sharing import Shared, find_shared, keep_nodes, require_gain
@@ -90,7 +90,7 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
 def _start_with_own_prompts(call: CallContext, found: Shared, own: OwnPrompts, input_ids: Tensor) -> Start:
     """Prefill shared tokens into nodes, and each row's own prompt tokens into its suffix."""
     model, cache, (rows, width), device = call.model, found.cache, input_ids.shape, input_ids.device
-    groups = without(found.groups, own)
+    groups = without_own_tokens(found.groups, own)
     plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=call.options.min_shared_tokens)
     report, limit = call.report, call.max_prefill_tokens
     report.padded_length = report.context_width = width

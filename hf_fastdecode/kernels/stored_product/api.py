@@ -1,4 +1,4 @@
-"""`stored_product`: what averages of keys and V-coordinates are multiplied by, for few rows."""
+"""`stored_product`: a few rows, e.g. averages of keys and V-coordinates, times matrices that are stored in fp16."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ def stored_product(
         ``[rows, groups * columns]`` fp32.
 
     Raises:
+        ValueError: There are more terms or rows than the kernel takes, or shapes do not fit each other.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
+    _check_shapes(terms)
     terms = [
         Term(_with_contiguous_rows(factor), matrix.contiguous(), scales.contiguous())
         for factor, matrix, scales in terms
@@ -128,6 +130,21 @@ def stored_product(
             num_warps=config.warps,
         )
     return out.sum(0) if config.parts > 1 else out[0]
+
+
+def _check_shapes(terms: list[Term]) -> None:
+    if not 1 <= len(terms) <= MOST_TERMS:
+        raise ValueError(f"stored_product takes 1 to {MOST_TERMS} terms, got {len(terms)}")
+    (rows, groups, _), columns = terms[0].factor.shape, terms[0].matrix.shape[1]
+    if rows > MOST_ROWS:
+        raise ValueError(f"stored_product takes at most {MOST_ROWS} rows, got {rows}; call it for parts of them")
+    for factor, matrix, scales in terms:
+        shapes = tuple(factor.shape), tuple(matrix.shape), tuple(scales.shape)
+        if columns % groups or shapes != ((rows, groups, len(matrix)), (len(matrix), columns), (columns,)):
+            raise ValueError(
+                f"terms need factors [{rows}, {groups}, width], matrices [width, {columns}] with columns divisible by "
+                f"{groups}, and scales [{columns}], got {', '.join(map(str, shapes))}"
+            )
 
 
 def _with_contiguous_rows(factor: Tensor) -> Tensor:

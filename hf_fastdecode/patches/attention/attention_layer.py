@@ -147,7 +147,7 @@ class SlimAttention(SlimTokens):
             tokens: Tokens of the prompts.
             backend: See `hf_fastdecode.enable`.
         """
-        weight = self.q_proj.weight
+        weight = self.k_proj.weight
         if not takes_kernels(backend, weight.device):
             return False
         none = weight.new_empty(1, 1, 0, self.heads * self.head_dim)

@@ -15,6 +15,7 @@ from ..values.input_projections import InputProjection, InputValues, input_keys,
 from ..values.slim_values import SlimValues
 from ..values.stored_positions import DIGITS, with_positions, without_positions
 from ..values.stored_products import wide
+from ..values.wide_products import require_unquantized
 from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
 from .slim_attention import cache_dtype
@@ -79,9 +80,15 @@ class SlimTokens(nn.Module):
         return self.slim
 
     def to_cache(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding."""
+        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding.
+
+        Raises:
+            ValueError: As of `require_unquantized`.
+        """
         if self.layer.plan == "x":
+            require_unquantized(self, "k_proj", "v_proj")
             return inputs[:, None], inputs[:, None, :, :0]
+        require_unquantized(self, "k_proj")
         return self.slim.to_cache(inputs, self.k_proj(inputs))
 
     def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:
@@ -113,7 +120,7 @@ class SlimTokens(nn.Module):
         Raises:
             ValueError: It is not as `stored` makes it.
         """
-        dtype = cache_dtype(self.q_proj.weight.dtype, self.layer)
+        dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
         width = stored_bytes(self.layer.rank, dtype, self.head_dim) // dtype.itemsize + DIGITS * self.config.unrotates
         if (cached.shape[1], cached.shape[-1]) != (1, width):
             raise ValueError(
@@ -130,7 +137,7 @@ class SlimTokens(nn.Module):
             coordinates: As cached.
             tables: Of their positions, where these are not cached; None without RoPE.
         """
-        dtype = cache_dtype(self.q_proj.weight.dtype, self.layer)
+        dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
         if not self.config.unrotates:
             return CachedTokens(load(keys, dtype, self.head_dim), load(coordinates, dtype, self.head_dim), tables)
         coordinates, positions = without_positions(coordinates)
@@ -197,7 +204,7 @@ class SlimTokens(nn.Module):
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
         """Make keys and values of cached tokens, see `MakesNodes.as_nodes` and `require_layout`."""
         self.require_layout(coordinates)
-        dtype, made = dtype or self.q_proj.weight.dtype, None
+        dtype, made = dtype or self.k_proj.weight.dtype, None
         for start in range(0, max(1, keys.shape[2]), _TOKENS_AT_ONCE):
             part = slice(start, start + _TOKENS_AT_ONCE)
             rotates = self.config.rotary and not self.config.unrotates

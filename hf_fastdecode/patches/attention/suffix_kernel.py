@@ -26,7 +26,7 @@ class _Suffix(NamedTuple):
 
 def _suffix(layer: SlimTokens, stored: Segment) -> _Suffix:
     keys, coordinates = (part[:, 0] for part in stored)
-    dtype = cache_dtype(layer.q_proj.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
         return _Suffix(keys, coordinates, None)
     (keys, of_keys), (coordinates, of_coordinates) = (
@@ -95,6 +95,6 @@ def averages_by_kernel(
 def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Partial:
     """Attention of each row's query to its suffix, from `averages_by_kernel`."""
     keys, coordinates, lse = averages
-    dtype = cache_dtype(layer.q_proj.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     out = layer.slim.of_averages(keys[:, :, None], coordinates[:, :, None], float32 if dtype in EIGHT_BITS else dtype)
     return Partial(out, lse[..., None])

@@ -150,7 +150,7 @@ def by_halves(product: Product, *, in_range: bool) -> Tensor:
     else:
         matrices = product.matrix.unflatten(1, (groups, -1)).transpose(0, 1)
         found = torch.bmm(by_group, matrices, out_dtype=torch.float32)
-    out = of_halves(found.unflatten(1, (count, rows)).permute(1, 2, 0, 3))  # [rows, groups, columns / groups]
+    out = from_halves(found.unflatten(1, (count, rows)).permute(1, 2, 0, 3))  # [rows, groups, columns / groups]
     return ((out if row_scale is None else out * row_scale).flatten(1)) * product.scales
 
 
@@ -178,6 +178,6 @@ def in_halves(x: Tensor, *, in_range: bool = False) -> tuple[Tensor, Tensor | No
     return torch.stack([coarse, ((x - coarse.to(x.dtype)) * _REST).to(torch.float16)]), row_scale
 
 
-def of_halves(products: Tensor) -> Tensor:
+def from_halves(products: Tensor) -> Tensor:
     """Products of numbers, ``[..., columns]``, from those of their parts, ``[parts, ..., columns]``."""
     return products[0] if len(products) == 1 else torch.add(products[0], products[1], alpha=1 / _REST)

@@ -19,13 +19,36 @@ class KeyProjection(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., e]`` in fp32, or in fp64 for fp64."""
         dtype = wide(x.dtype)
-        if type(self.weight) is not nn.Parameter:  # a quantizer's, which multiplies by itself
-            return F.linear(x, self.weight, self.bias).to(dtype)
         with no_autocast(x.device):
             if x.is_cuda and x.dtype == self.weight.dtype != dtype and not torch.is_grad_enabled():
                 out = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=dtype).unflatten(0, x.shape[:-1])
                 return out if self.bias is None else out + self.bias
             return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+def require_unquantized(layer: nn.Module, *names: str) -> None:
+    """Refuse a slim layer whose projections of keys, or of cached inputs, have been quantized.
+
+    Values follow from keys, and the error of quantized keys is amplified in them. Inputs are multiplied in an order of
+    our own, by the weight itself.
+
+    Args:
+        layer: The attention layer.
+        names: Of projections, which adapters may wrap.
+
+    Raises:
+        ValueError: A quantizer has replaced the module or its weight.
+    """
+    if torch.compiler.is_compiling():  # prompts run eagerly before
+        return
+    for name in names:
+        projection = getattr(layer, name)
+        weight = getattr(getattr(projection, "base_layer", projection), "weight", None)
+        if weight is None or type(weight).__module__.partition(".")[0] != "torch" or weight.dtype.itemsize < 2:
+            raise ValueError(
+                f"{name} of slim layer {layer.layer_idx} is quantized, and its error would be amplified in the "
+                f"values; leave it out, e.g. with llm_int8_skip_modules=[{name!r}] of BitsAndBytesConfig"
+            )
 
 
 class KeepsDtype(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_fastdecode.conversion.checkpoint import convert
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
@@ -230,6 +230,34 @@ def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:
     assert completions(slim, folder) == completions(load(folder), folder)
 
 
+def test_torch_files_whose_tensors_share_memory(tmp_path: Path) -> None:
+    """As of a model whose head was tied by hand, whatever its config says."""
+    folder = save_multi_head(tmp_path / "source")
+    model = load(folder)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    convert_checkpoint(settings(folder, tmp_path / "made", shard_bytes=10**9))
+    assert completions(load(tmp_path / "made"), folder) == completions(model, folder)
+
+
+def test_room_on_the_disk_is_estimated_from_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from masks in bytes, which checkpoints of GPT-2 by older releases begin with."""
+    tokenizer = AutoTokenizer.from_pretrained(save_multi_head(tmp_path / "llama"))
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
+    folder = tmp_path / "source"
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 256, 256, dtype=torch.uint8)
+    torch.save(state, folder / "pytorch_model.bin")
+    free = 2 * (folder / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free})())
+    convert_checkpoint(settings(folder, tmp_path / "made", choice=PlanChoice("kv")))
+
+
 def test_dtype_and_plan_per_layer(source: Path, tmp_path: Path) -> None:
     plans = (("kv", 0), ("k", 0), ("k+r", 5))
     choice = PlanChoice(plans)
@@ -249,6 +277,22 @@ def test_verification_fails_for_keys_alone_in_bf16(source: Path, tmp_path: Path)
     assert not target.exists()
     convert_checkpoint(settings(source, target, **{**options, "verify": False}, resume=True))
     assert load(target, dtype="auto").dtype == torch.float16
+
+
+def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) -> None:
+    """In fp32 too, where keys of condition number 1e7 make logits of which a quarter name other tokens."""
+    source = save_multi_head(tmp_path / "source")
+    model = load(source)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            left, values, right = torch.linalg.svd(layer.self_attn.k_proj.weight.double())
+            steep = values[0] * torch.logspace(0, -7, len(values), dtype=torch.float64)
+            layer.self_attn.k_proj.weight.copy_((left * steep) @ right)
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(VerificationError):
+        convert_checkpoint(settings(source, tmp_path / "made", choice=PlanChoice("k"), verify=True))
+    report = convert_checkpoint(settings(source, tmp_path / "auto", verify=True))
+    assert report["verification"]["bound"] < 1e-5
 
 
 @pytest.mark.parametrize("plan", ["auto", "kv"])

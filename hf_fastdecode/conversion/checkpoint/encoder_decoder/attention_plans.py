@@ -1,4 +1,4 @@
-"""Plans of all attentions of a decoder: each is measured by itself, and cross-attention agrees on plan ``e``."""
+"""Convert a decoder's attentions: each is measured on its own, but plan ``e`` is for all cross-attentions or none."""
 
 from __future__ import annotations
 
@@ -82,11 +82,15 @@ class AttentionPlans:
         return "e" in asked or (AUTO in asked and all(self._accurate(index) for index in crosses))
 
     def _accurate(self, index: int) -> bool:
+        """Whether cross-attention is accurate enough with plan ``e``; not where its range does not suffice."""
         weights = self.family.weights(self.config, self.own(index))
         errors = CacheErrors(weights, self.recorded.inputs[index], self._judged(), causal=False)
         dtype: torch.dtype = weights.key.dtype
         bound = self.choice.tolerance * errors.ordinary(dtype).output_error
-        return errors.of_inputs(dtype).output_error <= bound
+        try:
+            return errors.of_inputs(dtype).output_error <= bound
+        except ValueError:
+            return False
 
     def _judged(self) -> Tensor:
         """The second half of the encoder's tokens, as `fit_layer` takes it."""

@@ -1,4 +1,4 @@
-"""The pass over a calibration input that gives what every attention of a decoder sees."""
+"""Calibration pass of an encoder-decoder, which records the inputs of every attention of the decoder."""
 
 from __future__ import annotations
 
@@ -41,8 +41,16 @@ def model_inputs(family: EncoderDecoder, config: Any, ids: Tensor, features: Ten
         config: Of the model.
         ids: Text, ``[tokens]``.
         features: ``[1, bands, frames]``; synthetic ones when None, for models that read sounds.
+
+    Raises:
+        ValueError: The config does not name the decoder's first token, or features are of another shape.
     """
-    decoded = torch.cat([torch.tensor([config.decoder_start_token_id]), ids[:-1]])[None]
+    if (first := getattr(config, "decoder_start_token_id", None)) is None:
+        raise ValueError(
+            f"the config of this {config.model_type} has no decoder_start_token_id, the decoder's first token; set it "
+            "(for T5 to that of padding, 0)"
+        )
+    decoded = torch.cat([torch.tensor([first]), ids[:-1]])[None]
     if not family.audio:
         return {"input_ids": ids[None], "decoder_input_ids": decoded}
     return {

@@ -1,4 +1,4 @@
-"""A loaded encoder-decoder model to a slim one."""
+"""Convert a loaded encoder-decoder model to a slim one."""
 
 from __future__ import annotations
 

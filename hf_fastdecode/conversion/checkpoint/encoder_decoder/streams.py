@@ -103,9 +103,9 @@ class SlimDecoderStream(DecoderGroups):
         made = converted.attention(self._cast(index - 1), self.family.projection("v"))
         return {self.prefixes[index - 1] + name: one for name, one in made.items()}, converted.report()
 
-    def finished(self, found: list[Any]) -> Any:
-        """The slim model's config, of the reports of all groups."""
-        entries = config_entries(found[1:])
+    def finished(self, reports: list[Any]) -> Any:
+        """The slim model's config, from the reports of all groups."""
+        entries = config_entries(reports[1:])
         matrices = matrix_dtype(self.dtype)
         return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
 
@@ -131,8 +131,7 @@ class FullDecoderStream(DecoderGroups):
     def __init__(self, source: Checkpoint, model_type: str, family: EncoderDecoder, dtype: torch.dtype) -> None:
         super().__init__(source, family, dtype)
         self.model_type = model_type
-        made_of = source.report() or {}
-        self.known: list[dict[str, Any]] = made_of.get("layers") or [{}] * len(self.prefixes)
+        self.known = source.layer_reports(len(self.prefixes))
 
     def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The tensors of a group, and the report of an attention."""
@@ -144,6 +143,6 @@ class FullDecoderStream(DecoderGroups):
         tensors = {self.prefixes[index - 1] + name: one for name, one in made.items()}
         return tensors, {**layer.to_dict(), "recovered_error": error}
 
-    def finished(self, found: list[Any]) -> Any:
+    def finished(self, reports: list[Any]) -> Any:
         """The ordinary model's config."""
         return full_config(self.family, self.source.config, self.model_type, self.dtype)

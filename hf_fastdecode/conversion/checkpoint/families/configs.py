@@ -1,4 +1,4 @@
-"""Configs of slim models from those of ordinary ones, and the way back."""
+"""Configs of slim models from those of ordinary ones, and vice versa."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ...cache_errors import dtype_name
 from ..encoder_decoder.architecture import EncoderDecoder
 from ..family import Family, language_config
 from .lookup import SLIM, UnconvertibleError, family_of_slim
@@ -40,7 +41,7 @@ def slim_config(
     rope: str,
 ) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
-    slim = {"slim_layers": entries, "slim_matrix_dtype": str(matrix).removeprefix("torch."), "slim_rope": rope}
+    slim = {"slim_layers": entries, "slim_matrix_dtype": dtype_name(matrix), "slim_rope": rope}
     made = family.slim_config(**_full_fields(language_config(config)), **slim)
     return _complete(config, made, family.slim_model.__name__, dtype)
 

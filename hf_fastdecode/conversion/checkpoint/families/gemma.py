@@ -14,7 +14,7 @@ from ..family import Family
 
 
 def refusal(config: Any) -> str | None:
-    """Bidirectional models cache nothing."""
+    """Refuse bidirectional attention: such models cache nothing."""
     if not config.use_bidirectional_attention:
         return None
     return "bidirectional attention (use_bidirectional_attention) has no cache to make slim; keep the model as it is"

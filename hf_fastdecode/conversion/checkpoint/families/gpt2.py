@@ -13,7 +13,7 @@ from ..family import Family, Fused
 
 
 def refusal(config: Any) -> str | None:
-    """Cross-attention, whose keys and values are of an encoder, is no part of slim layers."""
+    """Refuse cross-attention: its keys and values are those of an encoder, and slim decoders have none."""
     if not config.add_cross_attention:
         return None
     return "layers with cross-attention (add_cross_attention) have no slim form; convert models without"

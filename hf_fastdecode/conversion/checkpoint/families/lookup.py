@@ -1,4 +1,4 @@
-"""Which family a model is of, and the models that are refused."""
+"""Find the family of a model by its config, or the reason why the model cannot be converted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     if getattr(config, "quantization_config", None):
         raise UnconvertibleError(
             "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
-            "in float16 or bfloat16, and quantise the result"
+            "in float16 or bfloat16, and quantise the result, but not the projections of its keys (k_proj)"
         )
     if model_type in MULTIMODAL:
         language = family_of(language_config(config))

@@ -11,7 +11,7 @@ from ..family import Family
 
 
 def refusal(config: Any) -> str | None:
-    """Clipped keys no longer determine the inputs."""
+    """Refuse ``clip_qkv``: clipped keys do not determine the inputs."""
     if config.clip_qkv is None:
         return None
     return f"keys and values are clipped to {config.clip_qkv:g} (clip_qkv), so that values do not follow from keys"

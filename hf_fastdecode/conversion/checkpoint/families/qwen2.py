@@ -11,7 +11,7 @@ from ..family import Family
 
 
 def refusal(config: Any) -> str | None:
-    """Layers with and without a window drop different slots, so that positions cannot be counted for both at once."""
+    """Refuse a window in some layers: these drop slots that others keep, and positions are counted for all at once."""
     if "sliding_attention" not in config.layer_types:
         return None
     return "layers with a sliding window beside others (use_sliding_window) have no slim form; convert models without"

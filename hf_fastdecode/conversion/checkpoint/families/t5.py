@@ -17,7 +17,7 @@ def score_bias(model: Any, tokens: int) -> Tensor:
 
 
 def refusal(config: Any) -> str | None:
-    """Chronos-Bolt's configs are of T5, its classes are those of another package."""
+    """Refuse Chronos: its configs are those of T5, but its classes are in another package."""
     if getattr(config, "chronos_config", None) is None:
         return None
     return (

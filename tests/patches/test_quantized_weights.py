@@ -1,0 +1,70 @@
+"""Slim models whose linear layers were quantized in place, as bitsandbytes does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..tiny_models import ragged_prompts
+from .encoder_decoder_models import encoder_decoder_pair, read_by
+from .slim_models import pair
+
+PROMPTS = ragged_prompts(9, 31, 20)
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with a weight in int8 and a scale per row."""
+
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scales).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scales, self.bias)
+
+
+def quantized(model: PreTrainedModel, *skipped: str) -> PreTrainedModel:
+    """A copy with `Int8Linear` for the linear layers of other names."""
+    model = deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and not name.endswith(("lm_head", "proj_out", *skipped)):
+            model.set_submodule(name, Int8Linear(module))
+    return model
+
+
+@pytest.mark.parametrize("variant", ["plain", "biases"])
+def test_all_but_keys(variant: str) -> None:
+    """The dtype of cached keys follows from the projection of keys, as the others have weights in int8."""
+    model = quantized(pair("k+r", variant)[1], "k_proj")
+    dequantized = deepcopy(model)
+    for module in dequantized.modules():
+        if isinstance(module, Int8Linear):
+            module.weight = nn.Parameter(module.weight * module.scales)
+            module.scales = torch.ones(())
+    found, expected = (one.generate(**PROMPTS, max_new_tokens=16, do_sample=False) for one in (model, dequantized))
+    assert torch.equal(found, expected)
+
+
+def test_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"k_proj of slim layer 0 is quantized.*llm_int8_skip_modules=\['k_proj'\]"):
+        quantized(pair("k+r")[1])(**PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "refused"), [("bart", "k", "k_proj"), ("t5", "x", "k"), ("whisper", "e", "k_proj")]
+)
+def test_encoder_decoders(name: str, plan: str, refused: str) -> None:
+    model = encoder_decoder_pair(name, plan)[1]
+    tokens = torch.tensor([[3, 4], [3, 5]])
+    with pytest.raises(ValueError, match=f"{refused}.* of slim layer 0 is quantized"):
+        quantized(model)(**read_by(model), decoder_input_ids=tokens)
