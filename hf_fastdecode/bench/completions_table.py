@@ -26,12 +26,17 @@ def completions_table(rows: Sequence[Row]) -> str:
 
 
 def steps_and_memory_table(rows: Sequence[Row]) -> str:
-    """A line for each span and way: a step, and the most memory over the weights, or why there is none."""
-    lines = head(["model", "context", "n", "way", "a step", "reading keys and values", "memory over the weights"])
+    """A line for each case and way: a step, and the most memory over the weights, or why there is none.
+
+    Args:
+        rows: Of growing completions; or of whole calls, which do not say how long reading keys and values takes.
+    """
+    times = {"ms_per_step": "a step", "kv_floor_ms": "reading keys and values"}
+    times = {name: title for name, title in times.items() if name in rows[0]}
+    lines = head(["model", "context", "n", "way", *times.values(), "memory over the weights"])
     for row in rows:
-        found = [row["status"], "", ""]
+        found = [row["status"], *[""] * len(times)]
         if row["status"] == "ok":
-            times = [f"{float(row[name]):.2f} ms" for name in ("ms_per_step", "kv_floor_ms")]
-            found = [*times, f"{float(row['peak_bytes']) / 2**30:.1f} GiB"]
+            found = [*(f"{float(row[name]):.2f} ms" for name in times), f"{float(row['peak_bytes']) / 2**30:.1f} GiB"]
         lines.append(line([row["shape"], f"{int(row['context']):,}", row["samples"], row["way"], *found]))
     return "\n".join(lines) + f"\n\n{generate_where(rows)}; means over the steps of one call.\n"
