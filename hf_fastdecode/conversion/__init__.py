@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from .biases import fold_into_output_bias, score_offset, value_constant
 from .cache_errors import CacheError, CacheErrors, PlanName
-from .compensated_keys import compensated_key_feedback, compensated_keys
 from .cross_attention import CrossCache, cross_cache_width, hybrid_layers
 from .feedback_rounding import RoundingFeedback, round_with_feedback, rounding_feedback
 from .inputs_cache import absorbed_queries, inputs_cache_output
@@ -39,8 +38,6 @@ __all__ = [
     "ValueCoordinates",
     "absorbed_queries",
     "attention_output",
-    "compensated_key_feedback",
-    "compensated_keys",
     "cross_cache_width",
     "fit_layer",
     "fold_into_output_bias",

@@ -7,7 +7,7 @@ the same small error to all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +17,6 @@ from hf_fastdecode.patches.values.eight_bits import stored_bytes
 from hf_fastdecode.patches.values.stored_positions import position_bytes
 
 from .biases import score_offset
-from .compensated_keys import compensated_key_feedback, compensated_keys
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
 from .stored_coordinates import KeyStatistics, cached_and_read, check_range, rounded, store_value_coordinates
@@ -39,7 +38,6 @@ class CacheError:
             cached; 0 for ``e``, of which one copy serves all layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.
         output_error: The same of the attention output behind ``W_O``, without its bias.
-        compensated: Whether keys are rounded as `compensated_keys` does, with matrices in fp32.
         dtype: Of what is cached, such as ``int8``; empty in reports of versions that did not tell.
     """
 
@@ -48,7 +46,6 @@ class CacheError:
     bytes_per_token: int
     value_error: float
     output_error: float
-    compensated: bool = False
     dtype: str = ""
 
 
@@ -98,35 +95,27 @@ class CacheErrors:
         rank: int,
         dtype: torch.dtype,
         *,
-        compensated: bool = False,
         matrix_dtype: torch.dtype | None = None,
     ) -> CacheError:
         """Keys, before RoPE or after it, and `rank` V-coordinates in `dtype`.
 
-        Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes a number, but for
-        compensated keys; else in fp32.
+        Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes a number, else in fp32.
 
         Raises:
-            ValueError: What is cached comes too near the end of the dtype's range, `rank` is out of its bounds, or
-                compensated keys are to be cached after RoPE.
+            ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
         """
-        if compensated and self.stored_rotation is not None:
-            raise ValueError("compensated keys are rounded before RoPE, and these are cached after it; leave one out")
         if matrix_dtype is None:
-            matrix_dtype = torch.float16 if dtype.itemsize <= 2 and not compensated else torch.float32
+            matrix_dtype = torch.float16 if dtype.itemsize <= 2 else torch.float32
         stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
         keys = stored.cached_keys(self.weights, self.inputs)
         cached = cached_and_read(keys, dtype, self.weights.head_dim, self.stored_rotation)
-        if compensated:
-            cached = compensated_keys(keys, compensated_key_feedback(stored.from_keys), dtype).double()
         coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
         size = self._bytes(cached.shape[1], dtype) + self._bytes(rank, dtype)
         if self.stored_rotation is not None:
             size += position_bytes(dtype)
         plan: PlanName = "k+r" if rank else "k"
         values = stored.values(cached, coordinates)
-        found = self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
-        return replace(found, compensated=compensated)
+        return self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.

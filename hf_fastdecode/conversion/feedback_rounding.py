@@ -1,8 +1,7 @@
 """Rounding with feedback: rows that are rounded later make up for the errors of those before (GPTQ's algorithm).
 
-It serves matrices, whose products with typical inputs then change little, and cached keys, whose products with a fixed
-matrix do. Both are far more exact than rounding to nearest where that amplifies errors in few directions. Any grid
-will do: rounding itself is an argument.
+It serves matrices, whose products with typical inputs then change less than with rounding to nearest. Any grid will
+do: rounding itself is an argument.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def rounding_feedback(gram: Tensor) -> RoundingFeedback:
     """The feedback that keeps ``trace(error^T gram error)`` small.
 
     Args:
-        gram: ``[rows, rows]``, positive definite: for a matrix the mean of ``x^T x`` over its inputs x, for keys
-            ``M M^T`` with the matrix M that they are multiplied by.
+        gram: ``[rows, rows]``, positive definite: the mean of ``x^T x`` over the matrix's inputs x.
 
     Raises:
         ValueError: `gram` is not positive definite.
@@ -51,32 +49,28 @@ def rounding_feedback(gram: Tensor) -> RoundingFeedback:
 
 
 def round_with_feedback(
-    rows: Tensor, feedback: RoundingFeedback, rounding: Callable[[Tensor, Tensor], Tensor], *, at_once: int = 1
+    rows: Tensor, feedback: RoundingFeedback, rounding: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Round rows one after another, or a few at once.
+    """Round rows one after another.
 
     Args:
         rows: ``[rows, columns]``; columns are independent of each other.
         feedback: For these rows.
-        rounding: From some rows and their indices to the rounded rows, in fp64.
-        at_once: Rows that are rounded together and do not make up for each other: fewer steps, larger errors.
+        rounding: From a row ``[1, columns]`` and its index to the rounded row, in fp64.
 
     Returns:
         The rounded rows, fp64.
     """
     left, factor = rows.double()[feedback.order], feedback.factor
     rounded = torch.empty_like(left)
-    block = at_once * max(_BLOCK // at_once, 1)
-    for start in range(0, len(left), block):
-        stop = min(start + block, len(left))
+    for start in range(0, len(left), _BLOCK):
+        stop = min(start + _BLOCK, len(left))
         corrections = torch.empty_like(left[start:stop])
-        for first in range(start, stop, at_once):
-            last = min(first + at_once, stop)
-            rounded[first:last] = rounding(left[first:last], feedback.order[first:last])
-            error = left[first:last] - rounded[first:last]
-            correction = torch.linalg.solve_triangular(factor[first:last, first:last].mT, error, upper=False)
-            left[last:stop] -= factor[first:last, last:stop].mT @ correction
-            corrections[first - start : last - start] = correction
+        for row in range(start, stop):
+            rounded[row : row + 1] = rounding(left[row : row + 1], feedback.order[row : row + 1])
+            correction = (left[row] - rounded[row]) / factor[row, row]
+            left[row + 1 : stop] -= factor[row, row + 1 : stop, None] * correction
+            corrections[row - start] = correction
         left[stop:] -= factor[start:stop, stop:].mT @ corrections
     return rounded[feedback.order.argsort()]
 

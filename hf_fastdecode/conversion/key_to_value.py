@@ -34,10 +34,6 @@ class KeyToValue:
         """``max |W_KV|``."""
         return self.matrix.abs().max().item()
 
-    def fits(self, dtype: torch.dtype) -> bool:
-        """Whether every entry is in a dtype's range without scales (65504 for fp16)."""
-        return self.largest <= torch.finfo(dtype).max
-
 
 def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) -> KeyToValue:
     """Solve ``W_K W_KV = W_V``, so that ``X W_K W_KV = X W_V`` for every X.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
@@ -68,27 +68,10 @@ class LayerPlan:
         """Whether a cache's output error is at most `tolerance` times that of its `baseline`."""
         return candidate.output_error <= self.tolerance * self.baseline(candidate).output_error
 
-    @property
-    def saved(self) -> float:
-        """Share of the ordinary cache's bytes that the chosen one saves."""
-        return 1 - self.chosen.bytes_per_token / self.ordinary.bytes_per_token
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
         plain = asdict(self)
         return plain | {"candidates": list(plain["candidates"]), "singular_values": list(self.singular_values)}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> LayerPlan:
-        """Inverse of `to_dict`, also after a round trip through JSON."""
-        fields = dict(plain)
-        for name in ("chosen", "ordinary"):
-            fields[name] = CacheError(**fields[name])
-        if ordinary_int8 := fields.get("ordinary_int8"):
-            fields["ordinary_int8"] = CacheError(**ordinary_int8)
-        fields["candidates"] = tuple(CacheError(**candidate) for candidate in fields["candidates"])
-        fields["singular_values"] = tuple(fields["singular_values"])
-        return cls(**fields)
 
 
 def in_eight_bits(cache: CacheError) -> bool:
@@ -109,7 +92,6 @@ def fit_layer(
     tolerance: float = 2.0,
     rank_shares: Sequence[Fraction] = RANK_SHARES,
     ranks: Sequence[int] = (),
-    compensated: bool = False,
     eight_bits: torch.dtype | None = None,
     unrotate: bool = False,
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
@@ -131,7 +113,6 @@ def fit_layer(
         tolerance: How many times the output error of an ordinary cache is acceptable.
         rank_shares: Ranks to try, as shares of the width of the values.
         ranks: Further ranks to try.
-        compensated: Whether what writes the cache rounds keys as `compensated_keys` does.
         unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
         eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates, and inputs, too.
 
@@ -195,9 +176,7 @@ def fit_layer(
         width = solved.matrix.shape[1]
         for rank in sorted({int(width * share) for share in rank_shares} | {0, *ranks}):
             try:
-                candidates.append(
-                    errors.value_coordinates(fit, rank, dtype, compensated=compensated, matrix_dtype=matrix_dtype)
-                )
+                candidates.append(errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype))
             except ValueError as reason:
                 refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))

@@ -35,8 +35,6 @@ def test_spectrum_and_range_are_told() -> None:
     assert solved.condition == pytest.approx(1e4)
     assert solved.singular_values.diff().le(0).all()
     assert solved.largest == solved.matrix.abs().max()
-    assert solved.fits(torch.float16)
-    assert not solve_key_to_value(layer(condition=1e7).W_K, layer().W_V).fits(torch.float16)
 
 
 def test_noise_chooses_among_right_inverses() -> None:
