@@ -13,6 +13,7 @@ from ..cache.shared import SharedContextCache
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
 from .attention.rotation import ROTATION, Rotation, Tables, captured_rotation, forest_rotation
+from .values.projection import Projection
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -22,6 +23,9 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     shares_context = True  # all the same, by layers of their own
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module.as_linear() if isinstance(module, Projection) else module)
 
 
 class SlimDecoder(SlimPreTrainedModel):
