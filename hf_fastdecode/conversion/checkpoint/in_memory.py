@@ -116,8 +116,8 @@ def _require_plain(model: PreTrainedModel) -> None:
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor:
             raise ValueError(
-                f"{name} is of type {type(tensor).__name__}, from which values cannot be solved for; convert the model "
-                "first, then quantise or distribute the slim one"
+                f"{name} is of type {type(tensor).__name__}, from which values cannot be solved for; convert the "
+                "model first, then quantise or distribute the slim one"
             )
 
 
