@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 
 import hf_fastdecode as fd
 
@@ -54,6 +54,12 @@ class GenerateWay:
     def exact(self) -> bool:
         """Whether its tokens are supposed to be right."""
         return self.attention != "none" and "cache_config" not in self.arguments
+
+    @property
+    def backend(self) -> str | None:
+        """Of transformers' quantized cache, where this way has one."""
+        backend: str | None = self.arguments.get("cache_config", {}).get("backend")
+        return backend
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
         """What one call of so many samples of one prompt gives `generate`, which may change it."""
@@ -121,13 +127,15 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
 
     Raises:
-        NotAvailableError: The attention was not replaced, or a package is not installed.
+        NotAvailableError: The attention was not replaced, or a package is not installed or too old.
     """
     if way.requires is not None:
         try:
             version(way.requires)
         except PackageNotFoundError as error:
             raise NotAvailableError(f"{way.requires} is not installed; pip install {way.requires}") from error
+    if way.backend == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        raise NotAvailableError(f"transformers {version('transformers')} has no quantized cache in fp8; 5.23 has")
     # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
     if way.compiles and model.device.type == "cuda":
         torch.compiler.reset()

@@ -13,6 +13,7 @@ from ..cache.shared import SharedContextCache
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
 from .attention.rotation import ROTATION, Rotation, Tables, captured_rotation, forest_rotation
+from .values.projection import Projection
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -33,6 +34,9 @@ class SlimPreTrainedModel(PreTrainedModel):
             f"{type(self).__name__} does not run in transformers' continuous batching, whose paged cache holds keys "
             "and values of one shape; call generate, with hf_fastdecode.enable for many rows"
         )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module.as_linear() if isinstance(module, Projection) else module)
 
 
 class SlimDecoder(SlimPreTrainedModel):

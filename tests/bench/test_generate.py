@@ -1,10 +1,11 @@
 """Whole calls of generate on the CPU, tiny: what a row holds, what is refused, and attention that is replaced."""
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
+from transformers import cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
@@ -226,6 +227,12 @@ def test_quantized_caches(bench, model):
     assert row["kv_bytes"] is None  # transformers counts what is not quantized
     cache = caller(model, CASE, find_way("quantized-fp8"))(2, return_dict=True).past_key_values
     assert type(cache).__name__ == "QuantizedCache"
+
+
+def test_transformers_without_a_cache_in_fp8(bench, monkeypatch):
+    monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer")
+    row = bench.measure(CASE, "quantized-fp8")
+    assert row["status"] == f"not run: transformers {version('transformers')} has no quantized cache in fp8; 5.23 has"
 
 
 def test_calls_do_not_change_later_ones(model, monkeypatch):

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_fastdecode.patches.values.projection import Projection
+from hf_fastdecode.patches.values.wide_products import KeyProjection
+
 from ..tiny_models import ragged_prompts
 from .encoder_decoder_models import encoder_decoder_pair, read_by
 from .slim_models import pair
@@ -22,7 +25,7 @@ class Int8Linear(nn.Linear):
 
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear | Projection):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.weight = nn.Parameter((linear.weight / scales).round().to(torch.int8), requires_grad=False)
@@ -33,19 +36,20 @@ class Int8Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scales, self.bias)
 
 
-def quantized(model: PreTrainedModel, *skipped: str) -> PreTrainedModel:
-    """A copy with `Int8Linear` for the linear layers of other names."""
+def quantized(model: PreTrainedModel, *forced: type[nn.Module]) -> PreTrainedModel:
+    """A copy with `Int8Linear` for linear layers but the last, and for `forced` ones."""
     model = deepcopy(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and not name.endswith(("lm_head", "proj_out", *skipped)):
+        if isinstance(module, (nn.Linear, *forced)) and not name.endswith(("lm_head", "proj_out")):
             model.set_submodule(name, Int8Linear(module))
     return model
 
 
 @pytest.mark.parametrize("variant", ["plain", "biases"])
-def test_all_but_keys(variant: str) -> None:
-    """The dtype of cached keys follows from the projection of keys, as the others have weights in int8."""
-    model = quantized(pair("k+r", variant)[1], "k_proj")
+def test_keys_keep_their_precision(variant: str) -> None:
+    """The dtype of cached keys follows from their projection, as the others have weights in int8."""
+    model = quantized(pair("k+r", variant)[1])
+    assert isinstance(model.get_submodule("model.layers.0.self_attn.k_proj"), KeyProjection)
     dequantized = deepcopy(model)
     for module in dequantized.modules():
         if isinstance(module, Int8Linear):
@@ -55,9 +59,9 @@ def test_all_but_keys(variant: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_keys_are_refused() -> None:
+def test_keys_that_are_quantized_all_the_same_are_refused() -> None:
     with pytest.raises(ValueError, match=r"k_proj of slim layer 0 is quantized.*llm_int8_skip_modules=\['k_proj'\]"):
-        quantized(pair("k+r")[1])(**PROMPTS)
+        quantized(pair("k+r")[1], Projection)(**PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +71,4 @@ def test_encoder_decoders(name: str, plan: str, refused: str) -> None:
     model = encoder_decoder_pair(name, plan)[1]
     tokens = torch.tensor([[3, 4], [3, 5]])
     with pytest.raises(ValueError, match=f"{refused}.* of slim layer 0 is quantized"):
-        quantized(model)(**read_by(model), decoder_input_ids=tokens)
+        quantized(model, Projection)(**read_by(model), decoder_input_ids=tokens)

@@ -191,6 +191,14 @@ def test_gradients_flow() -> None:
     assert relative(norms[1], norms[0]) < condition(model) * EPS * 10
 
 
+def test_random_weights_of_keys_are_drawn_as_those_of_queries() -> None:
+    slim = pair("k")[1]
+    attention = type(slim)(slim.config).model.layers[0].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        assert projection.weight.std().item() == pytest.approx(slim.config.initializer_range, rel=0.1)
+    assert not isinstance(attention.k_proj, torch.nn.Linear)  # which quantizers and adapters replace
+
+
 def test_positions_that_cannot_be_counted_are_refused() -> None:
     slim = pair("k")[1]
     packed = torch.cat([torch.arange(20), torch.arange(20)])[None]

@@ -77,6 +77,7 @@ def to_slim(
     model = unwrapped(model)
     family, config = family_of(model.config), language_config(model.config)
     require_rope(family, config, choice.rope)
+    _require_plain(model)
     if isinstance(family, Family):
         _require_ordinary(model, family)
     if calibration is None:
@@ -109,6 +110,16 @@ def to_slim(
     slim.tie_weights()
     slim_config.slim_sparsity_threshold = sparsity_threshold
     return slim
+
+
+def _require_plain(model: PreTrainedModel) -> None:
+    """Refuse weights that a quantizer or tensor parallelism put in the place of tensors."""
+    for name, tensor in model.state_dict().items():
+        if type(tensor) is not Tensor:
+            raise ValueError(
+                f"{name} is of type {type(tensor).__name__}, from which values cannot be solved for; convert the "
+                "model first, then quantize or distribute the slim one"
+            )
 
 
 def _require_ordinary(model: PreTrainedModel, family: Family) -> None:

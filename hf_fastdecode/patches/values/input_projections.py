@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from .projection import Projection
 from .stored_products import wide
 
 
-class InputProjection(nn.Linear):
+class InputProjection(Projection):
     """A projection of keys or values that is applied to cached inputs, to queries, or to averages of inputs.
 
     For heads that share keys and values, as in grouped-query attention, queries of a group multiply the same rows of

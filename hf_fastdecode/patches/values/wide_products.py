@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...attention.autocast import no_autocast
+from .projection import Projection
 from .stored_products import Product, sum_of_products, wide
 
 
-class KeyProjection(nn.Linear):
+class KeyProjection(Projection):
     """A projection of keys whose result is not rounded to the model's dtype, which may be coarser than the cache's."""
 
     def forward(self, x: Tensor) -> Tensor:

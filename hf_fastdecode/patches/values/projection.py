@@ -1,0 +1,40 @@
+"""Base class of the projections whose weights also determine the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Projection(nn.Module):
+    """Weight and bias of a linear layer, which is no `nn.Linear` to programs that replace these.
+
+    Quantizers would round the weight, and rounding of keys grows in the values; adapters of keys would change the
+    values. Both pass it over, or refuse it by name.
+
+    Args:
+        in_features: Width of the inputs.
+        out_features: Width of the outputs.
+        bias: Whether there is a bias.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        linear = nn.Linear(in_features, out_features, bias=bias)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    def as_linear(self) -> nn.Linear:
+        """A linear layer with the same parameters, e.g. to initialise them."""
+        linear: Any = nn.Linear(1, 1, device=torch.device("meta"))
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear
+
+    def extra_repr(self) -> str:
+        """As of `nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
