@@ -119,8 +119,13 @@ def convert_checkpoint(
         raise CommandError(
             f"--dry-run writes nothing that --{'resume' if resume else 'verify'} could read; leave one out"
         )
-    if target is not None and not dry_run and target.expanduser().exists():
-        raise CommandError(f"{target} exists; name another folder, or remove it first")
+    if form == "full":
+        unused = {"--plan": plan != "auto", "--rank": rank is not None, "--cache-dtype": cache_dtype != "auto"}
+        unused |= {"--rope": rope != "raw", "--tolerance": tolerance != 2 and not verify}
+        unused |= {"--calibration": calibration is not None and not verify}
+        if name := next(filter(unused.get, unused), None):
+            needs = " without --verify" if name in ("--tolerance", "--calibration") else ""
+            raise CommandError(f"{name} does nothing with --format full{needs}; leave it out")
     shard_bytes = _size(max_shard_size)
     with quiet_libraries():
         with exit_on_interrupt():
@@ -153,6 +158,8 @@ def convert_checkpoint(
                 resume=resume,
                 shard_bytes=shard_bytes,
             )
+            if settings.target is not None and settings.target.expanduser().exists():
+                raise CommandError(f"{target} exists; name another folder, or remove it first")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
             assert target is not None  # a dry run verifies nothing

@@ -137,10 +137,24 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_options_that_do_nothing(source: Path, tmp_path: Path) -> None:
+    for option, value in (
+        ("--plan", "k"),
+        ("--rank", 3),
+        ("--cache-dtype", "int8"),
+        ("--rope", "unrotate"),
+        ("--tolerance", 1),
+        ("--calibration", "text.txt"),
+    ):
+        message = refused(source, tmp_path / "full", "--format", "full", option, value)
+        assert f"{option} does nothing with --format full" in message
+
+
 def test_existing_target(source: Path, tmp_path: Path) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine.txt").write_text("mine")
     assert "exists; name another folder" in refused(source, tmp_path / "slim")
+    assert "tolerance must be" in refused(source, tmp_path / "slim", "--tolerance", 0.5)
     assert contents(tmp_path / "slim") == {"mine.txt": b"mine"}
 
 

@@ -168,7 +168,8 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last where lists are nested too deeply
-        raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {error}") from error
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {reason}") from error
     entries = content
     if isinstance(content, dict):
         inner = content.get("text_config")  # of a multimodal model's config

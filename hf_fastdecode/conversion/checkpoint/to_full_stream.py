@@ -48,9 +48,11 @@ class FullStream:
         attention = prefix + self.family.attention
         stored = {name: self.source.tensor(name) for name in self.source.names() if name.startswith(prefix)}
         own = {name.removeprefix(attention): one for name, one in stored.items() if name.startswith(attention)}
-        tensors = {name: cast(one, self.dtype) for name, one in stored.items() if not name.startswith(attention)}
+        tensors = {name: cast(name, one, self.dtype) for name, one in stored.items() if not name.startswith(attention)}
         layer = self.config.layer_plans[index - 1]
-        plain = {name: cast(one, self.dtype) for name, one in own.items() if not name.startswith("slim.")}
+        plain = {
+            name: cast(attention + name, one, self.dtype) for name, one in own.items() if not name.startswith("slim.")
+        }
         solved = layer.plan in ("k", "k+r")
         if solved:
             key_bias = own.get("k_proj.bias")

@@ -124,16 +124,33 @@ def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> di
     names = sorted(name for name in source.names() if not name.startswith(family.layers))
     if getattr(source.config, "tie_word_embeddings", False):
         names = [name for name in names if name != "lm_head.weight"]
-    return {name: cast(source.tensor(name), dtype) for name in names}
+    return {name: cast(name, source.tensor(name), dtype) for name in names}
 
 
 def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a layer, cast; without what old checkpoints hold and models no longer read."""
     prefix = family.layer_prefix(index)
     names = sorted(name for name in source.names() if name.startswith(prefix))
-    return {name: cast(source.tensor(name), dtype) for name in names if not name.endswith(family.left_out)}
+    return {name: cast(name, source.tensor(name), dtype) for name in names if not name.endswith(family.left_out)}
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not."""
-    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not.
+
+    Args:
+        name: Of the tensor, for the error.
+        tensor: As stored.
+        dtype: Of the result.
+
+    Raises:
+        CheckpointError: Numbers are inf or nan, or would be in `dtype`.
+    """
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    if bad := int(tensor.isfinite().logical_not().sum()):
+        raise CheckpointError(f"{name} holds {bad} inf or nan; repair the weights, or download them again")
+    made = tensor.to(dtype, copy=True)
+    if not made.isfinite().all():
+        largest = tensor.abs().max().item()
+        raise CheckpointError(f"{name} holds {largest:.3g}, beyond the range of {dtype}; give --dtype bfloat16")
+    return made

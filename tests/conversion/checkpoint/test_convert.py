@@ -301,9 +301,29 @@ def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
     model = load(source)
     model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
     model.save_pretrained(source, max_shard_size="100KB")
-    with pytest.raises(ValueError, match="gives inf or nan with an ordinary cache in float32"):
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.v_proj.weight holds 1 inf or nan; repair"):
         convert_checkpoint(settings(source, target, choice=PlanChoice(plan)))
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_embedding_that_the_calibration_text_does_not_meet_is_not_finite(tmp_path: Path) -> None:
+    source = save_multi_head(tmp_path / "source")
+    model = load(source)
+    model.model.embed_tokens.weight.data[-1, 0] = torch.inf
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds 1 inf or nan"):
+        convert_checkpoint(settings(source, tmp_path / "made"))
+
+
+def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None:
+    source = save_multi_head(tmp_path / "source")
+    model = load(source)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight holds 1e\+05, beyond the range of torch.float16; give --dtype"
+    ):
+        convert_checkpoint(settings(source, tmp_path / "made", dtype=torch.float16))
 
 
 def test_a_layer_whose_values_are_all_zero(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class DecoderGroups:
     def outside(self) -> dict[str, Tensor]:
         """Tensors that are of no attention, cast; those that repeat another one are not stored twice."""
         names = sorted(name for name in self.names if not name.startswith(tuple(self.prefixes)))
-        return {name: cast(self.source.tensor(name), self.dtype) for name in names if not self._repeats(name)}
+        return {name: cast(name, self.source.tensor(name), self.dtype) for name in names if not self._repeats(name)}
 
     def own(self, index: int) -> dict[str, Tensor]:
         """Tensors of an attention, as stored."""
@@ -115,7 +115,7 @@ class SlimDecoderStream(DecoderGroups):
         return AttentionPlans(self.family, self.source.config, self.choice, recorded, self._cast)
 
     def _cast(self, index: int) -> dict[str, Tensor]:
-        return {name: cast(one, self.dtype) for name, one in self.own(index).items()}
+        return {name: cast(self.prefixes[index] + name, one, self.dtype) for name, one in self.own(index).items()}
 
 
 class FullDecoderStream(DecoderGroups):
