@@ -25,15 +25,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache
-def pair(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """An ordinary model in fp32 and its slim form; not to be changed."""
+def tiny_variant(variant: str) -> PreTrainedModel:
+    """An ordinary model in fp32, none of whose biases could be left out unnoticed."""
     model = tiny_model("llama-mha", **VARIANTS[variant])
     if variant == "biases":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("_proj.bias"):
                     parameter.normal_(std=0.5)
+    return model
+
+
+@lru_cache
+def pair(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """An ordinary model in fp32 and its slim form; not to be changed."""
+    model = tiny_variant(variant)
     return model, to_slim(model, TEXT, plan=PLANS[plan])
 
 
