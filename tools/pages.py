@@ -9,20 +9,19 @@ from typing import Final
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 
 
-def replace_table(page: Path, tool: str, table: str, *, name: str = "table") -> None:
-    """Replace the lines between ``<!-- NAME of TOOL -->`` and ``<!-- end of the NAME -->``.
+def replace_table(page: Path, tool: str, table: str) -> None:
+    """Replace the lines between ``<!-- table of TOOL -->`` and ``<!-- end of the table -->``.
 
     Args:
         page: The page.
         tool: Such as ``tools.slim_table``.
         table: Its new lines.
-        name: Of the table among those that the tool writes.
 
     Raises:
         ValueError: The page has no such place.
     """
-    between = re.compile(rf"(<!-- {name} of {re.escape(tool)} -->\n).*?(<!-- end of the {name} -->)", re.DOTALL)
+    between = re.compile(rf"(<!-- table of {re.escape(tool)} -->\n).*?(<!-- end of the table -->)", re.DOTALL)
     text, count = between.subn(lambda found: found[1] + table + found[2], page.read_text(encoding="utf-8"))
     if count != 1:
-        raise ValueError(f"{page} must have one place for the {name} of {tool}, got {count}")
+        raise ValueError(f"{page} must have one place for the table of {tool}, got {count}")
     page.write_text(text, encoding="utf-8")

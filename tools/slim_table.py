@@ -1,4 +1,4 @@
-"""Writes two tables of docs/slim-measurements.md: bytes, errors and predicted tokens of each cache, embedded model.
+"""Writes a table of docs/slim-measurements.md: bytes and errors of each cache of the embedded model.
 
 Run ``python -m tools.slim_table`` from a clone.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
+from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.conversion import (
     AttentionWeights,
     CacheError,
@@ -24,17 +24,16 @@ from hf_fastdecode.conversion import (
 )
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
-from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
 
 from .pages import DOCS, replace_table
 
 PAGE: Final = DOCS / "slim-measurements.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
-TOKENS_HEADER: Final = "| cache | tokens that agree with fp32 | divergence |\n|---|---|---|\n"
-TOKENS: Final = 1000
-_COORDINATES: Final = (0, 32, 8, 4)  # parts of the width of the values; 0 for none
-_SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+COORDINATES: Final = (0, 32, 8, 4)
+"""V-coordinates, as parts of the width of the values; 0 for none."""
+
+SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,6 @@ class Row:
         return f"| {self.name} | {self.share:.1%} | {_span(self.value_errors)} | {_span(self.output_errors)} |"
 
 
-@dataclass(frozen=True)
-class TokensRow:
-    """One cache, on all layers, and what the model predicts with it.
-
-    Attributes:
-        name: What is cached.
-        agreement: Share of positions whose most likely token is that of the model in fp32.
-        divergence: Mean Kullback-Leibler divergence of its predictions from those, in nats.
-    """
-
-    name: str
-    agreement: float
-    divergence: float
-
-    def line(self) -> str:
-        """A line of the table."""
-        return f"| {self.name} | {self.agreement:.1%} | {self.divergence:.0e} |"
-
-
 def rows() -> list[Row]:
     """Measure, on the second half of the built-in text; offsets and roundings are fitted to the first."""
     layers, rotation = _layers()
@@ -85,13 +65,13 @@ def rows() -> list[Row]:
     ordinary = [judge.ordinary(torch.bfloat16) for judge in judges]
     table = [_row("keys and values, bf16", ordinary, ordinary)]
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        table.append(_row(_name(None, dtype), [judge.ordinary(dtype) for judge in judges], ordinary))
+        table.append(_row(cache_name(None, dtype), [judge.ordinary(dtype) for judge in judges], ordinary))
     for dtype in (torch.bfloat16, torch.float16, torch.int8):
         fitted = [key_statistics(own, seen[:half], dtype) for own, seen in layers]
-        for part in _COORDINATES:
+        for part in COORDINATES:
             rank = len(fitted[0].directions) // part if part else 0
             found = [judge.value_coordinates(one, rank, dtype) for judge, one in zip(judges, fitted)]
-            table.append(_row(_name(part, dtype), found, ordinary))
+            table.append(_row(cache_name(part, dtype), found, ordinary))
     plans = [fit_layer(own, seen, rotation=rotation, eight_bits=torch.int8)[0] for own, seen in layers]
     for dtypes in (("float16", "bfloat16"), ("int8", "float16", "bfloat16")):
         for tolerance in (2.0, 1.0):
@@ -106,48 +86,10 @@ def _chosen(plan: LayerPlan, tolerance: float, dtypes: Sequence[str]) -> CacheEr
     return next(one for one in strict.candidates if one.dtype in dtypes and strict.accepts(one))
 
 
-def tokens_rows() -> list[TokensRow]:
-    """Predict each token of a text of tasks that the built-in text does not have.
-
-    Weights are those of the model in bf16, and all but the cache is in fp32: nothing else makes predictions differ.
-    """
-    model, tokenizer = load_embedded(torch.bfloat16)
-    full = load_embedded(torch.bfloat16)[0].float()
-    tasks = embedded_tasks()
-    text = "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (24, 36, 48))
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
-    assert ids.shape[1] == TOKENS
-
-    def log_probabilities(slim: Any = full, cache: Any = None) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = slim(ids, past_key_values=cache).logits[0]
-        return logits.double().log_softmax(-1)
-
-    oracle = log_probabilities()
-
-    def row(name: str, found: Tensor) -> TokensRow:
-        same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
-        return TokensRow(name, same, (oracle.exp() * (oracle - found)).sum(-1).mean().item())
-
-    table = [
-        row(_name(None, dtype), log_probabilities(cache=RoundedCache(full.config, dtype)))
-        for dtype in (torch.bfloat16, torch.int8)
-    ]
-    width = model.config.hidden_size
-    for dtype in (torch.float16, torch.int8):
-        for part in _COORDINATES[:3]:
-            rank = width // part if part else 0
-            slim = to_slim(model, tokenizer=tokenizer, rank=rank, cache_dtype=_SHORT[dtype], tolerance=1e9)
-            table.append(row(_name(part, dtype), log_probabilities(slim.float())))
-        slim = to_slim(model, tokenizer=tokenizer, cache_dtype=_SHORT[dtype])
-        table.append(row(f"**the plan, {_SHORT[dtype]}, tolerance 2**", log_probabilities(slim.float())))
-    return table
-
-
-def _name(part: int | None, dtype: torch.dtype) -> str:
+def cache_name(part: int | None, dtype: torch.dtype) -> str:
     """Name of a cache: keys and values for None, keys alone for 0, else keys and d / `part` V-coordinates."""
     keys = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
-    return f"{'keys and values' if part is None else keys}, {_SHORT[dtype]}"
+    return f"{'keys and values' if part is None else keys}, {SHORT[dtype]}"
 
 
 def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
@@ -177,11 +119,10 @@ def _span(errors: tuple[float, float]) -> str:
 
 
 def main() -> None:
-    """Measure, and write the tables into the page."""
-    for name, header, measured in (("table", HEADER, rows()), ("tokens", TOKENS_HEADER, tokens_rows())):
-        table = header + "".join(f"{row.line()}\n" for row in measured)
-        replace_table(PAGE, "tools.slim_table", table, name=name)
-        print(table)
+    """Measure, and write the table into the page."""
+    table = HEADER + "".join(f"{row.line()}\n" for row in rows())
+    replace_table(PAGE, "tools.slim_table", table)
+    print(table)
 
 
 if __name__ == "__main__":
