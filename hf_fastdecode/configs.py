@@ -44,8 +44,8 @@ def _read_config(place: str, name: str, **options: Any) -> Any:
     except Exception as error:  # a config class may raise anything on fields that it does not expect
         if options.get("local_files_only"):
             raise CommandError(
-                f"the Hugging Face Hub is not reachable and {name} is not in its local cache; check the network, "
-                f"name a local folder, or use {EMBEDDED!r}"
+                f"there is no folder {name}, the Hugging Face Hub is not reachable, and {name} is not in its local "
+                f"cache; name a local folder, check the network, or use {EMBEDDED!r}"
             ) from error
         raise CommandError(f"transformers cannot read the config of {name}: {one_line(error)}") from error
 

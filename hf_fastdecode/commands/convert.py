@@ -160,6 +160,8 @@ def convert_checkpoint(
             )
             if settings.target is not None and settings.target.expanduser().exists():
                 raise CommandError(f"{target} exists; name another folder, or remove it first")
+            if resume and target is not None and not unfinished(target.expanduser()).exists():
+                note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
             assert target is not None  # a dry run verifies nothing

@@ -72,7 +72,7 @@ def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (errors.RepositoryNotFoundError("no", response=RESPONSE), "has no model org/name that you can see"),
         (errors.GatedRepoError("no", response=RESPONSE), "org/name is gated"),
         (errors.RemoteEntryNotFoundError("no", response=RESPONSE), "org/name has no config.json"),
-        (ConnectionError("no network"), "is not reachable and org/name is not in its local cache"),
+        (ConnectionError("no network"), "is not reachable, and org/name is not in its local cache"),
     ],
     ids=["missing", "gated", "no-config", "no-network"],
 )

@@ -107,7 +107,8 @@ class PlanChoice:
         """
         asked = self._asked(index, layers)
         if asked[0] not in (AUTO, *plans):
-            raise PlanError(f"layer {index} cannot have plan {asked[0]!r}, only one of {', '.join(plans)}")
+            reason = ", as RoPE or QK-norm stands before the scores" if asked[0] == "x" and "e" not in plans else ""
+            raise PlanError(f"layer {index} cannot have plan {asked[0]!r}, only one of {', '.join(plans)}{reason}")
         return asked
 
     def _asked(self, index: int, layers: int) -> tuple[str, int]:
@@ -116,7 +117,7 @@ class PlanChoice:
         if isinstance(self.plan, str):
             return self.plan, 0
         if len(self.plan) != layers:
-            raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}")
+            raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}: name one for each")
         return self.plan[index]
 
 

@@ -248,7 +248,10 @@ class Checkpoint:
                 if missing := sorted(str(file) for file in set(files.values()) if not file.is_file()):
                     raise CheckpointError(f"there is no {missing[0]}, which {index.name} names; copy or download it")
                 return files
-        raise CheckpointError(f"there are no weights in {self.folder} ({' or '.join(_WEIGHTS)}, or their shards)")
+        raise CheckpointError(
+            f"there are no weights in {self.folder}: {' or '.join(_WEIGHTS)}, or shards with their .index.json; copy "
+            "or download what is missing"
+        )
 
     def _handle(self, file: Path) -> Any:
         """The file, opened; one is open at a time."""
