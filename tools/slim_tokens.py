@@ -15,9 +15,8 @@ from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
-from .pages import replace_table
 from .slim_table import COORDINATES, PAGE, SHORT, cache_name
-from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, rounded_inputs, rows, table
+from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, rounded_inputs, write_table
 
 PROMPTS: Final = slice(24, 60)
 """Tasks that are continued; the built-in text, on which slim models are calibrated, has none of them."""
@@ -65,9 +64,7 @@ def caches() -> Caches:
 
 def main() -> None:
     """Measure, and write the table into the page."""
-    measured = table(rows(caches()))
-    replace_table(PAGE, "tools.slim_tokens", measured)
-    print(measured)
+    write_table(PAGE, "tools.slim_tokens", caches())
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hf_fastdecode.conversion.stored_coordinates import rounded
+
+from .pages import replace_table
 
 TOKENS: Final = 1000
 """Positions of forced predictions, and the fewest greedy tokens."""
@@ -106,6 +109,13 @@ def table(found: Collection[TokensRow]) -> str:
     )
     lines = (f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(row.line() for row in found))
     return "\n".join(lines) + "\n"
+
+
+def write_table(page: Path, tool: str, caches: Caches) -> None:
+    """Measure all caches, and write the table of a tool into a page."""
+    measured = table(rows(caches))
+    replace_table(page, tool, measured)
+    print(measured)
 
 
 def before_end(generated: Tensor, end: int) -> list[list[int]]:

@@ -21,8 +21,7 @@ from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 
-from .pages import replace_table
-from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, rows, table
+from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, write_table
 from .whisper_table import PAGE, TEXT
 
 RECORDINGS: Final = 12
@@ -91,9 +90,7 @@ def caches() -> Caches:
 
 def main() -> None:
     """Measure, and write the table into the page."""
-    measured = table(rows(caches()))
-    replace_table(PAGE, "tools.whisper_tokens", measured)
-    print(measured)
+    write_table(PAGE, "tools.whisper_tokens", caches())
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_fastdecode.patches.values.projection import Projection
 from hf_fastdecode.patches.values.wide_products import KeyProjection
 
 from ..tiny_models import ragged_prompts
-from .encoder_decoder_models import encoder_decoder_pair, read_by
 from .slim_models import pair
 
 PROMPTS = ragged_prompts(9, 31, 20)
@@ -25,7 +23,7 @@ class Int8Linear(nn.Linear):
 
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear | Projection):
+    def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.weight = nn.Parameter((linear.weight / scales).round().to(torch.int8), requires_grad=False)
@@ -36,11 +34,11 @@ class Int8Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scales, self.bias)
 
 
-def quantized(model: PreTrainedModel, *forced: type[nn.Module]) -> PreTrainedModel:
-    """A copy with `Int8Linear` for linear layers but the last, and for `forced` ones."""
+def quantized(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with `Int8Linear` for linear layers but the last."""
     model = deepcopy(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, (nn.Linear, *forced)) and not name.endswith(("lm_head", "proj_out")):
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
             model.set_submodule(name, Int8Linear(module))
     return model
 
@@ -57,18 +55,3 @@ def test_keys_keep_their_precision(variant: str) -> None:
             module.scales = torch.ones(())
     found, expected = (one.generate(**PROMPTS, max_new_tokens=16, do_sample=False) for one in (model, dequantized))
     assert torch.equal(found, expected)
-
-
-def test_keys_that_are_quantized_all_the_same_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"k_proj of slim layer 0 is quantized.*llm_int8_skip_modules=\['k_proj'\]"):
-        quantized(pair("k+r")[1], Projection)(**PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "plan", "refused"), [("bart", "k", "k_proj"), ("t5", "x", "k"), ("whisper", "e", "k_proj")]
-)
-def test_encoder_decoders(name: str, plan: str, refused: str) -> None:
-    model = encoder_decoder_pair(name, plan)[1]
-    tokens = torch.tensor([[3, 4], [3, 5]])
-    with pytest.raises(ValueError, match=f"{refused}.* of slim layer 0 is quantized"):
-        quantized(model, Projection)(**read_by(model), decoder_input_ids=tokens)

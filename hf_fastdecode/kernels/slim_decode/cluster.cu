@@ -6,10 +6,10 @@
 // weights; it sends the weights to all blocks of its cluster through distributed shared memory, and adds the tile,
 // which is still in its shared memory, to the averages of all heads over its own columns.
 //
-// Warps are specialised, and tiles pass from one kind to the next through barriers in shared memory:
+// Warps are specialised, and tiles pass from one role to the next through mbarriers in shared memory:
 //
 //     copying    1 warp                        a tile to shared memory
-//     turning    1 warp                        the queries, rotated back by the position of the tile's first token
+//     rotating   1 warp                        the queries, back by the position of the tile's first token
 //     scoring    4 or 8 warps                  scores of the block's heads
 //     exchanging 1 warp                        scores to weights, sent to all blocks of the cluster
 //     adding     4 or 8 warps                  weights times tile to the averages, by warpgroup matrix products
@@ -23,7 +23,7 @@
 #include "instructions.cuh"
 
 constexpr int SCORING = 4 * SCORERS, ADDING = 4 * ADDERS;  // warps
-constexpr int THREADS = 32 * (ADDING + SCORING + 4);  // with the warps that copy, turn and exchange, and an idle one
+constexpr int THREADS = 32 * (ADDING + SCORING + 4);  // with the warps that copy, rotate and exchange, and an idle one
 constexpr int OWN = HEADS / MEMBERS;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int KEYS = HEADS * HEAD_DIM;
@@ -75,14 +75,14 @@ constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
 constexpr int FACTORS_AT = SCORES_AT + STAGES * OWN * TILE * 4;
-constexpr int TURNED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
-constexpr int QUERY_AT = TURNED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
+constexpr int ROTATED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
+constexpr int QUERY_AT = ROTATED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
 constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
 // Barriers: a stage is full, is empty; a tile's queries, its scores are there, its weights have come.
 constexpr int FULL_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
-constexpr int TURNED_AT = EMPTY_AT + STAGES * 8;
-constexpr int SCORED_AT = TURNED_AT + QUERY_RING * 8;
+constexpr int ROTATED_AT = EMPTY_AT + STAGES * 8;
+constexpr int SCORED_AT = ROTATED_AT + QUERY_RING * 8;
 constexpr int WEIGHED_AT = SCORED_AT + STAGES * 8;
 static_assert(WEIGHED_AT + RING * 8 == SHARED_BYTES);
 
@@ -253,9 +253,9 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     }
 }
 
-// The turning warp's part: the row's queries, scaled, rotated back by the position of each tile's first token. As
-// q R k = (R^T q) k, keys need no rotation; that within a tile is the scoring warps'.
-__device__ __forceinline__ void turn_queries(char* memory, const float* query, i64 query_head_stride,
+// The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
+// q R k = (R^T q) k. Scoring warps add the rotation within the tile.
+__device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
                                              const float* cosines, const float* sines, const Piece& piece,
                                              float scale_log2, int member, int lane) {
     const u32 base = shared_address(memory);
@@ -276,24 +276,24 @@ __device__ __forceinline__ void turn_queries(char* memory, const float* query, i
             cosine[slot][p] = ROTATED ? cosines[at] : 1.0f, sine[slot][p] = ROTATED ? sines[at] : 0.0f;
         }
     };
-    const auto turn = [&](int tile, int slot) {
+    const auto rotate = [&](int tile, int slot) {
         const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
         if (number >= QUERY_RING) {  // the tile before in this buffer has been scored
             const u32 before = number - QUERY_RING;
             wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
         }
-        float* const turned = reinterpret_cast<float*>(memory + TURNED_QUERY_AT) + buffer * KEY_COLUMNS;
+        float* const rotated = reinterpret_cast<float*>(memory + ROTATED_QUERY_AT) + buffer * KEY_COLUMNS;
         for (int h = 0; h < OWN; h++) {
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; p++) {
                 const int pair = lane + 32 * p;
                 const float low = own_query[h * HEAD_DIM + pair], high = own_query[h * HEAD_DIM + pair + HALF];
-                turned[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
-                turned[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
+                rotated[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
+                rotated[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
             }
         }
         __syncwarp();
-        if (lane == 0) arrive(base + TURNED_AT + 8 * buffer);
+        if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
     };
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++) load(piece.begin + slot, slot);
@@ -301,7 +301,7 @@ __device__ __forceinline__ void turn_queries(char* memory, const float* query, i
 #pragma unroll
         for (int slot = 0; slot < AHEAD; slot++) {
             if (first + slot < piece.end) {
-                turn(first + slot, slot);
+                rotate(first + slot, slot);
                 load(first + slot + AHEAD, slot);
             }
         }
@@ -332,8 +332,8 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
         const u32 tile_at = base + stage * STAGE_BYTES;
         const float* const query =
-            reinterpret_cast<const float*>(memory + TURNED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
-        wait(base + TURNED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
+            reinterpret_cast<const float*>(memory + ROTATED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
+        wait(base + ROTATED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
         wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
         const int tokens = piece.length - (piece.first + tile * TILE);
         if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
@@ -498,7 +498,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     if (thread < (SHARED_BYTES - FULL_AT) / 8) {
         const int at = FULL_AT + 8 * thread;
         int arrivals = 1;
-        if (at >= EMPTY_AT && at < TURNED_AT) arrivals = ADDING;
+        if (at >= EMPTY_AT && at < ROTATED_AT) arrivals = ADDING;
         if (at >= SCORED_AT && at < WEIGHED_AT) arrivals = SCORING;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(arrivals));
     }
@@ -552,7 +552,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         } else if (role == 1) {
             for_each_piece([&](const Piece& piece) {
                 const i64 tables = piece.row * table_row_stride;
-                turn_queries(memory, query + piece.row * query_row_stride, query_head_stride, cosines + tables,
+                rotate_queries(memory, query + piece.row * query_row_stride, query_head_stride, cosines + tables,
                              sines + tables, piece, scale_log2, member, lane);
             });
         } else if (role == 2 && lane == 0) {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..cuda_module import CudaKernel, load_kernel, tensor_map
 
-_THREADS = 512  # per block: groups of four warps that add and that score, three in all, and a group of other warps
-_MOST_SUMS = {1: 160, 2: 120}  # per thread of one or two adding groups, which fit into registers beside products
+_THREADS = 512  # per block: three warpgroups that score or add, and one of warps with other roles
+_MOST_SUMS = {1: 160, 2: 120}  # accumulators per thread that fit into registers, by the number of adding warpgroups
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,26 @@ class ClusterShape:
 
     @property
     def padded_heads(self) -> int:
-        """Heads, padded to what matrix units take."""
+        """Heads, padded to a multiple of 8 for matrix products."""
         return -(-self.heads // 8) * 8
 
     @property
     def rank_columns(self) -> int:
-        """V-coordinates per block, padded to what matrix units take."""
+        """V-coordinates per block, padded to a multiple of 16."""
         return -(-self.rank // (16 * self.config.members)) * 16
 
     @property
     def boxes(self) -> int:
-        """Groups of 64 columns per block."""
+        """Boxes of 64 columns per block, each one copy of a tile and one matrix product."""
         return self.heads // self.config.members * self.head_dim // 64 + -(-self.rank_columns // 64)
 
     @property
     def adders(self) -> int:
-        """Groups of four warps that add; the others of three score."""
+        """Warpgroups that add; the others of three score."""
         return 1 if self.sums(1) <= _MOST_SUMS[1] else 2
 
     def sums(self, adders: int) -> int:
-        """Sums per thread of so many adding groups."""
+        """Accumulators per thread of so many adding warpgroups."""
         return -(-self.boxes // adders) * self.padded_heads // 2
 
     def refusal(self, shared_memory: int) -> str | None:
@@ -117,7 +117,7 @@ class ClusterShape:
         if config.stages not in (4, 5, 6) or config.lead not in (2, 3, 4):
             return f"clusters have 4 to 6 stages and a lead of 2 to 4, got {config.stages} and {config.lead}"
         if (sums := self.sums(adders)) > _MOST_SUMS[adders]:
-            return f"clusters have up to {_MOST_SUMS[adders]} sums per thread, got {sums}; raise members"
+            return f"clusters have up to {_MOST_SUMS[adders]} accumulators per thread, got {sums}; raise members"
         if self.shared_bytes > shared_memory:
             return f"clusters have {shared_memory} bytes of shared memory per block, and need {self.shared_bytes}"
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 TURNS = 64
-"""Positions that the table of turns has: from 0 to the last one of the largest tile of the kernel on clusters."""
+"""Positions in the table of rotations within a tile, whose largest size it is, of the kernel on clusters."""
 
 
 class RotaryTables(NamedTuple):
@@ -17,8 +17,8 @@ class RotaryTables(NamedTuple):
     Attributes:
         cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
         sin: Likewise.
-        turns: ``[64, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of positions 0 to 63, where each row's
-            positions rise by one from slot to slot; None where they may not.
+        turns: ``[64, 2, rotary_dim / 2]`` fp32, contiguous: cosines and sines of the rotations within a tile, by 0
+            to 63 positions; None where a row's positions may not rise by one from slot to slot.
     """
 
     cos: Tensor

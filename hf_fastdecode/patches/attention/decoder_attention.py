@@ -28,7 +28,7 @@ from ..values.eight_bits import load, store
 from ..values.input_projections import InputProjection, InputValues, score_operands
 from ..values.slim_values import SlimValues
 from ..values.stored_products import wide
-from ..values.wide_products import KeyProjection, require_unquantized
+from ..values.wide_products import KeyProjection
 from .cached_values import CachedValues
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 
@@ -110,10 +110,9 @@ class SlimDecoderAttention(nn.Module):
             ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.
 
         Raises:
-            ValueError: As of `require_unquantized`, or the layer caches in 8 bits and is being trained.
+            ValueError: The layer caches in 8 bits and is being trained.
         """
         query_name, key_name, value_name, output_name = self.projections
-        require_unquantized(self, key_name, *([value_name] if self.layer.plan in ("x", "e") else []))
         query = getattr(self, query_name)(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         query = query.to(wide(dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

@@ -15,7 +15,6 @@ from ..values.input_projections import InputProjection, InputValues, input_keys,
 from ..values.slim_values import SlimValues
 from ..values.stored_positions import DIGITS, with_positions, without_positions
 from ..values.stored_products import wide
-from ..values.wide_products import require_unquantized
 from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate
 from .slim_attention import cache_dtype
@@ -80,15 +79,9 @@ class SlimTokens(nn.Module):
         return self.slim
 
     def to_cache(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding.
-
-        Raises:
-            ValueError: As of `require_unquantized`.
-        """
+        """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding."""
         if self.layer.plan == "x":
-            require_unquantized(self, "k_proj", "v_proj")
             return inputs[:, None], inputs[:, None, :, :0]
-        require_unquantized(self, "k_proj")
         return self.slim.to_cache(inputs, self.k_proj(inputs))
 
     def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:

@@ -1,4 +1,4 @@
-"""Base class of the projections whose weights also determine the values."""
+"""Base class of projections whose outputs also determine the values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 
 class Projection(nn.Module):
-    """Weight and bias of a linear layer, which is no `nn.Linear` to programs that replace these.
+    """Linear layer that is no `nn.Linear`, so that quantizers and adapters leave it out.
 
-    Quantizers would round the weight, and rounding of keys grows in the values; adapters of keys would change the
-    values. Both pass it over, or refuse it by name.
+    Rounding errors of its weight would be amplified in the values, and an adapter of keys would change the values too.
 
     Args:
         in_features: Width of the inputs.
@@ -30,7 +29,7 @@ class Projection(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def as_linear(self) -> nn.Linear:
-        """A linear layer with the same parameters, e.g. to initialise them."""
+        """An `nn.Linear` that shares the parameters, which transformers knows how to initialise."""
         linear: Any = nn.Linear(1, 1, device=torch.device("meta"))
         linear.weight, linear.bias = self.weight, self.bias
         return linear

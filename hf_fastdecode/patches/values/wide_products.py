@@ -27,31 +27,6 @@ class KeyProjection(Projection):
             return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
-def require_unquantized(layer: nn.Module, *names: str) -> None:
-    """Refuse a slim layer whose projections of keys, or of cached inputs, have been quantized.
-
-    Values follow from keys, and the error of quantized keys is amplified in them. Inputs are multiplied in an order of
-    our own, by the weight itself.
-
-    Args:
-        layer: The attention layer.
-        names: Of projections, which adapters may wrap.
-
-    Raises:
-        ValueError: A quantizer has replaced the module or its weight.
-    """
-    if torch.compiler.is_compiling():  # prompts run eagerly before
-        return
-    for name in names:
-        projection = getattr(layer, name)
-        weight = getattr(getattr(projection, "base_layer", projection), "weight", None)
-        if weight is None or type(weight).__module__.partition(".")[0] != "torch" or weight.dtype.itemsize < 2:
-            raise ValueError(
-                f"{name} of slim layer {layer.layer_idx} is quantized, and its error would be amplified in the "
-                f"values; leave it out, e.g. with llm_int8_skip_modules=[{name!r}] of BitsAndBytesConfig"
-            )
-
-
 class KeepsDtype(nn.Module):
     """A module whose buffers follow the model to other devices, but keep their dtype when it is cast."""
 

@@ -109,7 +109,7 @@ def test_launches_on_several_streams():
         (case(9, heads=8), ClusterConfig(8, stages=3), "4 to 6 stages and a lead of 2 to 4, got 3 and 4"),
         (case(9, heads=8), ClusterConfig(8, lead=5), "4 to 6 stages and a lead of 2 to 4, got 6 and 5"),
         (case(9, heads=8, head_dim=64), ClusterConfig(8, tile=32), "of 64 for head_dim 64, got 32"),
-        (case(9, heads=32), ClusterConfig(1), "120 sums per thread, got 512; raise members"),
+        (case(9, heads=32), ClusterConfig(1), "120 accumulators per thread, got 512; raise members"),
         (case(9, heads=32), ClusterConfig(8, tile=64), "232448 bytes of shared memory per block, and need"),
     ],
     ids=str,
