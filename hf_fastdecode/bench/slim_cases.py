@@ -54,7 +54,9 @@ class SlimCase:
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
-        """What must move at least: the cache and RoPE's tables, once, and the averages out.
+        """What must move at least: the cache, once, and the averages out.
+
+        Without RoPE's tables: the kernel for clusters reads those of each tile's first token only.
 
         Args:
             way: A way.
@@ -67,11 +69,7 @@ class SlimCase:
         scales = 0
         if itemsize == 1:
             scales = 2 * (self.heads + -(-self.rank(way) // self.head_dim))
-        return (
-            tokens * (width * itemsize + scales)
-            + self.context * self.head_dim * 4
-            + self.rows * self.heads * width * 4
-        )
+        return tokens * (width * itemsize + scales) + self.rows * self.heads * width * 4
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""

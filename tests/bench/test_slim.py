@@ -39,8 +39,7 @@ def test_every_way(bench, way):
 def test_bytes_of_the_ways():
     case = SLIM_SETS["grid"][0]
     values, keys, both = (case.bytes(way, 2) for way in ("flash", "slim-k", "slim-k+r"))
-    tables = 128 * 4 / (2 * 2 * 4096)  # of RoPE, for one row
-    assert keys / values == pytest.approx(0.5 + tables, rel=0.01)
+    assert keys / values == pytest.approx(0.5, rel=0.01)
     assert both / keys == pytest.approx(1.125, rel=0.01)
 
 
