@@ -93,7 +93,7 @@ def convert_checkpoint(
     precision it does not: rounding of keys grows by up to W_K's condition number. So layers are measured on a text,
     and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and r coordinates of the
     values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The table shows what that
-    saves.
+    saves, and per layer W_K's condition number and the largest number in W_KV = W_K^-1 W_V, by which rounding grows.
 
     The result loads with transformers' Auto classes after `import hf_fastdecode`, or with `trust_remote_code=True`,
     and generates with transformers' own caches. Weights are read, converted and written layer by layer, to a folder
@@ -160,6 +160,8 @@ def convert_checkpoint(
             )
             if settings.target is not None and settings.target.expanduser().exists():
                 raise CommandError(f"{target} exists; name another folder, or remove it first")
+            if target is not None and Path(source).expanduser().resolve() in target.expanduser().resolve().parents:
+                raise CommandError(f"{target} is within {source}; name a folder outside the source")
             if resume and target is not None and not unfinished(target.expanduser()).exists():
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
@@ -172,6 +174,20 @@ def convert_checkpoint(
             ) from error
         except ValueError as error:
             raise CommandError(one_line(error)) from error
+        except OSError as error:
+            if target is None or not unfinished(target.expanduser()).exists():
+                raise
+            raise CommandError(
+                f"cannot write {error.filename or target}: {error.strerror}; what is converted stays in "
+                f"{unfinished(target.expanduser())}: set that right and give --resume, or remove it"
+            ) from error
+        except KeyboardInterrupt:
+            if target is not None and unfinished(target.expanduser()).exists():
+                note(
+                    f"hf-fastdecode: interrupted; {unfinished(target.expanduser())} holds what is converted, and "
+                    "--resume continues it"
+                )
+            raise
         finally:
             bar.close()
     if as_json:

@@ -63,6 +63,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         f"({report['calibration']}); vs KV: output error over that of keys and values."
     )
     _append_eight_bits(report, closing)
+    _append_warnings(report, closing)
     if features := report.get("calibration_features"):
         closing.append(f" The encoder read features ({features}).")
     for index, layer in enumerate(report["layers"]):
@@ -77,9 +78,28 @@ def _append_verification(report: dict[str, Any], closing: Text) -> None:
     """How far logits of the slim model are from those of the ordinary one, if that was asked for."""
     if checked := report.get("verification"):
         closing.append(
-            f"\nVerified: logits are off by {checked['slim_error']:.3g} from fp64 (bound {checked['bound']:.3g}, "
-            f"ordinary {checked['ordinary_error']:.3g}); {checked['same_tokens']:.1%} of the most likely tokens agree."
+            f"\nVerified: relative error of logits against fp64 {checked['slim_error']:.3g} (bound "
+            f"{checked['bound']:.3g}, ordinary {checked['ordinary_error']:.3g}); {checked['same_tokens']:.1%} of the "
+            "most likely tokens are those of fp64."
         )
+
+
+def _append_warnings(report: dict[str, Any], closing: Text) -> None:
+    """Layers that an explicit plan makes less accurate than the tolerance; and a conversion that saves nothing."""
+    over = []
+    for index, layer in enumerate(report["layers"]):
+        name = "ordinary_int8" if layer["dtype"] in _EIGHT_BITS else "ordinary"
+        if layer["output_error"] > report["tolerance"] * layer["measured"][name]["output_error"]:
+            over.append(_place(report, index))
+    if over:
+        places = ", ".join(over)
+        closing.append(
+            f"\nLess accurate than --plan auto accepts (error vs KV above {report['tolerance']:g}): layer"
+            f"{'s' if len(over) > 1 else ''} {places}.",
+            style="yellow",
+        )
+    if all(layer["plan"] == "kv" for layer in report["layers"]):
+        closing.append("\nAll layers keep keys and values: this conversion saves nothing.", style="yellow")
 
 
 def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
@@ -93,8 +113,10 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         taken = bytes_text(total)
     else:
         taken = f"{bytes_text(sum(sizes))} per token"
+    compared = any(layer["dtype"] in _EIGHT_BITS for layer in report["layers"])
     closing.append(
-        f"\nKeys and values in int8, scales included, take {taken}; for layers in 8 bits, vs KV compares with these."
+        f"\nKeys and values in int8, scales included, take {taken}"
+        f"{'; for layers in 8 bits, vs KV compares with these' if compared else ''}."
     )
     asked = report["plan"] != "auto" or report["rank"] is not None
     for index, layer in enumerate(report["layers"]):
@@ -127,8 +149,8 @@ def _full(report: dict[str, Any]) -> RenderableType:
             "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
     closing = Text(
-        "W_V = W_K M + W_E B, in fp64, against the weights that were converted: as measured then, relative, in the "
-        "dtype that the checkpoint had. All other weights are the same."
+        "W_V = W_K M + W_E B, computed in fp64; its relative error against the original weights, as measured when "
+        "these were converted. All other weights are the same."
     )
     _append_verification(report, closing)
     return Group(table, closing)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_multi_head(tmp_path_factory.mktemp("multi-head"))
 
 
+def words_of_verification(printed: str) -> str:
+    """Without its numbers, of which lines depend."""
+    return re.sub(r"\d[\d.e-]*", "", " ".join(printed.partition("Verified: ")[2].split()))
+
+
 def test_there_and_back(source: Path, tmp_path: Path) -> None:
     slim, full = tmp_path / "slim", tmp_path / "full"
     done = run("convert-checkpoint", source, slim, "--max-shard-size", "100KB", "--verify")
@@ -32,11 +39,11 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert "Verified" in done.stdout
     assert f"wrote {slim}" in done.stderr
     assert (slim / "slim_report.png").stat().st_size > 1000
-    verified = done.stdout.partition("Verified: ")[2]
+    verified = words_of_verification(done.stdout)
     done = run("convert-checkpoint", slim, full, "--format", "full", "--verify")
     assert done.exit_code == 0, done.output
     assert "error of W_V" in done.stdout
-    assert re.sub(r"[\d.e-]+", "", done.stdout.partition("Verified: ")[2]) == re.sub(r"[\d.e-]+", "", verified)
+    assert words_of_verification(done.stdout) == verified
     assert type(AutoModelForCausalLM.from_pretrained(full)).__name__ == "LlamaForCausalLM"
     done = run("inspect", slim)
     assert done.exit_code == 0, done.output
@@ -73,6 +80,7 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     done = run("convert-checkpoint", source, "--dry-run", *arguments, "--plan", "k")
     assert "Layer 0: not in int8, which has at best" in " ".join(done.stdout.split())
+    assert "for layers in 8 bits" not in done.stdout
 
 
 def test_rope(source: Path, tmp_path: Path) -> None:
@@ -94,9 +102,21 @@ def test_plan_files(source: Path, tmp_path: Path) -> None:
         assert [one["rank"] for one in json.loads(done.stdout)["layers"]] == [0, 4, 0]
 
 
+def test_plans_that_cost_accuracy_or_save_nothing(source: Path) -> None:
+    def printed(*options: object) -> str:
+        return " ".join(run("convert-checkpoint", source, "--dry-run", *options).stdout.split())
+
+    inaccurate = "Less accurate than --plan auto accepts (error vs KV above 1): layers 0, 1, 2."
+    assert inaccurate in printed("--plan", "k", "--tolerance", 1)
+    assert "Less accurate" not in printed("--plan", "k", "--tolerance", 1e6)
+    assert "this conversion saves nothing" in printed("--plan", "kv")
+    assert "saves nothing" not in printed()
+
+
 def test_a_plan_file_nested_too_deeply(source: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[" * 100_000)
     assert "nor a JSON file of plans" in refused(source, "--dry-run", "--plan", tmp_path / "plan.json")
+    assert "it is a folder; a slim model's plans" in refused(source, "--dry-run", "--plan", tmp_path)
 
 
 def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -> None:
@@ -132,9 +152,27 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
         ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
+        ((source, source / "slim"), f"{source}/slim is within {source}; name a folder outside the source"),
+        (("", target), "'' is no folder"),
+        ((source / "config.json", target), "config.json' is no folder; name the one with config.json"),
     ):
         assert message in refused(*arguments), arguments
     assert not list(tmp_path.iterdir())
+
+
+def test_calibration_texts(source: Path, tmp_path: Path) -> None:
+    """Of a large file the beginning is read; a small one is named."""
+    text = tmp_path / "text.txt"
+    text.write_text("def half(x):\n    return x / 2\n" * 20_000)
+    with text.open("ab") as stream:
+        stream.write(b"\xff")  # no UTF-8, beyond what is read
+    done = run("convert-checkpoint", source, "--dry-run", "--calibration", text, "--json")
+    assert json.loads(done.stdout)["calibration_tokens"] == 256  # which the model takes
+    text.write_text("short")
+    short = refused(source, "--dry-run", "--calibration", text)
+    assert re.search(f"{text} has [1-9] tokens, and a calibration text needs 32", short)
+    few = save_multi_head(tmp_path / "few", max_position_embeddings=16)
+    assert "measured on 32 tokens, and the model takes 16" in refused(few, "--dry-run")
 
 
 def test_options_that_do_nothing(source: Path, tmp_path: Path) -> None:
@@ -213,7 +251,19 @@ def test_singular_keys(tmp_path: Path) -> None:
     assert "Layer 1: the smallest singular value" in " ".join(done.stdout.split())
 
 
-def test_damaged_checkpoints(tmp_path: Path) -> None:
+def deny(patch: pytest.MonkeyPatch, method: str, pattern: str) -> None:
+    """Deny the permission to read such files."""
+    allowed = getattr(Path, method)
+
+    def denied(path: Path, *args: Any, **options: Any) -> Any:
+        if path.match(pattern):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return allowed(path, *args, **options)
+
+    patch.setattr(Path, method, denied)
+
+
+def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "slim"
     assert "Hub does not give it" in refused(tmp_path / "nowhere", target)
     empty = tmp_path / "empty"
@@ -227,6 +277,10 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     shards[1].unlink()
     assert f"there is no {shards[1]}, which model.safetensors.index.json names" in refused(folder, target)
     shards[1].write_bytes(whole)
+    for pattern, method in (("*.safetensors", "open"), ("*.index.json", "read_text")):
+        with monkeypatch.context() as patch:
+            deny(patch, method, pattern)
+            assert re.search("cannot read .*: Permission denied; set that right", refused(folder, target))
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
     name = next(name for name, file in places.items() if file == shards[1].name)
@@ -238,6 +292,10 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     assert "lacks model.layers.3." in refused(folder, target)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    assert "holds model.layers.2.input_layernorm.weight, and by its config there is no such layer" in refused(
+        folder, target
+    )
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "of shape" in refused(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
@@ -275,7 +333,9 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         with monkeypatch.context() as patch:
             patch.setattr(f"{place}.shards.save_file", fail)
-            assert reason.partition(" (")[0] in refused(source, target, *option)
+            message = refused(source, target, *option)
+            assert f"shard-00001.safetensors: {reason.partition(' (')[0]}; what is converted stays in" in message
+            assert "set that right and give --resume, or remove it" in message
         assert not target.exists()
     assert ". exists; name another folder" in refused(source, ".")
     assert run("convert-checkpoint", source, target, "--resume").exit_code == 0

@@ -98,6 +98,25 @@ def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -
     assert done.exit_code == 0, done.output
 
 
+def test_an_interruption_tells_how_to_go_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    target, options = tmp_path / "slim", RESUME[:-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", stop)
+        done = run("convert-checkpoint", source, target, *options)
+    assert done.exit_code == 130
+    folder = tmp_path / ".slim.converting"
+    assert done.stderr == f"hf-fastdecode: interrupted; {folder} holds what is converted, and --resume continues it\n"
+    for changed, words in (
+        (("--max-shard-size", 30_000, *RESUME[2:]), "another shard size (--max-shard-size)"),
+        (("--max-shard-size", 20_000, "--rank", 4, "--resume"), "another rank"),
+    ):
+        assert f"the interrupted conversion in {folder} had {words}; repeat" in refused(source, target, *changed)
+    assert run("convert-checkpoint", source, target, *RESUME).exit_code == 0
+
+
 def test_a_running_conversion_is_not_resumed(interrupted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second process would delete files that the first is writing."""
     target, finish, messages = interrupted.with_name("slim"), ShardWriter.finish, []

@@ -16,6 +16,8 @@ TOKENS: Final = 1024
 LEAST: Final = 32
 """Fewest, below which errors say nothing of other texts."""
 
+_LETTERS_PER_TOKEN: Final = 256  # more than any text has on average
+
 
 def built_in_text() -> str:
     """English and Python: the embedded tasks with their solutions."""
@@ -34,12 +36,24 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
     Raises:
         ValueError: The file cannot be read, or the text is too short.
     """
+    if limit is not None and limit < LEAST:
+        raise ValueError(
+            f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
+        )
     try:
-        text = built_in_text() if file is None else file.read_text(encoding="utf-8")
+        text = built_in_text() if file is None else _beginning(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
     ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
+    if file is not None and len(ids) < LEAST:
+        raise ValueError(f"{file} has {len(ids)} tokens, and a calibration text needs {LEAST}; give a longer one")
     return check_ids(ids[: min(TOKENS, limit or TOKENS)])
+
+
+def _beginning(file: Path) -> str:
+    """As much of a text as holds the tokens that are used, of a file of any size."""
+    with file.open(encoding="utf-8") as stream:
+        return stream.read(TOKENS * _LETTERS_PER_TOKEN)
 
 
 def check_ids(ids: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from .source import CheckpointError
 
 _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}
+_PLAIN: Final = {"shard_bytes": "shard size (--max-shard-size)", "files": "source, or its files have changed"}
+"""Words for settings whose names say too little."""
 
 
 def unfinished(target: Path) -> Path:
@@ -171,9 +173,10 @@ class ShardWriter:
             names = sorted(
                 name for name, value in self.state["settings"].items() if state["settings"].get(name) != value
             )
+            other = _PLAIN.get(names[0], names[0]) if names else "setting"
             raise CheckpointError(
-                f"the interrupted conversion in {self.folder} had another {names[0] if names else 'setting'}; repeat "
-                "its command, or remove the folder"
+                f"the interrupted conversion in {self.folder} had another {other}; repeat its command, or remove the "
+                "folder"
             )
         self.state = state
         for pattern in (".tmp*", "*.partial"):  # files of safetensors and of this module that were being written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ REPORT: Final = "slim_report.json"
 _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of tokenizers' files and of the generation config."""
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Number of a layer in a tensor's name."""
 
 
 class CheckpointError(ValueError):
@@ -43,6 +46,8 @@ def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: N
     """
     folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
     is_local = folder.is_dir()
+    if not name or folder.is_file():
+        raise CheckpointError(f"{name!r} is no folder; name the one with config.json and the weights")
     if not is_local:
         folder = _download(name, [f"*{suffix}" for suffix in _BESIDE])
     check(read_config(folder))
@@ -144,6 +149,11 @@ class Checkpoint:
                 f"{self.folder} lacks {missing[0]}{more}, which its config wants; a file is missing, or config.json "
                 "is of another model"
             )
+        if surplus := self._of_more_layers(model):
+            raise CheckpointError(
+                f"{self.folder} holds {surplus}, and by its config there is no such layer; config.json is of another "
+                "model"
+            )
         for name, expected in model.state_dict().items():
             if name not in self.files:
                 continue
@@ -157,6 +167,15 @@ class Checkpoint:
                     f"{name} in {self.folder} holds integers, as quantised weights do, and its config tells of no "
                     "quantisation; convert the checkpoint that they were made of"
                 )
+
+    def _of_more_layers(self, model: Any) -> str | None:
+        """A tensor as a model's own but for the numbers in its name, unless the model's class ignores it."""
+        numberless = {_NUMBER.sub("#", name) for name in model.state_dict()}
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        for name in sorted(self.names() - set(model.state_dict()) - set(model.all_tied_weights_keys)):
+            if _NUMBER.sub("#", name) in numberless and not any(re.search(pattern, name) for pattern in ignored):
+                return name
+        return None
 
     def shape(self, name: str) -> list[int]:
         """Shape of a tensor.
@@ -243,7 +262,9 @@ class Checkpoint:
                 try:
                     places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                     files = {tensor: self.folder / place for tensor, place in places.items()}
-                except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                except OSError as error:
+                    raise _unreadable(index, error) from error
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise CheckpointError(f"{index} is no index of weights; copy or download it again") from error
                 if missing := sorted(str(file) for file in set(files.values()) if not file.is_file()):
                     raise CheckpointError(f"there is no {missing[0]}, which {index.name} names; copy or download it")
@@ -263,6 +284,10 @@ class Checkpoint:
 
     def _read(self, file: Path) -> Any:
         try:
+            file.open("rb").close()
+        except OSError as error:  # which safe_open tells by other names
+            raise _unreadable(file, error) from error
+        try:
             if file.suffix == ".safetensors":
                 return safe_open(file, "pt")
             return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
@@ -270,6 +295,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"{file} is cut off or damaged ({type(error).__name__}); copy or download it again"
             ) from error
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read {file}: {error.strerror}; set that right, and try again")
 
 
 def _is_zip(file: Path) -> bool:

@@ -36,7 +36,10 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     """
     model_type = config.model_type
     if is_slim(config):
-        raise UnconvertibleError("the model is slim already; --format full makes it an ordinary one")
+        raise UnconvertibleError(
+            "the model is slim already; for another slim form convert the ordinary model, which `convert-checkpoint "
+            "--format full` gives back"
+        )
     if model_type in _NEVER:
         raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
     if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
@@ -47,7 +50,7 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     if getattr(config, "quantization_config", None):
         raise UnconvertibleError(
             "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
-            "in float16 or bfloat16, and quantise the result, but not the projections of its keys (k_proj)"
+            "in float16 or bfloat16, and quantise the result"
         )
     if model_type in MULTIMODAL:
         language = family_of(language_config(config))
