@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ..conversion.checkpoint.checkpoints import save_multi_head
-from .command_line import needs_weights, run
+from .command_line import needs_weights, refusal, run
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
 WHISPER = {"model_type": "whisper", "d_model": 384, "encoder_layers": 1, "decoder_layers": 4}
@@ -64,6 +64,19 @@ def test_the_reason_is_the_converters(tmp_path: Path) -> None:
     assert f"refused: {refused}" in words(grouped)
 
 
+def test_what_cannot_be_counted(tmp_path: Path) -> None:
+    """Options that none of the models has, and sizes that no tensor has."""
+    good, bad = (
+        config_file(tmp_path, "good", LLAMA),
+        config_file(tmp_path, "bad", {**LLAMA, "hidden_size": -64, "head_dim": 8}),
+    )
+    for arguments, message in (
+        ((good, "--encoder-tokens", 10), "--encoder-tokens is for encoder-decoders, and there is none"),
+        ((bad,), f"cannot count the KV of {bad}: Trying to create tensor with negative dimension"),
+    ):
+        assert message in refusal("inspect", *arguments)
+
+
 def test_slim_checkpoints(tmp_path: Path) -> None:
     """What `convert-checkpoint` reported of each layer is what its config tells `inspect`."""
     source = save_multi_head(tmp_path / "source", torch.bfloat16)
@@ -75,7 +88,7 @@ def test_slim_checkpoints(tmp_path: Path) -> None:
         expected = [{key: one[key] for key in found["slim_layers"][0]} for one in report["layers"]]
         assert found["slim_layers"] == expected
         kv, slim, int8 = found["caches"][0]["sizes"]
-        assert (kv["cache"], slim["cache"], int8["cache"]) == ("keys and values", "slim", "int8")
+        assert (kv["cache"], slim["cache"], int8["cache"]) == ("keys and values", "slim", "int8 keys and values")
         assert slim["bytes"] == 10 * report["bytes_per_token"]
         assert kv["bytes"] == 10 * report["ordinary_bytes_per_token"]
         assert slim["per_token"][0]["bytes_read"] == slim["bytes"] + slim["matrix_bytes"]

@@ -24,6 +24,9 @@ _CAPTION: Final = (
 _BOUNDS: Final = (
     "These are bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
 )
+_SLIM: Final = (
+    "Slim models take longer than their reads unless they run on a GPU with `hf_fastdecode.enable` (docs/slim.md)."
+)
 _COORDINATES: Final = "keys + d/32: keys and d/32 V-coordinates (docs/slim.md), d being the width of the values."
 _ENCODER: Final = (
     "E: the encoder's output, once for all cross-attention layers (option 2), and what self-attention caches. On "
@@ -53,6 +56,8 @@ def _notes(reports: Sequence[ModelReport]) -> Iterator[str]:
     yield _CAPTION
     if any(report.slim_layers is None for report in reports):
         yield _BOUNDS
+    if any(report.slim_layers is not None for report in reports):
+        yield _SLIM
     if any(report.sharing is not None and report.refused is None for report in reports):
         yield _COORDINATES
     if any(caches.encoder_tokens is not None for report in reports for caches in report.caches):

@@ -47,7 +47,7 @@ def int8_size(numbers: int, matrices: int | None) -> CacheSize:
         matrices: As of `CacheSize`.
     """
     stored = numbers + _SCALE_BYTES * -(-numbers // _INT8_GROUP)
-    return CacheSize("int8", stored, stored, matrices)
+    return CacheSize("int8 keys and values", stored, stored, matrices)
 
 
 def value_matrices(inputs: int, width: int, rank: int, matrix_dtype: torch.dtype) -> int:

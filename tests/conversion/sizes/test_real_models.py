@@ -120,7 +120,12 @@ def test_grouped_cross_attention_has_no_option_1() -> None:
     module = {**heads, "hidden_size": 32, "intermediate_size": 48, "layer_types": ["full_attention"] * 2}
     config = AutoConfig.for_model("t5gemma", encoder=module, decoder=module | {"cross_attention_hidden_size": 32})
     sizes = {one.name: one for one in encoder_decoder_caches(config, TOKENS, 11, torch.float16, None)}
-    assert list(sizes) == ["keys and values", "E on chip, keys and values", "E read, keys and values", "int8"]
+    assert list(sizes) == [
+        "keys and values",
+        "E on chip, keys and values",
+        "E read, keys and values",
+        "int8 keys and values",
+    ]
     assert sizes["E on chip, keys and values"].read == TOKENS * 2 * 2 * 2 * 8 * 2
     assert sizes["keys and values"].stored == (TOKENS + 11) * 2 * 2 * 2 * 8 * 2
 
@@ -128,4 +133,7 @@ def test_grouped_cross_attention_has_no_option_1() -> None:
 def test_refused_models_have_no_slim_caches() -> None:
     config = AutoConfig.for_model("llama", num_key_value_heads=8)
     assert "got 8 != 32" in (refusal(config) or "")
-    assert [one.name for one in decoder_caches(config, 100, torch.float16, None)] == ["keys and values", "int8"]
+    assert [one.name for one in decoder_caches(config, 100, torch.float16, None)] == [
+        "keys and values",
+        "int8 keys and values",
+    ]
