@@ -1,0 +1,26 @@
+"""`make test-compile` pretends to have a GPU: the package must launch there all that is to be compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from ..fresh_processes import ROOT
+
+LAUNCHES = """
+from tests.kernels.compile_all import launches, pretending
+
+with pretending((9, 0)):
+    print(*sorted({launch.kernel.__module__.split(".")[2] for launch in launches()}))
+"""
+
+
+def test_launches_on_a_pretended_gpu() -> None:
+    """In an interpreter of its own, where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["forest_decode", "sampling", "slim_decode", "stored_product"]
