@@ -178,7 +178,7 @@ def convert_checkpoint(
             if target is None or not unfinished(target.expanduser()).exists():
                 raise
             raise CommandError(
-                f"cannot write {error.filename or target}: {error.strerror}; what is converted stays in "
+                f"cannot write {error.filename or target}: {error.strerror or error}; what is converted stays in "
                 f"{unfinished(target.expanduser())}: set that right and give --resume, or remove it"
             ) from error
         except KeyboardInterrupt:
