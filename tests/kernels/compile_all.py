@@ -285,7 +285,7 @@ def attend_to_slim_caches() -> None:
         for changes in (
             {},
             {"parts": 1},
-            {"transposed": True, "apart": False},
+            {"apart": False},
         ):
             slim_decode(
                 query,

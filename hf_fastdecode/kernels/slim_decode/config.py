@@ -27,7 +27,6 @@ class TwoLaunchConfig:
             error is that of its token's value too, as with keys and values, so that one part errs as fused attention
             does.
         apart: Add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate.
-        transposed: Multiply ``keys^T weights^T``, which Hopper's matrix units take from 64 columns on.
         programs: Programs at most; one per multiprocessor when None.
     """
 
@@ -37,7 +36,6 @@ class TwoLaunchConfig:
     stages: int = 4
     parts: int = 2
     apart: bool = True
-    transposed: bool = False
     programs: int | None = None
 
 
@@ -59,7 +57,7 @@ def parse_config(text: str, base: Config) -> Config:
         name, _, value = part.partition("=")
         if name not in names or not value.isdecimal():
             raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
-        changes[name] = bool(int(value)) if name in ("apart", "transposed") else int(value)
+        changes[name] = bool(int(value)) if name == "apart" else int(value)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

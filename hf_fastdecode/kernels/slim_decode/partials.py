@@ -75,10 +75,9 @@ def rotated_scores(low, high, cosines, sines, query_low, query_high, along, acro
 
 
 @triton.jit
-def store_averages(out, acc, row_sum, column, mask, heads, head_stride, TRANSPOSED: tl.constexpr):
+def store_averages(out, acc, row_sum, column, mask, heads, head_stride):
     """Store normalised averages, ``[H, columns]``."""
-    averages = tl.trans(acc) if TRANSPOSED else acc
-    averages = averages * (1.0 / row_sum)[:, None]
+    averages = acc * (1.0 / row_sum)[:, None]
     tl.store(out + heads.to(tl.int64)[:, None] * head_stride + column[None, :], averages, mask=mask)
 
 
@@ -122,7 +121,6 @@ def slim_partials(
     BLOCK_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     APART: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     WIDE: tl.constexpr,
     SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormal numbers
     PHASE: tl.constexpr,
@@ -202,12 +200,10 @@ def slim_partials(
             if PHASE == AVERAGES:
                 row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
                 row_sum = tl.zeros([BLOCK_H], tl.float32)
-                SHAPE: tl.constexpr = [COLUMNS, BLOCK_H] if TRANSPOSED else [BLOCK_H, COLUMNS]
-                acc_low = tl.zeros(SHAPE, tl.float32)
-                acc_high = tl.zeros(SHAPE, tl.float32)
+                acc_low = tl.zeros([BLOCK_H, COLUMNS], tl.float32)
+                acc_high = tl.zeros([BLOCK_H, COLUMNS], tl.float32)
                 if RANK:
-                    SHAPE_R: tl.constexpr = [BLOCK_R, BLOCK_H] if TRANSPOSED else [BLOCK_H, BLOCK_R]
-                    acc_r = tl.zeros(SHAPE_R, tl.float32)
+                    acc_r = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
             for tile in tl.range(begin, end, num_stages=STAGES):
                 token = first + tile * BLOCK_T + token_in_tile
                 here = token < limit
@@ -262,11 +258,11 @@ def slim_partials(
                     columns_low = tl.reshape(tile_low, [BLOCK_T, COLUMNS])
                     columns_high = tl.reshape(tile_high, [BLOCK_T, COLUMNS])
                     if SCALED:
-                        acc_low = add_scaled_tile(acc_low, rescale, weights, columns_low, unit, PARTS, TRANSPOSED)
-                        acc_high = add_scaled_tile(acc_high, rescale, weights, columns_high, unit, PARTS, TRANSPOSED)
+                        acc_low = add_scaled_tile(acc_low, rescale, weights, columns_low, unit, PARTS)
+                        acc_high = add_scaled_tile(acc_high, rescale, weights, columns_high, unit, PARTS)
                     else:
-                        acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, TRANSPOSED, WIDE)
-                        acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, TRANSPOSED, WIDE)
+                        acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, WIDE)
+                        acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, WIDE)
                     if RANK:
                         at = row_coordinates_at + token.to(tl.int64)[:, None] * (coordinate_stride * COORDINATE_UNIT)
                         seen = here[:, None] & (coordinate < RANK)[None, :]
@@ -279,9 +275,9 @@ def slim_partials(
                             unit, inverse = tile_unit(scales)
                             tile_r = plain_numbers(tile_r, FP8)
                             tile_r = scale_blocks(tile_r, scales * inverse, BLOCK_T, BLOCKS, SHARED_SCALE)
-                            acc_r = add_scaled_tile(acc_r, rescale, weights, tile_r, unit, PARTS, TRANSPOSED)
+                            acc_r = add_scaled_tile(acc_r, rescale, weights, tile_r, unit, PARTS)
                         else:
-                            acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, TRANSPOSED, WIDE)
+                            acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, WIDE)
 
             if PHASE == AVERAGES:
                 piece = tl.cast(group + row, tl.int64)
@@ -292,12 +288,12 @@ def slim_partials(
                 head, pair_of_column = member * OWN + own // HALF, own % HALF
                 low_own, high_own = pair_columns(pair_of_column, HEAD_DIM, ROTARY, False)
                 kept = in_heads & ((head < HEADS) & (pair_of_column < HEAD_DIM // 2))[None, :]
-                store_averages(out, acc_low, row_sum, head * HEAD_DIM + low_own, kept, all_heads, WIDTH, TRANSPOSED)
-                store_averages(out, acc_high, row_sum, head * HEAD_DIM + high_own, kept, all_heads, WIDTH, TRANSPOSED)
+                store_averages(out, acc_low, row_sum, head * HEAD_DIM + low_own, kept, all_heads, WIDTH)
+                store_averages(out, acc_high, row_sum, head * HEAD_DIM + high_own, kept, all_heads, WIDTH)
                 if RANK:
                     kept = in_heads & (coordinate < RANK)[None, :]
                     column = HEADS * HEAD_DIM + coordinate
-                    store_averages(out, acc_r, row_sum, column, kept, all_heads, WIDTH, TRANSPOSED)
+                    store_averages(out, acc_r, row_sum, column, kept, all_heads, WIDTH)
                 if member == 0:
                     lse = row_max + tl.log2(row_sum) - SHIFT
                     tl.store(part_lse + piece * HEADS + all_heads, lse, mask=all_heads < HEADS)

@@ -60,7 +60,7 @@ def test_averages_and_lse(case):
         {"own_heads": 4, "block_t": 32},
         {"own_heads": 8, "programs": 3},
         {"own_heads": 2, "programs": 2},
-        {"transposed": True, "programs": 40},
+        {"programs": 40},
         {"parts": 1},
         {"apart": False},
     ],
@@ -154,8 +154,7 @@ def test_real_shapes_on_a_gpu(case):
     "change",
     [
         {"apart": False},
-        {"transposed": True},
-        {"transposed": True, "parts": 1},
+        {"parts": 1},
         {"block_t": 16},
         {"block_t": 64, "stages": 2},
         {"warps": 16},
