@@ -139,6 +139,7 @@ def convert_checkpoint(
             from hf_fastdecode.conversion.checkpoint.verify import VerificationError
 
             from .convert_table import conversion_text
+        staging: Path | None = None
         bar = tqdm(desc="convert", unit="layer", disable=None, leave=False)
 
         def on_group(done: int, groups: int) -> None:
@@ -158,35 +159,31 @@ def convert_checkpoint(
                 resume=resume,
                 shard_bytes=shard_bytes,
             )
-            if settings.target is not None and settings.target.expanduser().exists():
-                raise CommandError(f"{target} exists; name another folder, or remove it first")
-            if target is not None and Path(source).expanduser().resolve() in target.expanduser().resolve().parents:
-                raise CommandError(f"{target} is within {source}; name a folder outside the source")
-            if resume and target is not None and not unfinished(target.expanduser()).exists():
+            if settings.target is not None:
+                if settings.target.expanduser().exists():
+                    raise CommandError(f"{target} exists; name another folder, or remove it first")
+                staging = unfinished(settings.target.expanduser())
+            if resume and staging is not None and not staging.exists():
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
-            assert target is not None  # a dry run verifies nothing
             raise CommandError(
                 f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
-                f"else delete {unfinished(target.expanduser())}",
+                f"else delete {staging}",
                 1,
             ) from error
         except ValueError as error:
             raise CommandError(one_line(error)) from error
         except OSError as error:
-            if target is None or not unfinished(target.expanduser()).exists():
+            if staging is None or not staging.exists():
                 raise
             raise CommandError(
-                f"cannot write {error.filename or target}: {error.strerror or error}; what is converted stays in "
-                f"{unfinished(target.expanduser())}: set that right and give --resume, or remove it"
+                f"cannot write {error.filename or target}: {error.strerror or error}; fix that and continue with "
+                f"--resume, or delete {staging}, which holds what is converted"
             ) from error
         except KeyboardInterrupt:
-            if target is not None and unfinished(target.expanduser()).exists():
-                note(
-                    f"hf-fastdecode: interrupted; {unfinished(target.expanduser())} holds what is converted, and "
-                    "--resume continues it"
-                )
+            if staging is not None and staging.exists():
+                note(f"hf-fastdecode: interrupted; --resume continues from what is converted, in {staging}")
             raise
         finally:
             bar.close()

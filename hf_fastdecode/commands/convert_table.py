@@ -85,7 +85,7 @@ def _append_verification(report: dict[str, Any], closing: Text) -> None:
 
 
 def _append_warnings(report: dict[str, Any], closing: Text) -> None:
-    """Layers that an explicit plan makes less accurate than the tolerance; and a conversion that saves nothing."""
+    """Layers whose plan, which was asked for, exceeds the tolerance; and that a conversion saves nothing."""
     over = []
     for index, layer in enumerate(report["layers"]):
         name = "ordinary_int8" if layer["dtype"] in _EIGHT_BITS else "ordinary"
@@ -93,11 +93,7 @@ def _append_warnings(report: dict[str, Any], closing: Text) -> None:
             over.append(_place(report, index))
     if over:
         places = ", ".join(over)
-        closing.append(
-            f"\nLess accurate than --plan auto accepts (error vs KV above {report['tolerance']:g}): layer"
-            f"{'s' if len(over) > 1 else ''} {places}.",
-            style="yellow",
-        )
+        closing.append(f"\nLess accurate than --tolerance {report['tolerance']:g}: layers {places}.", style="yellow")
     if all(layer["plan"] == "kv" for layer in report["layers"]):
         closing.append("\nAll layers keep keys and values: this conversion saves nothing.", style="yellow")
 

@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of_verification(printed: str) -> str:
-    """Without its numbers, of which lines depend."""
+    """Without numbers, and line breaks, which depend on these."""
     return re.sub(r"\d[\d.e-]*", "", " ".join(printed.partition("Verified: ")[2].split()))
 
 
@@ -106,7 +106,7 @@ def test_plans_that_cost_accuracy_or_save_nothing(source: Path) -> None:
     def printed(*options: object) -> str:
         return " ".join(run("convert-checkpoint", source, "--dry-run", *options).stdout.split())
 
-    inaccurate = "Less accurate than --plan auto accepts (error vs KV above 1): layers 0, 1, 2."
+    inaccurate = "Less accurate than --tolerance 1: layers 0, 1, 2."
     assert inaccurate in printed("--plan", "k", "--tolerance", 1)
     assert "Less accurate" not in printed("--plan", "k", "--tolerance", 1e6)
     assert "this conversion saves nothing" in printed("--plan", "kv")
@@ -116,7 +116,6 @@ def test_plans_that_cost_accuracy_or_save_nothing(source: Path) -> None:
 def test_a_plan_file_nested_too_deeply(source: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[" * 100_000)
     assert "nor a JSON file of plans" in refused(source, "--dry-run", "--plan", tmp_path / "plan.json")
-    assert "it is a folder; a slim model's plans" in refused(source, "--dry-run", "--plan", tmp_path)
 
 
 def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -> None:
@@ -152,16 +151,13 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
         ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
-        ((source, source / "slim"), f"{source}/slim is within {source}; name a folder outside the source"),
-        (("", target), "'' is no folder"),
-        ((source / "config.json", target), "config.json' is no folder; name the one with config.json"),
     ):
         assert message in refused(*arguments), arguments
     assert not list(tmp_path.iterdir())
 
 
 def test_calibration_texts(source: Path, tmp_path: Path) -> None:
-    """Of a large file the beginning is read; a small one is named."""
+    """Of a large file the beginning is read; short texts are refused."""
     text = tmp_path / "text.txt"
     text.write_text("def half(x):\n    return x / 2\n" * 20_000)
     with text.open("ab") as stream:
@@ -169,8 +165,7 @@ def test_calibration_texts(source: Path, tmp_path: Path) -> None:
     done = run("convert-checkpoint", source, "--dry-run", "--calibration", text, "--json")
     assert json.loads(done.stdout)["calibration_tokens"] == 256  # which the model takes
     text.write_text("short")
-    short = refused(source, "--dry-run", "--calibration", text)
-    assert re.search(f"{text} has [1-9] tokens, and a calibration text needs 32", short)
+    assert "a calibration text needs 32 tokens, got" in refused(source, "--dry-run", "--calibration", text)
     few = save_multi_head(tmp_path / "few", max_position_embeddings=16)
     assert "measured on 32 tokens or more, and the model takes 16" in refused(few, "--dry-run")
 
@@ -280,7 +275,7 @@ def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for pattern, method in (("*.safetensors", "open"), ("*.index.json", "read_text")):
         with monkeypatch.context() as patch:
             deny(patch, method, pattern)
-            assert re.search("cannot read .*: Permission denied; set that right", refused(folder, target))
+            assert re.search("cannot read .*: Permission denied; fix that", refused(folder, target))
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
     name = next(name for name, file in places.items() if file == shards[1].name)
@@ -293,9 +288,8 @@ def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     assert "lacks model.layers.3." in refused(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    assert "holds model.layers.2.input_layernorm.weight, and by its config there is no such layer" in refused(
-        folder, target
-    )
+    surplus = "holds model.layers.2.input_layernorm.weight, of a layer that its config lacks"
+    assert surplus in refused(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "of shape" in refused(folder, target)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
@@ -334,8 +328,7 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(f"{place}.shards.save_file", fail)
             message = refused(source, target, *option)
-            assert f"shard-00001.safetensors: {reason.partition(' (')[0]}; what is converted stays in" in message
-            assert "set that right and give --resume, or remove it" in message
+            assert f"shard-00001.safetensors: {reason.partition(' (')[0]}; fix that and continue with" in message
         assert not target.exists()
     assert ". exists; name another folder" in refused(source, ".")
     assert run("convert-checkpoint", source, target, "--resume").exit_code == 0

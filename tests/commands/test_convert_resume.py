@@ -108,7 +108,7 @@ def test_an_interruption_tells_how_to_go_on(source: Path, tmp_path: Path, monkey
         done = run("convert-checkpoint", source, target, *options)
     assert done.exit_code == 130
     folder = tmp_path / ".slim.converting"
-    assert done.stderr == f"hf-fastdecode: interrupted; {folder} holds what is converted, and --resume continues it\n"
+    assert done.stderr == f"hf-fastdecode: interrupted; --resume continues from what is converted, in {folder}\n"
     for changed, words in (
         (("--max-shard-size", 30_000, *RESUME[2:]), "another shard size (--max-shard-size)"),
         (("--max-shard-size", 20_000, "--rank", 4, "--resume"), "another rank"),

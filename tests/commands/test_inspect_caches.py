@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ..conversion.checkpoint.checkpoints import save_multi_head
-from .command_line import needs_weights, refusal, run
+from .command_line import needs_weights, run
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
 WHISPER = {"model_type": "whisper", "d_model": 384, "encoder_layers": 1, "decoder_layers": 4}
@@ -62,19 +62,6 @@ def test_the_reason_is_the_converters(tmp_path: Path) -> None:
     refused = run("convert-checkpoint", grouped, "--dry-run").stderr.removeprefix("hf-fastdecode: ").strip()
     assert "got 2 != 4" in refused
     assert f"refused: {refused}" in words(grouped)
-
-
-def test_what_cannot_be_counted(tmp_path: Path) -> None:
-    """Options that none of the models has, and sizes that no tensor has."""
-    good, bad = (
-        config_file(tmp_path, "good", LLAMA),
-        config_file(tmp_path, "bad", {**LLAMA, "hidden_size": -64, "head_dim": 8}),
-    )
-    for arguments, message in (
-        ((good, "--encoder-tokens", 10), "--encoder-tokens is for encoder-decoders, and there is none"),
-        ((bad,), f"cannot count the KV of {bad}: Trying to create tensor with negative dimension"),
-    ):
-        assert message in refusal("inspect", *arguments)
 
 
 def test_slim_checkpoints(tmp_path: Path) -> None:

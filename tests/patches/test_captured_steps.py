@@ -24,7 +24,7 @@ from hf_fastdecode.unsupported import Unsupported
 from ..interpreter import merging_two_at_once
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
-from .slim_models import TEXT, pair, relative
+from .slim_models import TEXT, pair
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
@@ -332,79 +332,3 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
     assert recorded[0] == recorded[1]
     from_host = [call for call in recorded[0] if any(one in call[0] for one in ("_local_scalar_dense", "lift_fresh"))]
     assert not from_host
-
-
-def errors_of_logits(
-    model: PreTrainedModel,
-    slim: PreTrainedModel,
-    prompt: Tensor,
-    options: dict[str, Any] | None = None,
-    **call: Any,
-) -> dict[str, float]:
-    """Error of the logits after each drawn token, by mode, each beside the tokens that were drawn in it."""
-    oracle, errors = copy.deepcopy(model).double(), {}
-    recorded = {"output_logits": True, "return_dict_in_generate": True}
-    for mode in ("eager", "graph"):
-        with fd.enabled(slim, mode=mode, backend="triton" if mode == "graph" else "auto", **(options or {})):
-            out = seeded(lambda: slim.generate(prompt, **SAMPLES | call, **recorded))
-            assert fd.explain(slim).last_call.mode == mode
-        with torch.no_grad():
-            expected = oracle(out.sequences[:, :-1]).logits[:, prompt.shape[1] :]
-        errors[mode] = relative(torch.stack(out.logits[1:], 1), expected)
-    return errors
-
-
-@on_the_cpu
-def test_half_precision(uncaptured: None) -> None:
-    """fp16: bf16 products of interpreted kernels are wrong."""
-    model = copy.deepcopy(pair("k+r")[0]).half()
-    errors = errors_of_logits(model, to_slim(model, TEXT, plan=PLANS["k+r"]), TEXT[None, :30], max_new_tokens=8)
-    assert errors["graph"] < 2 * errors["eager"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["k", "k+r", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_captured_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
-    """Logits as accurate as of eager steps, the same bits in every run, and suffixes that outgrow a capture."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
-    model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
-    plans = {"k": (("k", 0),) * 2, "k+r": (("k+r", 64),) * 2, "mixed": (("kv", 0), ("k+r", 64))}
-    slim = to_slim(copy.deepcopy(model), TEXT, plan=plans[plan])
-    prompt = ragged_prompts(300)["input_ids"].cuda()
-    errors = errors_of_logits(model, slim, prompt, num_return_sequences=6, max_new_tokens=60)
-    assert errors["graph"] < 2 * errors["eager"]
-    call = {key: value.cuda() for key, value in ragged_prompts(300, 200, shared=100).items()}
-    call |= SAMPLES | {"num_return_sequences": 3, "max_new_tokens": 300}
-    with fd.enabled(slim, mode="eager"):
-        eager = seeded(lambda: slim.generate(**call))
-    with fd.enabled(slim, mode="graph"):
-        captured = [seeded(lambda: slim.generate(**call)) for _ in range(2)]
-        report = fd.explain(slim).last_call
-    assert (report.mode, report.captures) == ("graph", 2)  # with capacities of 256 tokens, and of all
-    assert torch.equal(*captured)
-    # Nodes are attended to by other operators, whose rounding sooner or later sets rows apart, as in compiled layers.
-    assert (captured[0][:, 300:320] == eager[:, 300:320]).float().mean() > 0.2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head", [0, 100])
-@pytest.mark.parametrize("plan", ["k", "k+r"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_prompts_in_suffixes_on_a_gpu(dtype: torch.dtype, plan: str, head: int) -> None:
-    """Prompts of single rows, behind a head that they share, or none: logits as accurate as with nodes alone."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
-    model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
-    slim = to_slim(copy.deepcopy(model), TEXT, plan={"k": "k", "k+r": (("k+r", 64),) * 2}[plan])
-    prompts = ragged_prompts(300, 300, 300, shared=head)["input_ids"].cuda()
-    call = {"num_return_sequences": 1, "max_new_tokens": 40}
-    errors = errors_of_logits(model, slim, prompts, **call)
-    in_chunks = errors_of_logits(model, slim, prompts, **call, options={"max_prefill_tokens": 64})
-    in_nodes = errors_of_logits(model, slim, prompts, **call, options={"reuse_prefix": True})
-    assert max(*errors.values(), *in_chunks.values()) < 2 * min(in_nodes.values())
-    for mode, path in {"graph": "captured", "eager": "slim_decode"}.items():
-        with fd.enabled(slim, mode=mode):
-            slim.generate(prompts, max_new_tokens=4, do_sample=False)
-            report = fd.explain(slim).last_call
-        assert (report.mode, report.stored_tokens, report.own_tokens) == (mode, head, 3 * (300 - head))
-        assert path in report.layers[0]

@@ -25,7 +25,8 @@ _BOUNDS: Final = (
     "These are bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
 )
 _SLIM: Final = (
-    "Slim models take longer than their reads unless they run on a GPU with `hf_fastdecode.enable` (docs/slim.md)."
+    "Slim models come near their speed-up on a GPU with `hf_fastdecode.enable` only; in transformers' own loop they "
+    "are slower than ordinary ones (docs/slim.md)."
 )
 _COORDINATES: Final = "keys + d/32: keys and d/32 V-coordinates (docs/slim.md), d being the width of the values."
 _ENCODER: Final = (

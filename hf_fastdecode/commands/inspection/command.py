@@ -9,7 +9,6 @@ import typer
 
 from hf_fastdecode.interrupts import exit_on_interrupt
 
-from ...command_errors import CommandError
 from ...command_options import check_dtype, check_options, config_file
 from ..console import quiet_libraries
 from ..sampling import check_positive
@@ -108,8 +107,6 @@ def inspect(
             )
             for name in model
         ]
-    if encoder_tokens is not None and all(one.encoder_tokens is None for report in reports for one in report.caches):
-        raise CommandError("--encoder-tokens is for encoder-decoders, and there is none; leave it out")
     if as_json:
         for report in reports:
             print(json.dumps(report.to_json(batches)))

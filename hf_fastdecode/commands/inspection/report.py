@@ -156,7 +156,7 @@ def inspect_model(
             if slim:  # in the place of the slim caches that the ordinary model could have
                 sizes = [sizes[0], *checkpoint_caches(config, context, encoded, element, sizes[0]), sizes[-1]]
             caches.append(ContextCaches(context, encoded, sizes))
-    except (ValueError, RuntimeError) as error:  # the latter of sizes that no tensor has
+    except ValueError as error:
         raise CommandError(f"cannot count the KV of {name}: {error}") from error
     layers = layer_caches(config, element) if slim else None
     refused = None if slim else refusal(config)

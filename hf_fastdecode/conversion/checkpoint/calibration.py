@@ -16,7 +16,7 @@ TOKENS: Final = 1024
 LEAST: Final = 32
 """Fewest, below which errors say nothing of other texts."""
 
-_LETTERS_PER_TOKEN: Final = 256  # more than any text has on average
+_CHARACTERS_PER_TOKEN: Final = 256  # a text has about 4
 
 
 def built_in_text() -> str:
@@ -34,7 +34,7 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
         limit: Most tokens that the model takes, or None.
 
     Raises:
-        ValueError: The file cannot be read, or the text is too short.
+        ValueError: The file cannot be read, or the text, or what the model takes of it, is too short.
     """
     if limit is not None and limit < LEAST:
         raise ValueError(
@@ -45,15 +45,13 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
     ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
-    if file is not None and len(ids) < LEAST:
-        raise ValueError(f"{file} has {len(ids)} tokens, and a calibration text needs {LEAST}; give a longer one")
     return check_ids(ids[: min(TOKENS, limit or TOKENS)])
 
 
 def _beginning(file: Path) -> str:
-    """As much of a text as holds the tokens that are used, of a file of any size."""
+    """The beginning of a text file of any size, which holds all tokens that are used."""
     with file.open(encoding="utf-8") as stream:
-        return stream.read(TOKENS * _LETTERS_PER_TOKEN)
+        return stream.read(TOKENS * _CHARACTERS_PER_TOKEN)
 
 
 def check_ids(ids: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ def _check_disk(source: Checkpoint, family: Family | EncoderDecoder, dtype: torc
     if free < needed:
         shutil.rmtree(folder)
         raise CheckpointError(
-            f"{folder.parent} has {free / 1e6:,.1f} MB free, and the checkpoint needs {needed / 1e6:,.1f} MB; make "
+            f"{folder.parent} has {free / 1e9:.2f} GB free, and the checkpoint needs {needed / 1e9:.2f} GB; make "
             "room, or name a folder on another disk"
         )
 

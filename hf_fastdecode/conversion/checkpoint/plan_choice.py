@@ -169,11 +169,7 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last where lists are nested too deeply
-        reason: Any = error
-        if isinstance(error, FileNotFoundError):
-            reason = "there is no such file"
-        elif isinstance(error, IsADirectoryError):
-            reason = "it is a folder; a slim model's plans are in its config.json"
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
         raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {reason}") from error
     entries = content
     if isinstance(content, dict):

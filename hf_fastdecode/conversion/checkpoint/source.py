@@ -46,8 +46,6 @@ def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: N
     """
     folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
     is_local = folder.is_dir()
-    if not name or folder.is_file():
-        raise CheckpointError(f"{name!r} is no folder; name the one with config.json and the weights")
     if not is_local:
         folder = _download(name, [f"*{suffix}" for suffix in _BESIDE])
     check(read_config(folder))
@@ -149,10 +147,9 @@ class Checkpoint:
                 f"{self.folder} lacks {missing[0]}{more}, which its config wants; a file is missing, or config.json "
                 "is of another model"
             )
-        if surplus := self._of_more_layers(model):
+        if surplus := self._surplus_layer(model):
             raise CheckpointError(
-                f"{self.folder} holds {surplus}, and by its config there is no such layer; config.json is of another "
-                "model"
+                f"{self.folder} holds {surplus}, of a layer that its config lacks; config.json is of another model"
             )
         for name, expected in model.state_dict().items():
             if name not in self.files:
@@ -168,8 +165,11 @@ class Checkpoint:
                     "quantisation; convert the checkpoint that they were made of"
                 )
 
-    def _of_more_layers(self, model: Any) -> str | None:
-        """A tensor as a model's own but for the numbers in its name, unless the model's class ignores it."""
+    def _surplus_layer(self, model: Any) -> str | None:
+        """Name of a tensor of a layer that the model does not have, if there is one.
+
+        It differs from a name of the model in numbers only, and is none that the model's class ignores.
+        """
         numberless = {_NUMBER.sub("#", name) for name in model.state_dict()}
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         for name in sorted(self.names() - set(model.state_dict()) - set(model.all_tied_weights_keys)):
@@ -298,7 +298,7 @@ class Checkpoint:
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot read {file}: {error.strerror}; set that right, and try again")
+    return CheckpointError(f"cannot read {file}: {error.strerror}; fix that and try again")
 
 
 def _is_zip(file: Path) -> bool:
