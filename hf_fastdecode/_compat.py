@@ -1,11 +1,12 @@
-"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.23) that this package uses.
+"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.24) that this package uses.
 
 Each entry says what would replace it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Final
@@ -18,6 +19,48 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.deprecation import deprecate_kwarg
+
+CACHE: Final = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+"""Name of the cache among the arguments of `forward` and `generate`, and in their outputs.
+
+transformers 5.24 renamed ``past_key_values`` to ``cache`` and takes the old name until 5.40; inline ``cache`` when 5.24
+is the oldest supported.
+"""
+
+# Names under which a pass may be given its cache; where both are, the first one counts.
+_CACHE_NAMES: Final = ("cache", "past_key_values") if CACHE == "cache" else ("past_key_values",)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the named arguments of a forward pass, as the installed transformers finds it, or None."""
+    return next((arguments[name] for name in _CACHE_NAMES if name in arguments), None)
+
+
+def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+    """Named arguments of a forward pass with this cache in the place of theirs."""
+    others = {name: value for name, value in arguments.items() if name not in _CACHE_NAMES}
+    return others | {CACHE: cache}
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a `forward` with an argument ``cache``: it takes the names, and warns, as transformers' own do."""
+    if CACHE == "cache":
+        renamed: Callable[..., Any] = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+        return renamed
+
+    @wraps(forward)
+    def takes_old_name(*args: Any, **kwargs: Any) -> Any:
+        if CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(CACHE)
+        return forward(*args, **kwargs)
+
+    signature = inspect.signature(forward)  # which `generate` compares its arguments with
+    parameters = [one.replace(name=CACHE if one.name == "cache" else one.name) for one in signature.parameters.values()]
+    takes_old_name.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return takes_old_name
+
 
 AnyDropout = _DropoutNd
 """Base class of all dropout modules; replace it if torch names a public one."""
@@ -128,6 +171,8 @@ def all_tokens_without_cache(prepare: Callable[..., dict[str, Any]]) -> Callable
 
     Before transformers 5.20 the step gets the last token only; remove this when 5.20 is the oldest supported.
     """
+    if CACHE == "cache":
+        return prepare
 
     @wraps(prepare)
     def prepare_inputs(model: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import cache_bytes
 
 from ..measurement.status import NotAvailableError, status_of
@@ -146,7 +147,7 @@ class GenerateBench:
         if not counts:
             hook.remove()
         try:
-            cache = call(case.new_tokens, return_dict=True).past_key_values
+            cache = call(case.new_tokens, return_dict=True)[CACHE]
         finally:
             hook.remove()
         tokens = case.prompt_tokens + sum(case.lengths())

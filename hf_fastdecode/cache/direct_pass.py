@@ -1,13 +1,33 @@
-"""Position ids and mask checks for a user's own forward pass over a shared-context cache."""
+"""Arguments, position ids and mask checks for a user's own forward pass over a shared-context cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .shared import SharedContextCache
+
+
+def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward pass by name.
+
+    Args:
+        names: Names of the method's arguments, in their order.
+        args: Positional arguments of the pass.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: An argument is given twice, or more are given than there are.
+    """
+    if len(args) > len(names):
+        raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"forward() got multiple values for argument {min(twice)!r}")
+    return given | kwargs
 
 
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:

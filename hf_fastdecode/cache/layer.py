@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .._compat import CACHE
 from ..attention.forest import Forest, Span, joined
 from ..attention.interface import SharedKV
 from ..attention.kv import Segment
@@ -41,7 +42,7 @@ class _NoTensor:
     def __get__(self, layer: object, owner: type | None = None) -> Any:
         raise AttributeError(
             f"layers of a SharedContextCache have no {self._name!r} tensor: they are split into nodes and suffixes; "
-            "for a decoding loop that reads them, pass past_key_values=transformers.DynamicCache() to generate"
+            f"for a decoding loop that reads them, pass {CACHE}=transformers.DynamicCache() to generate"
         )
 
     def __set__(self, layer: object, value: object) -> None:

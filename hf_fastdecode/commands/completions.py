@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 from ..command_errors import CommandError
@@ -147,7 +148,7 @@ def draw(
             total = _now(device) - start
             length = inputs["input_ids"].shape[1]
             drawn = log_probs.of(out.sequences[:, length:])
-    return Draw(out.sequences, length, drawn, out.past_key_values, first_token[0] - start, total)
+    return Draw(out.sequences, length, drawn, out[CACHE], first_token[0] - start, total)
 
 
 def read_completions(

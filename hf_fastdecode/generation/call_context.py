@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from .._compat import CACHE
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .model_state import ModelState
@@ -60,7 +61,7 @@ class CallContext:
         report: CallReport,
     ) -> CallContext:
         """The context of a call with these arguments; see the attributes."""
-        cache, limit = arguments.get("past_key_values"), state.options.max_prefill_tokens
+        cache, limit = arguments.get(CACHE), state.options.max_prefill_tokens
         return cls(
             model,
             state,
@@ -104,7 +105,7 @@ class CallContext:
             ValueError: The call must share.
         """
         if self.must_share:
-            remedy = error.remedy or "leave past_key_values out"
+            remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
         reason, level = str(error), error.level
         if unused := [option for option in self.options.forced if option not in _STOCK_OPTIONS]:

@@ -33,9 +33,9 @@ from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .._compat import is_compiled_in_place
+from .._compat import CACHE, cache_in, is_compiled_in_place, with_cache
 from ..attention.interface import RowLengths, active
-from ..cache.direct_pass import check_mask, next_positions
+from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .call_context import CallContext
@@ -75,8 +75,8 @@ class _ActiveCall:
 _active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
-def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
+def _forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    cache = cache_in(kwargs)
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
@@ -86,11 +86,12 @@ def _forward(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwar
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `forward_pass` does, for direct passes
 def _forward_shared(
-    model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any
+    model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, /, *args: Any, **kwargs: Any
 ) -> Any:
-    given = _arguments(model, args, kwargs)
+    names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
+    given = named_arguments(names, args, kwargs)
     if cache.awaited is not None:
-        return cache.awaited.run(cache, given, model_state.methods.original(model, "forward"))
+        return cache.awaited.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
@@ -108,14 +109,6 @@ def _forward_shared(
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)
     return output
-
-
-def _arguments(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a forward pass by name."""
-    if not args:
-        return kwargs
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -169,23 +162,23 @@ def _prepare_cache_for_generation(
     if loop is None:
         setattr(generation_config, _CALL_ATTRIBUTE, report)
         return prepare()
-    model_kwargs.pop("past_key_values", None)
+    model_kwargs.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
     cache.awaited = AwaitedPrompts(
         call,
-        stock=model_kwargs["past_key_values"],
+        stock=model_kwargs[CACHE],
         longest=max_cache_length + 1,
         loop=loop,
         checks_masks=users_loop is not None or call.returns_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     report.reason = f"the decoding loop of {loop} has not called the model"
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[CACHE] = cache
     return prepared
 
 
-def _generate(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
@@ -254,10 +247,10 @@ def _decode(
                     "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                 )
             return decode_shared(call, start, input_ids, logits_processor, stopping_criteria, streamer)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.awaited, AwaitedPrompts):
         cache.awaited.call.refuse(_synced())
-        model_kwargs["past_key_values"] = cache.awaited.stock
+        model_kwargs[CACHE] = cache.awaited.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it

@@ -15,7 +15,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .._compat import LOOP_METHODS, AnyDropout
+from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..cache.accounting import local_layers
 from ..cache.shared import SharedContextCache
@@ -34,13 +34,13 @@ _KNOWN_ARGUMENTS = {
     "attention_mask",
     "inputs_embeds",
     "position_ids",
-    "past_key_values",
+    CACHE,
     "use_cache",
     "logits_to_keep",
 }
 # The decoding loop passes its own, or only loops take it.
 _NOT_IN_STEPS = {
-    *("attention_mask", "position_ids", "past_key_values"),
+    *("attention_mask", "position_ids", CACHE),
     *("tokenizer", "assistant_tokenizer", "assistant_model"),
 }
 
@@ -111,9 +111,9 @@ def check_call(
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
         raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
-    cache = arguments.get("past_key_values")
+    cache = arguments.get(CACHE)
     if cache is not None and not isinstance(cache, SharedContextCache):
-        raise Unsupported(f"past_key_values is a {type(cache).__name__}, not a SharedContextCache")
+        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
     check_arguments(arguments, _KNOWN_ARGUMENTS)
     check_state(model)
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):

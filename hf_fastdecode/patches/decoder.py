@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from .._compat import cache_in
 from ..cache.captured import CapturedCache
+from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
@@ -71,6 +74,13 @@ class SlimRotaryDecoder(SlimDecoder):
     In the first case caches hold no positions, and those of cached keys are counted from the attention mask.
     """
 
+    _argument_names: ClassVar[tuple[str, ...]]  # of the ordinary decoder's forward
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = inspect.signature(super(SlimRotaryDecoder, cls).forward)
+        cls._argument_names = tuple(forward.parameters)[1:]
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for block in getattr(self, self.blocks):
@@ -86,16 +96,8 @@ class SlimRotaryDecoder(SlimDecoder):
             return None
         return f"RoPE of type {kind!r} changes its frequencies with the length"
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the decoder, with the ordinary decoder's arguments.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder, with the ordinary decoder's arguments, also in their order.
 
         Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder; those cached in
         earlier passes are taken to have had positions that rise by 1 from token to token, unless they are cached.
@@ -103,37 +105,33 @@ class SlimRotaryDecoder(SlimDecoder):
         Raises:
             ValueError: `position_ids` that do not, for a cache that is empty so far and holds no positions.
         """
-        tokens = input_ids if input_ids is not None else inputs_embeds
+        given = named_arguments(self._argument_names, args, kwargs)
+        input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
+        cache, tokens = cache_in(given), input_ids if input_ids is not None else given.get("inputs_embeds")
         if self.first_slim is not None and tokens is not None:
             unrotates = self.config.unrotates
             length, device = tokens.shape[1], tokens.device
-            cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cached = 0 if cache is None else cache.get_seq_length()
             slots, dropped = length, 0
-            if past_key_values is not None:  # a sliding window drops the oldest tokens
-                slots, dropped = past_key_values.get_mask_sizes(length, self.first_slim)
-            visible, shared = None, isinstance(past_key_values, SharedContextCache | CapturedCache)
+            if cache is not None:  # a sliding window drops the oldest tokens
+                slots, dropped = cache.get_mask_sizes(length, self.first_slim)
+            visible, shared = None, isinstance(cache, SharedContextCache | CapturedCache)
             if position_ids is None:
                 position_ids = (torch.arange(length, device=device) + cached)[None]
             elif not shared and not unrotates:
                 visible = visible_slots(attention_mask, dropped)
-                if length > 1 and self.fills_cache(past_key_values, cached, kwargs.get("use_cache")):
+                if length > 1 and self.fills_cache(cache, cached, given.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
-            if isinstance(past_key_values, CapturedCache):
-                kwargs |= {ROTATION: captured_rotation(self.tables, past_key_values, position_ids)}
+            if isinstance(cache, CapturedCache):
+                given |= {ROTATION: captured_rotation(self.tables, cache, position_ids)}
             elif shared:
-                kwargs |= self.forest_rotation(past_key_values, position_ids)
+                given |= self.forest_rotation(cache, position_ids)
             elif unrotates:
-                kwargs |= self.rotation(position_ids, None)
+                given |= self.rotation(position_ids, None)
             else:
-                kwargs |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+                given |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
+            given["position_ids"] = position_ids
+        return super().forward(**given)
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
         """Argument of the attention layers, of positions ``[rows or 1, tokens]``; None for those that are cached."""

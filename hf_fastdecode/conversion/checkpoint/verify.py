@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
 from ..cache_errors import dtype_name
@@ -134,4 +135,4 @@ def text_logits(model: PreTrainedModel, ids: Tensor, int8_layers: Sequence[int] 
     cache = RoundedCache(model.config, torch.int8, int8_layers)
     parts = ids.split([half, len(ids) - half - steps, *[1] * steps])
     with torch.no_grad():
-        return torch.cat([model(part[None], past_key_values=cache).logits[0].double() for part in parts])
+        return torch.cat([model(part[None], **{CACHE: cache}).logits[0].double() for part in parts])

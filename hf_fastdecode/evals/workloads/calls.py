@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.cache.shared import cache_bytes
@@ -150,7 +151,7 @@ def _measured(model: PreTrainedModel, batch: Batch, is_enabled: bool, timing: Ti
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         first = call(most, return_dict_in_generate=True)
-        tokens, cache = first.sequences[:, batch.width :].cpu(), first.past_key_values
+        tokens, cache = first.sequences[:, batch.width :].cpu(), first[CACHE]
         held = None if cache is None else cache_bytes(cache)  # rows that were cut into waves leave none
         del first, cache
         before = _reset_peak(device)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..._compat import optimized_for_decode
+from ..._compat import CACHE, optimized_for_decode
 from ...cache.fingerprint import Fingerprint
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
@@ -74,6 +74,6 @@ def decode_shared(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,
         logits=tuple(wave.logits) if config.output_logits else None,
-        past_key_values=start.cache,
         logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
+        **{CACHE: start.cache},
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils import ModelOutput
 
+from ..._compat import CACHE
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...unsupported import Unsupported
@@ -32,7 +33,7 @@ _KNOWN_ARGUMENTS = {
     "inputs_embeds",
     "logits_to_keep",
     "output_hidden_states",
-    "past_key_values",
+    CACHE,
     "position_ids",
     "return_dict",
     "use_cache",
@@ -77,7 +78,7 @@ class AwaitedPrompts:
         output = None
         with self.call.or_stock():
             output = self._prefill(cache, arguments)
-        return forward(**arguments | {"past_key_values": self.stock}) if output is None else output
+        return forward(**arguments | {CACHE: self.stock}) if output is None else output
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
         call, model, report = self.call, self.call.model, self.call.report
@@ -127,7 +128,7 @@ class AwaitedPrompts:
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")
-        fields: dict[str, Any] = {"past_key_values": cache}
+        fields: dict[str, Any] = {CACHE: cache}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
             every = _places(groups, found.plan, width, width)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import keeps_logits
+from ..._compat import CACHE, keeps_logits
 from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
@@ -146,9 +146,9 @@ def packed_passes(
                 model,
                 **given,
                 position_ids=_positions(items_of_pass)[None].to(device),
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **{CACHE: cache},
                 **arguments,
                 **({"logits_to_keep": keep} if keeps else {}),
             )

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
@@ -78,9 +79,9 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
             model,
             input_ids=suffix_tokens.to(device),
             position_ids=positions[:, None].to(device),
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: cache},
         )
         return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)

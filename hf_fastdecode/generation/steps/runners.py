@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..._compat import CACHE
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
@@ -73,8 +74,8 @@ class EagerSteps:
             self.model,
             input_ids=ids,
             position_ids=positions,
-            past_key_values=self.cache,
             return_dict=True,
+            **{CACHE: self.cache},
             **self.arguments,
         )
         return output.logits[:, -1]

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXForCausalLM, GPTNeoXModel
 
+from ..._compat import CACHE
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimGPTNeoXConfig
@@ -29,7 +30,7 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
         self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `SlimAttention.forward` does, with the cache as `layer_past`."""
-        return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
+        return super().forward(hidden_states, **{CACHE: layer_past}, **kwargs)
 
 
 class SlimGPTNeoXModel(SlimRotaryDecoder, GPTNeoXModel):

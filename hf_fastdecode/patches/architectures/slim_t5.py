@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
 
+from ..._compat import takes_cache
 from ..attention.decoder_attention import SlimDecoderAttention
 from ..attention.slim_attention import causal_mask
 from ..decoder import SlimPreTrainedModel
@@ -42,25 +43,26 @@ class SlimT5Attention(SlimDecoderAttention, T5Attention):
             is_causal=ordinary.is_causal,
         )
 
+    @takes_cache
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend, with the ordinary layer's arguments; cross-attention passes on the position bias it is given."""
         if not self.cross:
             queries, seen, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
-            if past_key_values is not None:
-                seen = past_key_values.get_seq_length(self.layer_idx)
-                tokens, _ = past_key_values.get_mask_sizes(queries, self.layer_idx)
+            if cache is not None:
+                seen = cache.get_seq_length(self.layer_idx)
+                tokens, _ = cache.get_mask_sizes(queries, self.layer_idx)
             if position_bias is None:
                 position_bias = self.compute_bias(queries, tokens, hidden_states.device, seen)
             mask = biased_mask(mask, position_bias)
-        out, weights = self.attend(hidden_states, key_value_states, past_key_values, mask)
+        out, weights = self.attend(hidden_states, key_value_states, cache, mask)
         return out, position_bias, weights
 
 

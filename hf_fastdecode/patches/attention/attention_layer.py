@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import QuantizedCache
 
+from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
@@ -65,12 +66,13 @@ class SlimAttention(SlimTokens):
             self.k_proj = KeyProjection(inputs, width, bias=bias)
             self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, config.slim_matrix_dtype))
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with the ordinary layer's arguments, but `slim_rotation` in the place of `position_embeddings`.
@@ -88,24 +90,24 @@ class SlimAttention(SlimTokens):
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
             check_trainable(stored_dtype, self.layer_idx)
-        if self.config.unrotates and isinstance(past_key_values, QuantizedCache):
+        if self.config.unrotates and isinstance(cache, QuantizedCache):
             raise ValueError(
                 "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set slim_rope of the config "
                 "to 'raw', or convert with cache dtype int8"
             )
         exact = self.to_cache(hidden_states)
-        if isinstance(past_key_values, SharedContextCache):
-            out = forest_attention(self, query, *exact, past_key_values, rotation, attention_mask)
+        if isinstance(cache, SharedContextCache):
+            out = forest_attention(self, query, *exact, cache, rotation, attention_mask)
             return self.output(out), None
-        if isinstance(past_key_values, CapturedCache):
-            out = captured_attention(self, query, *exact, past_key_values, rotation, attention_mask)
+        if isinstance(cache, CapturedCache):
+            out = captured_attention(self, query, *exact, cache, rotation, attention_mask)
             return self.output(out), None
         with no_autocast(query.device):  # which does not concatenate fp16
             keys, coordinates = self.stored(*exact, stored_dtype, rotation)
-            if past_key_values is not None:
-                if (held := values_held(past_key_values, self.layer_idx)) is not None:
+            if cache is not None:
+                if (held := values_held(cache, self.layer_idx)) is not None:
                     self.require_layout(held)
-                keys, coordinates = past_key_values.update(keys, coordinates, self.layer_idx)
+                keys, coordinates = cache.update(keys, coordinates, self.layer_idx)
             tokens = self.read(keys, coordinates, rotation and rotation.keys)
         dropout = self.dropout_share() if self.training else 0.0
         query = self.scored_query(query, rotation and rotation.tokens)

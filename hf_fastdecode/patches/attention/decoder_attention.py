@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
 from ..slim_layers import SlimLayer
 from ..values.eight_bits import load, store
@@ -84,16 +85,17 @@ class SlimDecoderAttention(nn.Module):
             layer_idx=ordinary.layer_idx,
         )
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with the arguments of BART's and Whisper's attention."""
-        return self.attend(hidden_states, key_value_states, past_key_values, attention_mask)
+        return self.attend(hidden_states, key_value_states, cache, attention_mask)
 
     def attend(
         self, hidden_states: Tensor, encoded: Tensor | None, cache: Any, mask: Tensor | None

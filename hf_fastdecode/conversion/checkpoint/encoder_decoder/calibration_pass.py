@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import EncoderDecoderCache, PreTrainedModel
 
+from hf_fastdecode._compat import CACHE
+
 from ..family import attention_inputs
 from ..rounded_cache import RoundedCache
 from .architecture import EncoderDecoder
@@ -147,7 +149,7 @@ def decoder_logits(model: PreTrainedModel, inputs: dict[str, Tensor], int8_layer
         encoded = model.get_encoder()(*moved.values())
         return torch.cat(
             [
-                model(encoder_outputs=encoded, decoder_input_ids=part, past_key_values=cache).logits[0].double()
+                model(encoder_outputs=encoded, decoder_input_ids=part, **{CACHE: cache}).logits[0].double()
                 for part in parts
             ]
         )
