@@ -20,13 +20,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
 
 CACHE: Final = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 """Name of the cache among the arguments of `forward` and `generate`, and in their outputs.
 
-transformers 5.24 renamed ``past_key_values`` to ``cache`` and takes the old name until 5.40; inline ``cache`` when 5.24
-is the oldest supported.
+transformers 5.24 renamed ``past_key_values`` to ``cache``, and takes the old name until 5.40. Inline it when 5.24 is
+the oldest supported.
 """
 
 # Names under which a pass may be given its cache; where both are, the first one counts.
@@ -57,10 +58,18 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)  # which `generate` compares its arguments with
-    parameters = [one.replace(name=CACHE if one.name == "cache" else one.name) for one in signature.parameters.values()]
+    parameters = [
+        one.replace(name=CACHE if one.name == "cache" else one.name) for one in signature.parameters.values()
+    ]
     takes_old_name.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return takes_old_name
 
+
+CODEGEN_MAKES_TABLES_ONCE: Final = hasattr(modeling_codegen, "CodeGenRotaryEmbedding")
+"""Whether CodeGen's decoder makes cos and sin for all its layers, as from transformers 5.24; before, each layer does.
+
+Inline it when 5.24 is the oldest supported.
+"""
 
 AnyDropout = _DropoutNd
 """Base class of all dropout modules; replace it if torch names a public one."""

@@ -144,9 +144,10 @@ def prefill(
 ) -> SharedContextCache:
     """Compute the keys and values of prompts once, for use in many `generate` calls.
 
-    Pass the result as ``past_key_values`` together with full prompts that begin with these tokens; only the remaining
-    tokens are prefilled. Each prompt of a call is matched to the row with the longest common prefix, so prompts that
-    were not prefilled reuse their common prefix too. A short match logs a warning.
+    Pass the result as ``cache`` (before transformers 5.24: ``past_key_values``) together with full prompts that begin
+    with these tokens; only the remaining tokens are prefilled. Each prompt of a call is matched to the row with the
+    longest common prefix, so prompts that were not prefilled reuse their common prefix too. A short match logs a
+    warning.
 
     The cache is not consumed; each call works on a fork. It is valid for the weights and active adapters that computed
     it: after they change, as in training, prefill again. `generate` raises when PyTorch's version counters or

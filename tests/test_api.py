@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.backends import BACKENDS
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
@@ -191,7 +192,7 @@ def test_a_pickled_model_is_loaded_disabled(model):
 def test_a_call_keeps_no_memory_alive(model):
     with fd.enabled(model):
         cache = weakref.ref(
-            model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True).past_key_values,
+            model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True)[CACHE],
         )
         gc.collect()
         assert cache() is None

@@ -10,6 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 
 from .short_calls import PROMPT, SAMPLING
@@ -150,7 +151,7 @@ def test_a_call_that_begins_after_disable_runs_stock(model, caplog):
     out = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **within("criterion", generate)))
     assert torch.equal(out, expected)
     assert torch.equal(inner[0].sequences, expected)
-    assert not isinstance(inner[0].past_key_values, fd.SharedContextCache)
+    assert not isinstance(inner[0][CACHE], fd.SharedContextCache)
     assert not caplog.records
     assert snapshot(model) == before
 

@@ -6,6 +6,7 @@ import pytest
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from .short_calls import PROMPT, SAMPLING
 
@@ -33,7 +34,7 @@ def test_explain_reads_as_text(model):
     ("arguments", "error"),
     [
         ({"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 0}, "ValueError: "),
-        ({"use_cache": False, "past_key_values": "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
+        ({"use_cache": False, CACHE: "cache", "max_new_tokens": 2}, "cannot use a SharedContextCache"),
         ({**SAMPLING, "streamer": "broken"}, "RuntimeError: no more"),
     ],
     ids=["arguments", "cache", "within"],

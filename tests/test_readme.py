@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from .tiny_models import ARCHITECTURES
 
@@ -28,7 +29,7 @@ def run_examples(page: str) -> dict:
     names: dict = {}
     for block in blocks[first:]:
         if "from trl" not in block:
-            exec(block, names)
+            exec(block.replace(", cache=", f", {CACHE}="), names)
     return names
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from .short_calls import PROMPT, SAMPLING
 from .tiny_models import seeded
@@ -33,7 +34,7 @@ def test_a_wrapped_model_is_enabled_by_what_it_wraps(model, kind):
     wrapper = WRAPPERS[kind](model)
     assert fd.enable(wrapper, mode="eager") is wrapper
     cache = fd.prefill(wrapper, PROMPT)
-    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), expected)
+    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})), expected)
     assert fd.explain(wrapper).last_call.path == "shared"
     assert str(fd.explain(wrapper)) == str(fd.explain(model))
     with fd.enabled(wrapper, mode="auto") as given:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
@@ -34,8 +35,8 @@ def caches() -> Caches:
     def predict(one: Any = full, dtype: torch.dtype | None = None) -> Predictions:
         forced, greedy = (None if dtype is None else RoundedCache(full.config, dtype) for _ in range(2))
         with torch.no_grad():
-            logits = one(ids, past_key_values=forced).logits[0]
-        generated = one.generate(**prompts, past_key_values=greedy, do_sample=False)
+            logits = one(ids, **{CACHE: forced}).logits[0]
+        generated = one.generate(**prompts, **{CACHE: greedy}, do_sample=False)
         end = model.generation_config.eos_token_id
         return Predictions(logits, before_end(generated[:, prompts.input_ids.shape[1] :], end))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
@@ -49,7 +50,7 @@ def caches() -> Caches:
     ) -> Predictions:
         forced = []
         for text, row in zip(texts, encoded):
-            arguments = {"encoder_outputs": BaseModelOutput(row[None]), "past_key_values": new_cache()}
+            arguments = {"encoder_outputs": BaseModelOutput(row[None]), CACHE: new_cache()}
             with torch.no_grad():
                 logits = one(**arguments, decoder_input_ids=text[None]).logits[0]
             forced.append(logits[PROMPT - 1 : -1])  # the last predicts what follows the end
@@ -58,7 +59,7 @@ def caches() -> Caches:
             one,
             decoder_input_ids=prompts,
             encoder_outputs=BaseModelOutput(encoded),
-            past_key_values=new_cache(),
+            **{CACHE: new_cache()},
             do_sample=False,
             max_new_tokens=150,
         )

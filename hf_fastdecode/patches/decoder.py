@@ -78,7 +78,7 @@ class SlimRotaryDecoder(SlimDecoder):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        forward = inspect.signature(super(SlimRotaryDecoder, cls).forward)
+        forward = inspect.signature(super().forward)
         cls._argument_names = tuple(forward.parameters)[1:]
 
     def __init__(self, config: Any) -> None:

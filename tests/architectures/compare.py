@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, seeded
 from .classes import tiny_model_of
@@ -100,7 +101,7 @@ def _inputs(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
 def _generate(
     model: PreTrainedModel, inputs: dict[str, Tensor], call: str, cache: fd.SharedContextCache | None = None
 ) -> Tensor:
-    arguments = _CALLS[call] | ({} if cache is None else {"past_key_values": cache})
+    arguments = _CALLS[call] | ({} if cache is None else {CACHE: cache})
     tokens = seeded(lambda: model.generate(**inputs, **arguments, max_new_tokens=_NEW_TOKENS))
     return tokens if isinstance(tokens, Tensor) else tokens[0]  # some classes give more
 

@@ -10,6 +10,7 @@ from transformers import cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
 from hf_fastdecode.bench import attention_hook, generate, generate_ways
 from hf_fastdecode.bench.attention_hook import no_attention, replaced_attention
@@ -204,7 +205,7 @@ def test_slim_models_are_as_converted_ones():
     model = load("tiny-mha", CPU, torch.bfloat16, "k+r")
     assert {(layer.plan, layer.rank, layer.float16) for layer in model.config.layer_plans} == {("k+r", 16, True)}
     with torch.no_grad():
-        cache = model(torch.arange(3, 10)[None]).past_key_values
+        cache = model(torch.arange(3, 10)[None])[CACHE]
     assert [cache.layers[0].keys.dtype, cache.layers[0].values.shape[-1]] == [torch.float16, 16]
 
 
@@ -226,7 +227,7 @@ def test_quantized_caches(bench, model):
     assert row["status"] == "ok"
     assert math.isfinite(row["ms_per_step"])
     assert row["kv_bytes"] is None  # transformers counts what is not quantized
-    cache = caller(model, CASE, find_way("quantized-fp8"))(2, return_dict=True).past_key_values
+    cache = caller(model, CASE, find_way("quantized-fp8"))(2, return_dict=True)[CACHE]
     assert type(cache).__name__ == "QuantizedCache"
 
 

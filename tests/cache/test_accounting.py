@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVShape, memory_io
 
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
@@ -58,7 +59,7 @@ def test_bytes_per_token_are_those_of_a_real_cache(name):
     model = tiny_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.randint(3, VOCABULARY, (3, 7)), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.randint(3, VOCABULARY, (3, 7)), **{CACHE: cache}, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     found = KVShape.from_config(model.config)
     assert found.bytes_per_token(4) * 3 * 7 == real
@@ -71,7 +72,7 @@ def test_a_window_bounds_what_stock_reads():
     assert (found.local_layers, found.window) == (2, 8)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.randint(3, VOCABULARY, (3, 20)), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.randint(3, VOCABULARY, (3, 20)), **{CACHE: cache}, use_cache=True)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)  # a step adds one token to these
     assert kept == found.kv_bytes(rows=3, context=7, decoded=0, element_bytes=4).stock
     read = found.kv_bytes(rows=3, context=18, decoded=2, element_bytes=4).stock

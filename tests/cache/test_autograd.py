@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 
 from ..tiny_models import ragged_prompts, tiny_model
@@ -28,9 +29,9 @@ def test_a_cache_outlives_inference_mode(model, select, backend):
         with torch.inference_mode():
             out = model.generate(PROMPTS, **call)
             if select:
-                out.past_key_values.batch_select_indices(torch.arange(6))
+                out[CACHE].batch_select_indices(torch.arange(6))
         with torch.no_grad():
-            logits = model(out.sequences[:, -1:], past_key_values=out.past_key_values).logits[:, -1]
+            logits = model(out.sequences[:, -1:], **{CACHE: out[CACHE]}).logits[:, -1]
             expected = model(out.sequences).logits[:, -1]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
@@ -42,14 +43,14 @@ def test_gradients_through_a_cache_are_those_of_stock(name):
 
     def gradients(cache):
         model.zero_grad()
-        model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1), labels=TOKENS)[
+        model(TOKENS, **{CACHE: cache}, position_ids=torch.arange(40, 45).expand(3, -1), labels=TOKENS)[
             "loss"
         ].backward()
         return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
     stock = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(PROMPTS, past_key_values=stock)
+        model(PROMPTS, **{CACHE: stock})
     expected = gradients(stock)
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPTS)
@@ -69,7 +70,7 @@ def test_kernels_are_refused_whatever_gradients_are_wanted(name, trained):
     for weight in (weight for full, weight in model.named_parameters() if trained in full):
         weight.requires_grad_()
     with fd.enabled(model, backend="triton"), pytest.raises(BackendError, match="it computes no gradients"):
-        model(TOKENS, past_key_values=fd.prefill(model, PROMPTS))
+        model(TOKENS, **{CACHE: fd.prefill(model, PROMPTS)})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
@@ -79,11 +80,11 @@ def test_kernels_are_refused_where_stored_values_want_gradients():
     trained = model.model.layers[0].self_attn.v_proj.weight.requires_grad_()
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPTS)
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **{CACHE: cache})
         trained.requires_grad_(False)
         cache.state.backend = "triton"
         with pytest.raises(BackendError, match="it computes no gradients"):
-            model(TOKENS, past_key_values=cache)
+            model(TOKENS, **{CACHE: cache})
 
 
 def test_operators_without_gradients_are_refused_where_these_are_wanted(model):
@@ -91,7 +92,7 @@ def test_operators_without_gradients_are_refused_where_these_are_wanted(model):
         fd.enabled(model, backend="cpu"),
         pytest.raises(BackendError, match=r"torch.no_grad\(\) is off and a gradient is needed"),
     ):
-        model(TOKENS, past_key_values=fd.prefill(model, PROMPTS))
+        model(TOKENS, **{CACHE: fd.prefill(model, PROMPTS)})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -108,20 +109,20 @@ def test_a_step_outlives_inference_mode(model, backend, forked):
         cache = cache_in_inference_mode(model, backend)
         cache = cache.fork() if forked else cache
     with fd.enabled(model, backend=backend), torch.no_grad():
-        assert model(TOKENS[:, :1], past_key_values=cache).logits.isfinite().all()
+        assert model(TOKENS[:, :1], **{CACHE: cache}).logits.isfinite().all()
 
 
 def cache_in_inference_mode(model, backend):
     with fd.enabled(model, backend=backend), torch.inference_mode():
         cache = fd.prefill(model, PROMPTS)
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **{CACHE: cache})
     return cache
 
 
 def test_a_fork_without_gradients_has_none(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPTS)
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **{CACHE: cache})
         with torch.no_grad():
             fork = cache.fork()
     assert not any(part.requires_grad for layer in fork.layers for part in layer.storage.tensors())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
@@ -135,13 +136,13 @@ def turns(model, count, *, cache=None, rows=1, **arguments):
     """A conversation; yields the ids so far and the output of each turn, of which row 0 or the last one goes on."""
     ids = ragged_prompts(40, seed=1)["input_ids"]
     for turn in range(count):
-        given = {} if cache is None else {"past_key_values": cache}
+        given = {} if cache is None else {CACHE: cache}
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_return_sequences=rows, return_dict_in_generate=True,
             **arguments, **given,
         )  # fmt: skip
         yield out
-        cache = None if cache is None else out.past_key_values
+        cache = None if cache is None else out[CACHE]
         ids = torch.cat([out.sequences[-1:], ragged_prompts(5, seed=turn)["input_ids"]], 1)
 
 
@@ -151,7 +152,7 @@ def test_a_conversation_has_few_nodes_however_many_turns(model):
         cache = fd.prefill(model, ragged_prompts(40, seed=1)["input_ids"])
         for turn, out in enumerate(turns(model, 30, cache=cache, do_sample=False, max_new_tokens=6)):
             assert torch.equal(out.sequences, stock[turn])
-            kept, report = out.past_key_values, fd.explain(model).last_call
+            kept, report = out[CACHE], fd.explain(model).last_call
             assert len(kept.forest.nodes) <= 2 + math.log2(kept.get_seq_length())
             assert kept.nbytes.allocated == held(kept)
             assert report.nbytes.stored == kept.nbytes.stored
@@ -166,7 +167,7 @@ def test_best_of_n_holds_what_its_rows_show(model):
         torch.manual_seed(0)
         for turn, out in enumerate(turns(model, 8, cache=cache, **arguments)):
             assert torch.equal(out.sequences, stock[turn])
-            kept = out.past_key_values
+            kept = out[CACHE]
             shown = kept.forest.stored_tokens + 9 * kept.suffix_length
             assert kept.nbytes.stored == fd.explain(model).last_call.nbytes.stored == shown * 2 * 2 * 2 * 16 * 4
             assert kept.nbytes.allocated == held(kept)
@@ -179,29 +180,25 @@ def test_calls_copy_nothing_of_a_prefilled_cache(model):
     with fd.enabled(model):
         cache = fd.prefill(model, ids[:, :30])
         nodes = cache.layers[1].storage.segments[0].keys
-        first = model.generate(ids, **arguments, past_key_values=cache)
+        first = model.generate(ids, **arguments, **{CACHE: cache})
         more = torch.cat([first.sequences, ids], 1)
-        second = model.generate(
-            more, attention_mask=torch.ones_like(more), **arguments, past_key_values=first.past_key_values
-        )
+        second = model.generate(more, attention_mask=torch.ones_like(more), **arguments, **{CACHE: first[CACHE]})
         for out in (first, second):
-            assert out.past_key_values.layers[1].storage.segments[0].keys is nodes
-        assert held(cache, first.past_key_values) == first.past_key_values.nbytes.allocated
-        assert [node.span.length for node in second.past_key_values.forest.nodes] == [30, 114]
+            assert out[CACHE].layers[1].storage.segments[0].keys is nodes
+        assert held(cache, first[CACHE]) == first[CACHE].nbytes.allocated
+        assert [node.span.length for node in second[CACHE].forest.nodes] == [30, 114]
 
 
 def test_calls_whose_cache_is_not_returned_copy_nothing(model):
     ids = ragged_prompts(70, seed=2)["input_ids"]
     arguments = {"do_sample": False, "max_new_tokens": 4}
     with fd.enabled(model):
-        out = model.generate(
-            ids, **arguments, past_key_values=fd.prefill(model, ids[:, :50]), return_dict_in_generate=True
-        )
-        given = out.past_key_values.fork()
+        out = model.generate(ids, **arguments, **{CACHE: fd.prefill(model, ids[:, :50])}, return_dict_in_generate=True)
+        given = out[CACHE].fork()
         addresses = {segment.keys.data_ptr() for segment in given.layers[0].storage.segments.values()}
         seen = []
-        with before_calls(model.model, lambda args, kwargs: seen.append(kwargs["past_key_values"])):
-            model.generate(torch.cat([out.sequences, ids], 1), **arguments, past_key_values=given)
+        with before_calls(model.model, lambda args, kwargs: seen.append(kwargs[CACHE])):
+            model.generate(torch.cat([out.sequences, ids], 1), **arguments, **{CACHE: given})
     assert addresses <= {segment.keys.data_ptr() for segment in seen[-1].layers[0].storage.segments.values()}
 
 
@@ -213,13 +210,13 @@ def test_a_cache_that_memory_does_not_suffice_to_copy_stays_as_it_is(model, monk
         raise torch.OutOfMemoryError
 
     with fd.enabled(model):
-        first = model.generate(ids, **arguments, past_key_values=fd.prefill(model, ids[:, :30]))
+        first = model.generate(ids, **arguments, **{CACHE: fd.prefill(model, ids[:, :30])})
         more = torch.cat([first.sequences, ids], 1)
-        expected = model.generate(more, **arguments, past_key_values=first.past_key_values)
+        expected = model.generate(more, **arguments, **{CACHE: first[CACHE]})
         monkeypatch.setattr("hf_fastdecode.cache.storage.TokenStorage.copied", fail)
-        found = model.generate(more, **arguments, past_key_values=first.past_key_values)
+        found = model.generate(more, **arguments, **{CACHE: first[CACHE]})
     assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.past_key_values.forest.nodes) > len(expected.past_key_values.forest.nodes)
+    assert len(found[CACHE].forest.nodes) > len(expected[CACHE].forest.nodes)
 
 
 def test_a_merged_cache_outlives_inference_mode(model):
@@ -227,9 +224,9 @@ def test_a_merged_cache_outlives_inference_mode(model):
         with torch.inference_mode():
             cache = fd.prefill(model, ragged_prompts(40, seed=1)["input_ids"][:, :33])
             *_, out = turns(model, 3, cache=cache, do_sample=False, max_new_tokens=6)
-        kept, token = out.past_key_values, out.sequences[:, -1:].clone()
+        kept, token = out[CACHE], out.sequences[:, -1:].clone()
         assert len(kept.forest.nodes) == 2
-        found = model(token, past_key_values=kept).logits[:, -1]
+        found = model(token, **{CACHE: kept}).logits[:, -1]
         assert found.requires_grad
         kept.batch_repeat_interleave(2)
     torch.testing.assert_close(found, model(out.sequences.clone()).logits[:, -1])
@@ -250,5 +247,5 @@ def test_captured_steps_follow(monkeypatch):
         for turn, out in enumerate(turns(model, 3, cache=cache, **arguments)):
             assert torch.equal(out.sequences, stock[turn])
             assert fd.explain(model).last_call.mode == "graph"
-            nodes.append(len(out.past_key_values.forest.nodes))
+            nodes.append(len(out[CACHE].forest.nodes))
         assert nodes == [2, 2, 2]  # two more in every turn, were they not merged

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, tiny_model
 
@@ -26,7 +27,7 @@ def speculate(model, cache, last, drafts):
     found, passes = [[] for _ in range(rows)], 0
     while min(map(len, found)) < NEW_TOKENS:
         drafted = torch.stack([drafts[row, len(found[row]) :][:DRAFTED] for row in range(rows)])
-        guesses = model(torch.cat([last[:, None], drafted], 1), past_key_values=cache).logits.argmax(-1)
+        guesses = model(torch.cat([last[:, None], drafted], 1), **{CACHE: cache}).logits.argmax(-1)
         right = (guesses[:, :-1] == drafted).long().cumprod(1).sum(1)
         cache.drop_last(DRAFTED - right)
         for row in range(rows):
@@ -65,7 +66,7 @@ def test_counts_are_checked():
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, ragged_prompts(9, 7)["input_ids"])
-        model(torch.tensor([[5, 6], [7, 8]]), past_key_values=cache)
+        model(torch.tensor([[5, 6], [7, 8]]), **{CACHE: cache})
         with pytest.raises(ValueError, match="row 1 cannot lose 3 tokens: its suffix has 2"):
             cache.drop_last([0, 3])
         with pytest.raises(ValueError, match=r"a whole number for each of 2 rows, got int64 numbers of shape \[3\]"):
@@ -88,7 +89,7 @@ def test_as_many_of_each_row_as_crop_removes():
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5] * 10, [6] * 4])
         cache.select_rows([1, 1])
-        model(torch.tensor([[5, 6, 7], [7, 8, 9]]), past_key_values=cache)
+        model(torch.tensor([[5, 6, 7], [7, 8, 9]]), **{CACHE: cache})
         assert cache.get_seq_length() == 13
         other = cache.fork()
         cache.drop_last([0, 0])
@@ -106,13 +107,13 @@ def test_ids_behind_embeddings_stay_unknown(method, counts):
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5, 6, 7, 8]])
-        model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[50]])), past_key_values=cache)
-        model(torch.tensor([[11, 12, 13]]), past_key_values=cache)
+        model(inputs_embeds=model.get_input_embeddings()(torch.tensor([[50]])), **{CACHE: cache})
+        model(torch.tensor([[11, 12, 13]]), **{CACHE: cache})
         getattr(cache, method)(counts)
         with pytest.raises(ValueError, match="holds 2 suffix tokens but knows the ids of 0"):
             cache.suffix_tokens()
         cache.crop(-2)
-        model(torch.tensor([[14]]), past_key_values=cache)
+        model(torch.tensor([[14]]), **{CACHE: cache})
         assert cache.suffix_tokens().tolist() == [[14]]
 
 
@@ -121,9 +122,9 @@ def test_rows_of_different_lengths_behind_embeddings():
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
         embedded = model.get_input_embeddings()(torch.tensor([[50, 51], [52, 53]]))
-        model(inputs_embeds=embedded, past_key_values=cache)
+        model(inputs_embeds=embedded, **{CACHE: cache})
         cache.drop_last([0, 1])
-        logits = model(torch.tensor([[9], [10]]), past_key_values=cache).logits[:, -1]
+        logits = model(torch.tensor([[9], [10]]), **{CACHE: cache}).logits[:, -1]
     for row, ids in enumerate(([5, 6, 7, 50, 51, 9], [6, 7, 8, 52, 10])):
         torch.testing.assert_close(logits[row], model(torch.tensor([ids])).logits[0, -1])
 
@@ -133,10 +134,10 @@ def test_ids_of_some_rows_behind_embeddings():
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
-        model(torch.tensor([[20, 21, 22], [23, 24, 25]]), past_key_values=cache)
+        model(torch.tensor([[20, 21, 22], [23, 24, 25]]), **{CACHE: cache})
         cache.drop_last([2, 0])
         embedded = model.get_input_embeddings()(torch.tensor([[10, 11], [12, 13]]))
-        model(inputs_embeds=embedded, past_key_values=cache)
+        model(inputs_embeds=embedded, **{CACHE: cache})
         cache.drop_last([0, 2])
         assert cache.suffix_lengths.tolist() == [3, 3]
         with pytest.raises(ValueError, match="holds 3 suffix tokens but knows the ids of 1"):
@@ -148,10 +149,10 @@ def test_counts_and_ids_of_any_integer_type():
     fd.SharedContextCache().drop_last([])
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, [[5, 6, 7], [6, 7, 8]])
-        model(torch.full((2, 300), 9), past_key_values=cache)
+        model(torch.full((2, 300), 9), **{CACHE: cache})
         cache.drop_last(torch.tensor([1, 2], dtype=torch.uint8))
         assert cache.suffix_lengths.tolist() == [299, 298]
-        model(torch.tensor([[9], [9]], dtype=torch.int32), past_key_values=cache)
+        model(torch.tensor([[9], [9]], dtype=torch.int32), **{CACHE: cache})
         assert cache.suffix_tokens().dtype == torch.int64
         for counts in (None, "ab", ["1", "0"], [2**100, 0], [1j, 0]):
             with pytest.raises(ValueError, match="drop_last takes a whole number for each of 2 rows, got"):

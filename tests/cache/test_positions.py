@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, tiny_model
@@ -31,7 +32,7 @@ def test_rows_go_on_at_their_own_positions(name):
         stock = expected(model, range(3))
         with fd.enabled(model):
             cache = fd.prefill(model, PROMPTS)
-            found = torch.cat([model(step, past_key_values=cache).logits for step in STEPS], 1)
+            found = torch.cat([model(step, **{CACHE: cache}).logits for step in STEPS], 1)
     torch.testing.assert_close(found, stock)
 
 
@@ -42,20 +43,20 @@ def test_rows_behind_padding_go_on_at_their_own_positions(model, rows):
         stock = expected(model, rows)
         with fd.enabled(model):
             cache = fd.prefill(model, PROMPTS)
-            model(STEPS[0], past_key_values=cache)
+            model(STEPS[0], **{CACHE: cache})
             cache.select_rows(rows)
-            kept = [model(step[rows], past_key_values=cache).logits for step in STEPS[1:]]
+            kept = [model(step[rows], **{CACHE: cache}).logits for step in STEPS[1:]]
     torch.testing.assert_close(torch.cat(kept, 1), stock[:, 1:])
 
 
 def positional(model, tokens, cache, positions):
     order = list(inspect.signature(type(model).forward).parameters)[1:]
-    given = {"input_ids": tokens, "past_key_values": cache, "position_ids": positions}
+    given = {"input_ids": tokens, CACHE: cache, "position_ids": positions}
     return model(*[given.get(name) for name in order[: 1 + max(map(order.index, given))]])
 
 
 def named(model, tokens, cache, positions):
-    return model(tokens, past_key_values=cache, position_ids=positions)
+    return model(tokens, **{CACHE: cache}, position_ids=positions)
 
 
 @pytest.mark.parametrize("call", [positional, named], ids=lambda call: call.__name__)
@@ -75,5 +76,5 @@ def test_embeddings_go_on_at_their_own_positions(model):
     with torch.no_grad():
         given = model.get_input_embeddings()(STEPS[1])
         with fd.enabled(model):
-            found = model(inputs_embeds=given, past_key_values=fd.prefill(model, PROMPTS)).logits
+            found = model(inputs_embeds=given, **{CACHE: fd.prefill(model, PROMPTS)}).logits
         torch.testing.assert_close(found, expected(model, range(3), STEPS[1:2]))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import VOCABULARY, tiny_model
 from .storage import held
@@ -76,7 +77,7 @@ class Kept:
         """A direct pass of some tokens, without positions."""
         new = [self.ids(count) for count in [self.rng.choice([1, 1, 2, 5])] for _ in self.rows]
         with torch.no_grad():
-            found = self.model(torch.tensor(new), past_key_values=self.cache).logits
+            found = self.model(torch.tensor(new), **{CACHE: self.cache}).logits
         self.rows = [row + tail for row, tail in zip(self.rows, new, strict=True)]
         for row, logits in zip(self.rows, found, strict=True):
             with torch.no_grad():
@@ -86,13 +87,13 @@ class Kept:
         """Passes and calls that raise, before anything is stored and in the middle."""
         tokens, prompts = torch.full((len(self.rows), 2), 7), padded(self.rows)
         other = padded([[3 + (row[0] - 2) % (VOCABULARY - 3), *row[1:]] for row in self.rows])
-        call = {"max_new_tokens": 2, "past_key_values": self.cache}
+        call = {"max_new_tokens": 2, CACHE: self.cache}
         kinds = {
-            "disabled": lambda: self.model(tokens, past_key_values=self.cache),
+            "disabled": lambda: self.model(tokens, **{CACHE: self.cache}),
             "disabled generate": lambda: self.model.generate(**prompts, **call),
-            "submodule": lambda: self.model.model(tokens, past_key_values=self.cache),
-            "other rows": lambda: self.model(tokens.repeat(2, 1), past_key_values=self.cache),
-            "interrupt": lambda: self.model(tokens, past_key_values=self.cache),
+            "submodule": lambda: self.model.model(tokens, **{CACHE: self.cache}),
+            "other rows": lambda: self.model(tokens.repeat(2, 1), **{CACHE: self.cache}),
+            "interrupt": lambda: self.model(tokens, **{CACHE: self.cache}),
             "other text": lambda: self.model.generate(**other, **call),
             "no cache": lambda: self.model.generate(**prompts, use_cache=False, **call),
         }
@@ -121,14 +122,14 @@ class Kept:
         stock = self.model.generate(**padded(prompts), **arguments).sequences
         fd.enable(self.model)
         torch.manual_seed(seed)
-        out = self.model.generate(**padded(prompts), **arguments, past_key_values=self.cache)
+        out = self.model.generate(**padded(prompts), **arguments, **{CACHE: self.cache})
         assert torch.equal(out.sequences, stock)
-        assert fd.explain(self.model).last_call.nbytes.stored == out.past_key_values.nbytes.stored
+        assert fd.explain(self.model).last_call.nbytes.stored == out[CACHE].nbytes.stored
         self.check()
         if self.rng.random() < 0.7:
             new = [tokens.tolist()[-arguments["max_new_tokens"] : -1] for tokens in stock]
             self.rows = [prompts[index // count] + tail for index, tail in enumerate(new)]
-            self.cache = out.past_key_values
+            self.cache = out[CACHE]
 
     def check(self):
         """What the cache tells of itself is so."""

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 
 from ..short_calls import PROMPT, SAMPLING
@@ -29,37 +30,37 @@ def assert_usable(model, cache):
     """Calls and direct passes with the cache, which holds the prompt and nothing else, equal stock's."""
     stock = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, past_key_values=stock)
-        expected = model(TOKENS, past_key_values=stock).logits
+        model(IDS, **{CACHE: stock})
+        expected = model(TOKENS, **{CACHE: stock}).logits
     sampled = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     with fd.enabled(model):
-        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), sampled)
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})), sampled)
         with torch.no_grad():
-            torch.testing.assert_close(model(TOKENS, past_key_values=cache).logits, expected)
+            torch.testing.assert_close(model(TOKENS, **{CACHE: cache}).logits, expected)
 
 
 def disabled_generate(model, cache):
     fd.disable(model)
-    model.generate(**PROMPT, max_new_tokens=3, past_key_values=cache)
+    model.generate(**PROMPT, max_new_tokens=3, **{CACHE: cache})
 
 
 def disabled_pass(model, cache):
     fd.disable(model)
-    model(TOKENS, past_key_values=cache)
+    model(TOKENS, **{CACHE: cache})
 
 
 def submodule(model, cache):
-    model.model(TOKENS, past_key_values=cache)
+    model.model(TOKENS, **{CACHE: cache})
 
 
 def layer(model, cache):
     hidden = torch.zeros(1, 3, 64)
     positions = model.model.rotary_emb(hidden, torch.arange(80, 83)[None])
-    model.model.layers[1](hidden, position_embeddings=positions, past_key_values=cache)
+    model.model.layers[1](hidden, position_embeddings=positions, **{CACHE: cache})
 
 
 def no_cache(model, cache):
-    model.generate(**PROMPT, use_cache=False, max_new_tokens=3, past_key_values=cache)
+    model.generate(**PROMPT, use_cache=False, max_new_tokens=3, **{CACHE: cache})
 
 
 def interrupt(model, cache):
@@ -68,28 +69,28 @@ def interrupt(model, cache):
 
     hook = model.model.layers[1].register_forward_pre_hook(stop)
     try:
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **{CACHE: cache})
     finally:
         hook.remove()
 
 
 def other_rows(model, cache):
-    model(TOKENS.repeat(2, 1), past_key_values=cache)
+    model(TOKENS.repeat(2, 1), **{CACHE: cache})
 
 
 def more_layers(model, cache):
     with fd.enabled(tiny_model("llama-gqa", num_hidden_layers=3)) as other:
-        other(TOKENS, past_key_values=cache)
+        other(TOKENS, **{CACHE: cache})
 
 
 def fewer_layers(model, cache):
     with fd.enabled(tiny_model("llama-gqa", num_hidden_layers=1)) as other:
-        other(TOKENS, past_key_values=cache)
+        other(TOKENS, **{CACHE: cache})
 
 
 def other_heads(model, cache):
     with fd.enabled(tiny_model("llama-mha")) as other:
-        other(TOKENS, past_key_values=cache)
+        other(TOKENS, **{CACHE: cache})
 
 
 PASSES = {
@@ -130,7 +131,7 @@ def test_an_empty_cache_stays_empty(model, refused):
             refused(model, cache) if refused is not fewer_layers else interrupt(model, cache)
         assert (len(cache.layers), cache.rows, cache.get_seq_length()) == (0, 0, 0)
     with fd.enabled(model), torch.no_grad():
-        logits = model(IDS.repeat(2, 1), past_key_values=cache).logits
+        logits = model(IDS.repeat(2, 1), **{CACHE: cache}).logits
     torch.testing.assert_close(logits, model(IDS.repeat(2, 1)).logits)
 
 
@@ -171,6 +172,6 @@ def test_a_cache_without_tokens_serves_as_a_new_one(model, empty):
     rows = IDS if empty is emptied_by_crop else IDS.repeat(3, 1)
     with fd.enabled(model), torch.no_grad():
         cache = empty(model)
-        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), sampled)
-        logits = model(rows, past_key_values=cache).logits
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})), sampled)
+        logits = model(rows, **{CACHE: cache}).logits
     torch.testing.assert_close(logits, model(rows).logits)

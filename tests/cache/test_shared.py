@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.cache.shared import SharedContextCache
 
@@ -28,9 +29,9 @@ def pair(model):
     """A shared and a stock cache after the same prompts and the same five tokens a row."""
     with fd.enabled(model, min_shared_tokens=8), torch.no_grad():
         shared = fd.prefill(model, PROMPTS)
-        model(TOKENS, past_key_values=shared, position_ids=torch.arange(40, 45).expand(3, -1))
+        model(TOKENS, **{CACHE: shared}, position_ids=torch.arange(40, 45).expand(3, -1))
         stock = DynamicCache(config=model.config)
-        model(torch.cat([PROMPTS, TOKENS], 1), past_key_values=stock)
+        model(torch.cat([PROMPTS, TOKENS], 1), **{CACHE: stock})
         yield shared, stock
 
 
@@ -38,7 +39,7 @@ def step(model, cache, rows):
     """Logits of one more token in every row."""
     token = torch.arange(7, 7 + rows)[:, None]
     position = torch.full((rows, 1), cache.get_seq_length())
-    return model(token, past_key_values=cache, position_ids=position).logits[:, -1]
+    return model(token, **{CACHE: cache}, position_ids=position).logits[:, -1]
 
 
 def assert_same(model, shared, stock, rows):
@@ -141,7 +142,7 @@ def test_an_empty_cache_works_like_a_stock_one(model):
     with fd.enabled(model), torch.no_grad():
         caches = fd.SharedContextCache(), DynamicCache(config=model.config)
         for cache in caches:
-            model(PROMPTS, past_key_values=cache, position_ids=torch.arange(40).expand(3, -1))
+            model(PROMPTS, **{CACHE: cache}, position_ids=torch.arange(40).expand(3, -1))
         assert_same(model, *caches, rows=3)
 
 
@@ -163,7 +164,7 @@ def test_growth_keeps_what_was_written(model, monkeypatch):
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, PROMPTS)
         stock = DynamicCache(config=model.config)
-        model(PROMPTS, past_key_values=stock)
+        model(PROMPTS, **{CACHE: stock})
         for _ in range(9):
             assert_same(model, cache, stock, rows=3)
         assert cache.layers[0].storage.suffix.keys.shape[2] == 16
@@ -235,7 +236,7 @@ def test_tokens_of_an_unknown_origin_cannot_be_matched(model):
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, PROMPTS)
         embeds = model.get_input_embeddings()(TOKENS)
-        model(inputs_embeds=embeds, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
+        model(inputs_embeds=embeds, **{CACHE: cache}, position_ids=torch.arange(40, 45).expand(3, -1))
         with pytest.raises(ValueError, match="holds 5 suffix tokens but knows the ids of 0"):
             cache.fork()
 
@@ -243,13 +244,13 @@ def test_tokens_of_an_unknown_origin_cannot_be_matched(model):
 def test_a_fork_of_one_row_is_a_copy_too(model):
     with fd.enabled(model), torch.no_grad():
         cache, stock = fd.prefill(model, PROMPTS[:1]), DynamicCache(config=model.config)
-        model(PROMPTS[:1], past_key_values=stock)
+        model(PROMPTS[:1], **{CACHE: stock})
         for each in (cache, stock):
             step(model, each, 1)
         fork = cache.fork()
         cache.crop(-1)
         other = torch.full((1, 1), 50)
-        model(other, past_key_values=cache, position_ids=torch.full((1, 1), 40))
+        model(other, **{CACHE: cache}, position_ids=torch.full((1, 1), 40))
         assert_same(model, fork, stock, rows=1)
 
 
@@ -276,9 +277,9 @@ def test_a_failed_first_forward_leaves_the_number_of_rows_open(model):
         cache = SharedContextCache()
         hook = model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"):
-            model(PROMPTS[:, :5], past_key_values=cache)
+            model(PROMPTS[:, :5], **{CACHE: cache})
         hook.remove()
-        logits = model(tokens, past_key_values=cache).logits
+        logits = model(tokens, **{CACHE: cache}).logits
     torch.testing.assert_close(logits, model(tokens).logits)
 
 
@@ -288,7 +289,7 @@ def test_suffixes_are_freed_when_others_take_their_place(model):
     pytest.importorskip("triton")
     with fd.enabled(model, backend="triton"), torch.no_grad():
         cache = fd.prefill(model, PROMPTS)
-        model(TOKENS, past_key_values=cache, position_ids=torch.arange(40, 45).expand(3, -1))
+        model(TOKENS, **{CACHE: cache}, position_ids=torch.arange(40, 45).expand(3, -1))
         for change in (lambda: cache.select_rows([0, 2]), lambda: cache.set_forest(cache.forest)):
             memory = [weakref.ref(part) for layer in cache.layers for part in layer.storage.suffix]
             change()
@@ -303,7 +304,7 @@ def test_a_mask_must_not_hide_tokens():
 
         def logits(mask):
             cache = fd.prefill(model, prompts)
-            return model(token, past_key_values=cache, position_ids=position, attention_mask=mask).logits
+            return model(token, **{CACHE: cache}, position_ids=position, attention_mask=mask).logits
 
         expected = logits(None)
         assert torch.equal(logits(padded), expected)

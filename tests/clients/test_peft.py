@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -106,7 +107,7 @@ def test_a_kept_cache_is_of_the_adapter_that_made_it(model, change):
     fd.enable(model)
     cache = fd.prefill(model, {name: value[:1] for name, value in PROMPTS.items()})
     prompt = {name: value[:1] for name, value in PROMPTS.items()}
-    before = seeded(lambda: model.generate(**prompt, **SAMPLING, past_key_values=cache))
+    before = seeded(lambda: model.generate(**prompt, **SAMPLING, **{CACHE: cache}))
     if change == "set_adapter":
         model.set_adapter("second")
     elif change == "disable":
@@ -114,7 +115,7 @@ def test_a_kept_cache_is_of_the_adapter_that_made_it(model, change):
     else:
         model.merge_adapter()
     with pytest.raises(ValueError, match="prefill"):
-        model.generate(**prompt, **SAMPLING, past_key_values=cache)
+        model.generate(**prompt, **SAMPLING, **{CACHE: cache})
     if change == "disable":
         model.base_model.enable_adapter_layers()
-        assert torch.equal(before, seeded(lambda: model.generate(**prompt, **SAMPLING, past_key_values=cache)))
+        assert torch.equal(before, seeded(lambda: model.generate(**prompt, **SAMPLING, **{CACHE: cache})))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -24,4 +25,4 @@ def test_int8_weights(config):
         assert torch.equal(seeded(lambda: model.generate(**PROMPTS, **SAMPLING)), stock)
         assert fd.explain(model).last_call.path == "shared"
         cache = fd.prefill(model, PROMPTS)
-        assert torch.equal(seeded(lambda: model.generate(**PROMPTS, **SAMPLING, past_key_values=cache)), stock)
+        assert torch.equal(seeded(lambda: model.generate(**PROMPTS, **SAMPLING, **{CACHE: cache})), stock)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import convert_outputs_to_fp32
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, tiny_model
 
@@ -68,8 +69,8 @@ def test_calls_under_autocast_share(name, way, accelerator):
         assert call.path == "shared", call.reason
         assert call.prefilled_tokens == 71 + 57 - 40
         row = {"input_ids": out.sequences[:1], "attention_mask": torch.ones(1, 80, dtype=torch.long)}
-        again = model.generate(**row, **CALL, **LOGITS, past_key_values=out.past_key_values)
-    assert out.past_key_values.layers[0].storage.segments[0].keys.dtype == torch.bfloat16
+        again = model.generate(**row, **CALL, **LOGITS, **{CACHE: out[CACHE]})
+    assert out[CACHE].layers[0].storage.segments[0].keys.dtype == torch.bfloat16
     assert len(again.logits) == 9
     ours, stock = errors(plain, out)
     assert 0 < ours <= 2 * stock
@@ -85,9 +86,9 @@ def test_a_cache_is_of_one_dtype(inside):
         torch.no_grad() if inside else autocast(),
         pytest.raises(ValueError, match=r"another torch\.autocast than when the cache was made"),
     ):
-        model.generate(**PROMPTS, **CALL, past_key_values=cache)
+        model.generate(**PROMPTS, **CALL, **{CACHE: cache})
     with autocast() if inside else torch.no_grad():
-        assert model.generate(**PROMPTS, **CALL, past_key_values=cache).shape == (6, 80)
+        assert model.generate(**PROMPTS, **CALL, **{CACHE: cache}).shape == (6, 80)
 
 
 def test_float64_stays_float64_under_autocast():
@@ -95,7 +96,7 @@ def test_float64_stays_float64_under_autocast():
     with torch.no_grad(), autocast():
         cache = fd.prefill(model, PROMPTS)
         assert cache.layers[0].storage.segments[0].values.dtype == torch.float64
-        assert model(PROMPTS["input_ids"][:, :3], past_key_values=cache).logits.dtype == torch.float64
+        assert model(PROMPTS["input_ids"][:, :3], **{CACHE: cache}).logits.dtype == torch.float64
 
 
 @pytest.mark.parametrize("inner", [torch.bfloat16, torch.float16])

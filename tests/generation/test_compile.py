@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import seeded, tiny_model
 from .calls import PROMPT, SAMPLING
@@ -55,7 +56,7 @@ def test_a_prefilled_cache_through_a_model_compiled_in_place(model):
     cache = fd.prefill(model, ids[:, :-1])
     model.compile(backend="eager")
     with torch.no_grad():
-        logits = model(ids[:, -1:], past_key_values=cache.fork()).logits[:, -1]
+        logits = model(ids[:, -1:], **{CACHE: cache.fork()}).logits[:, -1]
     assert torch.allclose(logits, expected, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils import prune
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import seeded, tiny_model
 from .calls import PROMPT, SAMPLING
@@ -21,7 +22,7 @@ def test_one_number_that_changes_is_noticed(model):
             with torch.no_grad():
                 model.model.norm.weight[index] += 1
             with pytest.raises(ValueError, match="the cache was made with other weights"):
-                model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+                model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
             with torch.no_grad():
                 model.model.norm.weight[index] -= 1
 
@@ -32,7 +33,7 @@ def test_a_replaced_tensor_is_noticed(model):
         weight, old = model.model.norm.weight, model.model.norm.weight.data
         weight.data = old.clone()
         with pytest.raises(ValueError, match="the cache was made with other weights"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
         weight.data = old
 
 
@@ -59,9 +60,9 @@ def test_a_cache_of_other_adapters_is_an_error(switch):
         vars(adapted).update(switch)
         for given in (cache, *kept):
             with pytest.raises(ValueError, match="made with other adapters, of another model or before these changed"):
-                model.generate(**PROMPT, **SAMPLING, past_key_values=given)
+                model.generate(**PROMPT, **SAMPLING, **{CACHE: given})
         vars(adapted).update(before)
-        assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
 
 
 def replaced_parameter(model):
@@ -110,7 +111,7 @@ def test_what_decides_the_keys_is_noticed(change, reuse):
             assert fd.explain(model).last_call.known_tokens is None
         else:
             with pytest.raises(ValueError, match=r"the cache was made with other (weights|modules)"):
-                model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+                model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
     if reuse:
         assert torch.equal(shared, seeded(lambda: model.generate(**PROMPT, **SAMPLING)))
 
@@ -119,14 +120,14 @@ def test_training_mode_and_checkpointing_change_no_keys(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         model.train()
-        assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
         model.eval()
 
 
 def test_parameters_can_still_be_swapped():
     model = tiny_model()
     with fd.enabled(model, reuse_prefix=True):
-        model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
+        model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)})
     other = torch.nn.Parameter(torch.zeros(64))
     torch.utils.swap_tensors(model.model.norm.weight, other)
     assert not model.model.norm.weight.any()

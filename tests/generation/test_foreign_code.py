@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE, takes_cache
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING
@@ -145,9 +146,9 @@ def test_a_kept_cache_is_refused_while_a_hook_is_there(model):
         cache = fd.prefill(model, PROMPT)
         hook = model.model.layers[0].register_forward_hook(steer)
         with pytest.raises(ValueError, match=r"cannot use a SharedContextCache: .* has a forward hook, .*steer"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
         hook.remove()
-        assert model.generate(**PROMPT, **SAMPLING, past_key_values=cache).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
 
 
 def test_a_wrapper_around_the_model_runs_stock():
@@ -187,9 +188,10 @@ def test_a_forward_of_ones_own_takes_what_it_took(model):
     """transformers reads its parameters to know what to pass."""
     stock = type(model).forward
 
-    def forward(input_ids, attention_mask=None, past_key_values=None, position_ids=None, use_cache=None, **kwargs):
+    @takes_cache
+    def forward(input_ids, attention_mask=None, cache=None, position_ids=None, use_cache=None, **kwargs):
         assert "logits_to_keep" not in kwargs
-        given = {"past_key_values": past_key_values, "position_ids": position_ids, "use_cache": use_cache}
+        given = {CACHE: cache, "position_ids": position_ids, "use_cache": use_cache}
         return stock(model, input_ids, attention_mask, **given, return_dict=True)
 
     forward.__signature__ = inspect.Signature([*inspect.signature(forward).parameters.values()][:-1])

@@ -13,6 +13,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import generate_hooks as methods
 from hf_fastdecode.generation.steps.modes import configs_of
 from hf_fastdecode.generation.support import step_arguments
@@ -126,8 +127,8 @@ def test_scores_logits_and_sequences_are_stocks(model):
         model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True) for out in (shared, stock)
     ]
     torch.testing.assert_close(*transitions)
-    assert isinstance(shared.past_key_values, fd.SharedContextCache)
-    assert shared.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() == 80 + 15
+    assert isinstance(shared[CACHE], fd.SharedContextCache)
+    assert shared[CACHE].get_seq_length() == stock[CACHE].get_seq_length() == 80 + 15
 
 
 def test_stop_strings(tmp_path):
@@ -374,7 +375,7 @@ def test_a_model_that_sees_images():
     assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
-        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache)), stock)
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})), stock)
 
     ids = PROMPT["input_ids"].clone()
     ids[0, 20:24] = 90

@@ -8,6 +8,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.decoding.finished_row_poller import FinishedRowPoller
 from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria, Stopping
 from hf_fastdecode.generation.steps.runners import EagerSteps
@@ -73,8 +74,8 @@ def test_a_returned_cache_keeps_all_rows(model):
         shared = seeded(lambda: model.generate(**prompt, **arguments))
         assert fd.explain(model).last_call.compactions == 0
     assert torch.equal(shared.sequences, stock.sequences)
-    assert shared.past_key_values.rows == 8
-    assert shared.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
+    assert shared[CACHE].rows == 8
+    assert shared[CACHE].get_seq_length() == stock[CACHE].get_seq_length()
 
 
 def out_of_memory(monkeypatch, *, rows, after):
@@ -98,7 +99,7 @@ def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, e
     arguments = {"max_new_tokens": 30, "do_sample": False} | ends
     stock = model.generate(**prompt, **arguments)
     with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
-        given = {"past_key_values": fd.prefill(model, ragged_prompts(70, 60, shared=40))} if held else {}
+        given = {CACHE: fd.prefill(model, ragged_prompts(70, 60, shared=40))} if held else {}
         out_of_memory(monkeypatch, rows=3, after=after)
         shared = model.generate(**prompt, **arguments, **given)
         report = fd.explain(model).last_call
@@ -163,9 +164,9 @@ def test_what_is_returned_is_the_callers_own(model):
         assert cut.is_contiguous()
         assert cut.untyped_storage().nbytes() == cut.numel() * 8
         out = seeded(lambda: model.generate(**prompt, **SAMPLING, return_dict_in_generate=True))
-        before = out.past_key_values.suffix_tokens()
+        before = out[CACHE].suffix_tokens()
         out.sequences.zero_()
-        assert torch.equal(out.past_key_values.suffix_tokens(), before)
+        assert torch.equal(out[CACHE].suffix_tokens(), before)
 
 
 def test_a_bound_that_is_never_reached_takes_no_memory(model):
@@ -219,7 +220,7 @@ def test_what_was_drawn_past_the_end_is_undone():
             outs.append(seeded(lambda: model.generate(**prompt, **arguments)))
             after.append(torch.rand(4, device=device))
     assert torch.equal(outs[0].sequences, outs[1].sequences)
-    assert outs[0].past_key_values.get_seq_length() == outs[1].past_key_values.get_seq_length()
+    assert outs[0][CACHE].get_seq_length() == outs[1][CACHE].get_seq_length()
     assert torch.equal(*after)
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_stock(name, call):
     assert report.stored_tokens == int(PROMPTS["attention_mask"].sum())
     if call == "beams-with-scores":
         torch.testing.assert_close(shared.sequences_scores, stock.sequences_scores)
-        assert isinstance(shared.past_key_values, SharedContextCache)
+        assert isinstance(shared[CACHE], SharedContextCache)
     if call == "hidden-states":
         real = PROMPTS["attention_mask"].repeat_interleave(3, 0).bool()
         for own, theirs in zip(shared.hidden_states, stock.hidden_states, strict=True):
@@ -78,7 +79,7 @@ def test_drafts_over_a_kept_prompt(name, draft):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT["input_ids"])
         with tokens_embedded(model) as embedded:
-            shared = model.generate(**PROMPT, **arguments, past_key_values=cache)
+            shared = model.generate(**PROMPT, **arguments, **{CACHE: cache})
         report = fd.explain(model).last_call
     assert torch.equal(shared, stock)
     assert report.path == "shared"
@@ -99,11 +100,11 @@ def test_beams_over_a_kept_prompt(model):
         stock = model.generate(**PROMPT, **BEAMS, use_cache=False)
         cache = fd.prefill(model, PROMPT["input_ids"][:, :60])
         with tokens_embedded(model) as embedded:
-            assert torch.equal(model.generate(**PROMPT, **BEAMS, past_key_values=cache), stock)
+            assert torch.equal(model.generate(**PROMPT, **BEAMS, **{CACHE: cache}), stock)
         assert embedded[0] == 20
         other = ragged_prompts(40, seed=8)
         with pytest.raises(ValueError, match="does not begin with tokens of the cache"):
-            model.generate(**other, **BEAMS, past_key_values=cache)
+            model.generate(**other, **BEAMS, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["the longer one first", "the shorter one first"])
@@ -118,20 +119,20 @@ def test_beams_over_kept_prompts_of_which_one_begins_the_other(model, order):
     stock, shared, *_ = both(model, prompts, BEAMS)
     assert torch.equal(shared, stock)
     with fd.enabled(model):
-        assert torch.equal(model.generate(**prompts, **BEAMS, past_key_values=cache), stock)
+        assert torch.equal(model.generate(**prompts, **BEAMS, **{CACHE: cache}), stock)
         assert fd.explain(model).last_call.path == "shared"
 
 
 def test_a_returned_beam_cache_refuses_masks_that_hide_tokens(model):
     with fd.enabled(model), torch.no_grad():
         out = model.generate(**PROMPT, **BEAMS, return_dict_in_generate=True)
-        cache, token = out.past_key_values, torch.full((4, 1), 7)
+        cache, token = out[CACHE], torch.full((4, 1), 7)
         mask = torch.ones(4, cache.get_seq_length() + 1, dtype=torch.long)
-        model(token, attention_mask=mask, past_key_values=cache)
+        model(token, attention_mask=mask, **{CACHE: cache})
         mask = torch.cat([mask, mask[:, :1]], dim=1)
         mask[:, 40] = 0
         with pytest.raises(ValueError, match="attention_mask hides tokens"):
-            model(token, attention_mask=mask, past_key_values=cache)
+            model(token, attention_mask=mask, **{CACHE: cache})
 
 
 def test_beams_permute_indices_and_move_no_storage(model):
@@ -175,14 +176,14 @@ def test_embedded_prompts(model):
     assert torch.equal(shared, stock)
     assert report.prefilled_tokens == 81
     with fd.enabled(model), pytest.raises(ValueError, match="cannot be compared with inputs_embeds"):
-        model.generate(**prompt, **arguments, past_key_values=fd.prefill(model, PROMPTS))
+        model.generate(**prompt, **arguments, **{CACHE: fd.prefill(model, PROMPTS)})
 
 
 def greedy(model, input_ids, **arguments):
     """A loop as users write them, that asks for the logits of all tokens."""
-    cache, fed = arguments["past_key_values"], input_ids
+    cache, fed = arguments[CACHE], input_ids
     for _ in range(6):
-        logits = model(fed, past_key_values=cache, attention_mask=arguments.get("attention_mask")).logits
+        logits = model(fed, **{CACHE: cache}, attention_mask=arguments.get("attention_mask")).logits
         assert logits.shape[:2] == fed.shape
         fed = logits[:, -1:].argmax(-1)
         input_ids = torch.cat([input_ids, fed], dim=1)
@@ -213,14 +214,14 @@ def test_a_loop_that_runs_no_model(model):
 
 def test_a_loop_that_reads_keys_is_told_what_to_do(model):
     def reads(model, input_ids, **arguments):
-        model(input_ids, past_key_values=arguments["past_key_values"])
-        return arguments["past_key_values"].layers[0].keys
+        model(input_ids, **{CACHE: arguments[CACHE]})
+        return arguments[CACHE].layers[0].keys
 
     alike = {name: part.repeat(2, 1) for name, part in PROMPT.items()}
     with fd.enabled(model):
-        with pytest.raises(AttributeError, match=r"pass past_key_values=transformers.DynamicCache\(\)"):
+        with pytest.raises(AttributeError, match=rf"pass {CACHE}=transformers.DynamicCache\(\)"):
             model.generate(**alike, custom_generate=reads, max_new_tokens=4)
-        keys = model.generate(**alike, custom_generate=reads, max_new_tokens=4, past_key_values=DynamicCache())
+        keys = model.generate(**alike, custom_generate=reads, max_new_tokens=4, **{CACHE: DynamicCache()})
     assert keys.shape[2] == 80
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import own_nodes, plan, step_tables
 from hf_fastdecode.attention.launch.own_nodes import (
@@ -94,14 +95,14 @@ def test_a_conversation_goes_on_behind_own_nodes(short_steps):
     prompt = ragged_prompts(19)
     with fd.enabled(model, backend="triton", min_saved_tokens=1):
         out = seeded(lambda: model.generate(**prompt, **CALL, return_dict_in_generate=True))
-        cache, ids = out.past_key_values, out.sequences
+        cache, ids = out[CACHE], out.sequences
         assert own_lengths(short_steps)[-1] == 8
         found = []
         for keep in (22, 27):
             fork = cache.fork()
             fork.crop(keep - fork.get_seq_length())
             with torch.no_grad():
-                found.append(model(ids[:, keep : keep + 1], past_key_values=fork).logits[:, -1])
+                found.append(model(ids[:, keep : keep + 1], **{CACHE: fork}).logits[:, -1])
     for keep, logits in zip((22, 27), found):
         assert torch.allclose(logits, model(ids[:, : keep + 1]).logits[:, -1], atol=1e-4)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING
@@ -19,7 +20,7 @@ def test_a_prefilled_cache_serves_many_calls(model):
         cache = fd.prefill(model, PROMPT)
         before = (cache.nbytes, repr(cache))
         for _ in range(3):
-            shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+            shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
             assert torch.equal(shared, stock)
             assert fd.explain(model).last_call.prefilled_tokens == 0
         assert (cache.nbytes, repr(cache)) == before
@@ -30,7 +31,7 @@ def test_a_prefilled_prefix_is_extended(model):
     stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     with fd.enabled(model):
         cache = fd.prefill(model, prefix["input_ids"])
-        shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+        shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
         assert fd.explain(model).last_call.prefilled_tokens == 20
         assert cache.rows == 1
         assert cache.get_seq_length() == 60
@@ -42,10 +43,10 @@ def test_of_a_cache_that_is_hardly_used_the_log_tells(model, caplog):
     other = torch.cat([ids[:, :12], ids[:, 13:]], 1)
     with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
         cache = fd.prefill(model, ids)
-        model.generate(other[:, :20], **SAMPLING, past_key_values=cache)
+        model.generate(other[:, :20], **SAMPLING, **{CACHE: cache})
         assert not caplog.records
-        stock = seeded(lambda: model.generate(other, **SAMPLING, past_key_values=None))
-        assert torch.equal(seeded(lambda: model.generate(other, **SAMPLING, past_key_values=cache)), stock)
+        stock = seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: None}))
+        assert torch.equal(seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: cache})), stock)
         assert "tokens of each prompt that were stored before: 12" in str(fd.explain(model))
     assert [record.getMessage() for record in caplog.records] == [
         "prompt 0 begins with 12 of the 80 or more tokens of the given cache; the rest of it is prefilled"
@@ -60,7 +61,7 @@ def test_one_prefix_serves_prompts_that_leave_it_anywhere(model):
     stock = seeded(lambda: model.generate(**prompt, **SAMPLING))
     with fd.enabled(model):
         cache = fd.prefill(model, prefix[None])
-        shared = seeded(lambda: model.generate(**prompt, **SAMPLING, past_key_values=cache))
+        shared = seeded(lambda: model.generate(**prompt, **SAMPLING, **{CACHE: cache}))
         assert fd.explain(model).last_call.prefilled_tokens == 20 + 34
     assert torch.equal(shared, stock)
 
@@ -69,7 +70,7 @@ def test_a_conversation_goes_on_from_the_returned_cache(model):
     def turns(shared):
         first = seeded(lambda: model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True))
         more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
-        cache = {"past_key_values": first.past_key_values} if shared else {}
+        cache = {CACHE: first[CACHE]} if shared else {}
         arguments = SAMPLING | {"num_return_sequences": 1}
         return seeded(lambda: model.generate(more, attention_mask=torch.ones_like(more), **arguments, **cache))
 
@@ -82,11 +83,11 @@ def test_a_conversation_goes_on_from_the_returned_cache(model):
 def test_a_conversation_from_a_cache_that_needed_no_prefill(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
-        arguments = SAMPLING | {"past_key_values": cache, "return_dict_in_generate": True}
+        arguments = SAMPLING | {CACHE: cache, "return_dict_in_generate": True}
         first = seeded(lambda: model.generate(**PROMPT, **arguments))
         more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
         arguments = SAMPLING | {"num_return_sequences": 2}
-        shared = seeded(lambda: model.generate(more, **arguments, past_key_values=first.past_key_values))
+        shared = seeded(lambda: model.generate(more, **arguments, **{CACHE: first[CACHE]}))
     assert torch.equal(shared, seeded(lambda: model.generate(more, **arguments)))
 
 
@@ -96,7 +97,7 @@ def test_ragged_prompts_prefilled_together(model):
     with fd.enabled(model):
         cache = fd.prefill(model, prompts)
         assert (cache.rows, cache.nbytes.stored < cache.nbytes.stock) == (3, True)
-        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, past_key_values=cache)), stock)
+        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, **{CACHE: cache})), stock)
 
 
 def unpadded(prompts):
@@ -120,7 +121,7 @@ def test_prompts_of_unequal_length_in_a_list(model, form):
     stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
     with fd.enabled(model):
         cache = fd.prefill(model, given)
-        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, past_key_values=cache)), stock)
+        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, **{CACHE: cache})), stock)
         assert fd.explain(model).last_call.prefilled_tokens == 0
         assert repr(cache) == repr(fd.prefill(model, prompts))
     assert cache.node_tokens == 40 + 30 + 50 + 15
@@ -143,7 +144,7 @@ def test_what_any_prompts_have_in_common_is_stored_once(model):
         assert cache.node_tokens == (40 + 20 + 30) + (40 + 20 + 30 + 24)
         assert [cache.path_tokens(path).tolist() for path in cache.forest.paths] == [row.tolist() for row in rows]
         token = torch.arange(5, 5 + len(rows))[:, None]
-        logits = model(token, past_key_values=cache).logits[:, -1]
+        logits = model(token, **{CACHE: cache}).logits[:, -1]
     for row, own, found in zip(rows, token, logits, strict=True):
         expected = model(torch.cat([row, own])[None]).logits[0, -1]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -163,7 +164,7 @@ def test_further_prompts_find_what_the_prefilled_ones_have_in_common(model):
     with fd.enabled(model):
         cache = fd.prefill(model, prompts[:2])
         for prompt, stock in zip(prompts[2:], expected, strict=True):
-            shared = seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING, past_key_values=cache))
+            shared = seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING, **{CACHE: cache}))
             assert fd.explain(model).last_call.prefilled_tokens == len(prompt) - 40
             assert torch.equal(shared, stock)
 
@@ -172,14 +173,14 @@ def test_a_cache_of_another_text_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, ragged_prompts(40, seed=8)["input_ids"])
         with pytest.raises(ValueError, match="does not begin with tokens of the cache"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
 
 
 def test_a_shared_cache_outside_an_enabled_model_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
     with pytest.raises(AttributeError, match=r"call the model itself .* after hf_fastdecode.enable"):
-        model(PROMPT["input_ids"][:, :1], past_key_values=cache)
+        model(PROMPT["input_ids"][:, :1], **{CACHE: cache})
 
 
 def test_prefill_refuses_what_is_no_prompt(model):
@@ -205,7 +206,7 @@ def test_a_loop_of_the_users_own(model):
         token, drawn = PROMPT["input_ids"][:, -1:].repeat(n, 1), []
         for step in range(t):
             position = torch.full((n, 1), 79 + step)
-            token = model(token, past_key_values=cache, position_ids=position).logits[:, -1:].argmax(-1)
+            token = model(token, **{CACHE: cache}, position_ids=position).logits[:, -1:].argmax(-1)
             drawn.append(token)
     assert torch.equal(torch.cat(drawn, 1), stock.expand(n, t))
 
@@ -215,7 +216,7 @@ def test_a_cache_of_weights_that_have_changed_is_an_error(change):
     model = tiny_model("llama-gqa")
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
-        out = model.generate(**PROMPT, **SAMPLING, past_key_values=cache, return_dict_in_generate=True)
+        out = model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}, return_dict_in_generate=True)
         if change in ("sgd", "adamw"):
             model(PROMPT["input_ids"], labels=PROMPT["input_ids"]).loss.backward()
             weights = model.parameters()
@@ -226,14 +227,14 @@ def test_a_cache_of_weights_that_have_changed_is_an_error(change):
         else:
             for parameter in model.parameters():
                 parameter.data.mul_(2)
-        kept = [(cache, PROMPT["input_ids"]), (out.past_key_values, out.sequences[:1])]
+        kept = [(cache, PROMPT["input_ids"]), (out[CACHE], out.sequences[:1])]
         kept += [
             (copied(cache), PROMPT["input_ids"]) for copied in (copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)))
         ]
         for old, ids in kept:
             with pytest.raises(ValueError, match="the cache was made with other weights"):
-                model.generate(ids, **SAMPLING, past_key_values=old)
-        fresh = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT)))
+                model.generate(ids, **SAMPLING, **{CACHE: old})
+        fresh = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)}))
     assert torch.equal(fresh, seeded(lambda: model.generate(**PROMPT, **SAMPLING)))
 
 
@@ -243,10 +244,10 @@ def test_a_cache_serves_a_copy_of_the_model(model):
         twin = copy.deepcopy(model)
         with torch.no_grad():
             next(twin.parameters()).mul_(1)
-        expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING, past_key_values=cache))
+        expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
         for given in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
             assert torch.equal(
-                seeded(lambda given=given: twin.generate(**PROMPT, **SAMPLING, past_key_values=given)), expected
+                seeded(lambda given=given: twin.generate(**PROMPT, **SAMPLING, **{CACHE: given})), expected
             )
 
 
@@ -256,7 +257,7 @@ def test_a_cache_of_other_weights_is_an_error(model, other):
     with fd.enabled(model), fd.enabled(other):
         cache = fd.prefill(other, PROMPT)
         with pytest.raises(ValueError, match="made with other weights, of another model or before these changed"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -271,14 +272,14 @@ def test_a_cache_of_fewer_weights_is_an_error(changed):
                     weight.mul_(2)
         model.model.layers[0].mlp.adapter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match="made with other weights"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
 
 
 def test_weights_of_any_stride_are_known():
     model = tiny_model("llama-gqa")
     model.scale = torch.nn.Parameter(torch.arange(10.0)[::10])
     with fd.enabled(model):
-        model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
+        model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)})
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "pixel_values"])
@@ -296,7 +297,7 @@ def test_a_report_is_of_its_own_call(model):
         before = str(fd.explain(model).last_call)
         for _ in range(12):
             cache = fd.prefill(model, PROMPT["input_ids"][:, :9])
-            model(torch.full((1, 9), 5), past_key_values=cache)
+            model(torch.full((1, 9), 5), **{CACHE: cache})
             del cache
         assert str(fd.explain(model).last_call) == before
         assert str(pickle.loads(pickle.dumps(fd.explain(model).last_call))) == before
@@ -306,7 +307,7 @@ def test_weights_that_are_no_numbers_are_still_the_same():
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.nan
-        model.generate(**PROMPT, **SAMPLING, past_key_values=fd.prefill(model, PROMPT))
+        model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)})
         assert fd.explain(model).last_call.path == "shared"
 
 
@@ -332,7 +333,7 @@ def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
     ids = ragged_prompts(63, seed=5)["input_ids"]
     padded = ragged_prompts(63, 63, seed=5)
     with fd.enabled(model):
-        given = model.generate(ids, **arguments, past_key_values=fd.prefill(model, ids))
+        given = model.generate(ids, **arguments, **{CACHE: fd.prefill(model, ids)})
         for longer in (64, 65, 80):
             prompts = ragged_prompts(longer, 40)
             with pytest.raises(ValueError, match=rf"{longer} tokens.* beyond 64 tokens.* at most 63"):
@@ -353,7 +354,7 @@ def test_frequencies_that_every_pass_writes_are_no_other_weights(kind, between):
     with fd.enabled(model, reuse_prefix=True, min_saved_tokens=1):
         cache = fd.prefill(model, prompt["input_ids"][:, :40])
         for _ in range(2):
-            assert torch.equal(model.generate(**prompt, **arguments, past_key_values=cache), expected)
+            assert torch.equal(model.generate(**prompt, **arguments, **{CACHE: cache}), expected)
             assert fd.explain(model).last_call.known_tokens == (40,)
             model.generate(**other, **arguments)
         for known in (None, (50,)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -105,7 +106,7 @@ def test_a_given_cache_goes_first(model):
     with fd.enabled(model, reuse_prefix=True):
         run(model, first)
         cache = fd.prefill(model, second["input_ids"][:, :90])
-        run(model, second, past_key_values=cache)
+        run(model, second, **{CACHE: cache})
         assert fd.explain(model).last_call.known_tokens == (90,)
 
 
@@ -121,8 +122,8 @@ def test_nodes_of_a_given_cache_are_not_passed_on(model):
     expected = run(model, prompt)
     with fd.enabled(model, reuse_prefix=True), torch.no_grad():
         cache = fd.SharedContextCache()
-        model(prompt["input_ids"][:, :90], past_key_values=cache, position_ids=torch.arange(90)[None] * 3)
-        run(model, prompt, past_key_values=cache)
+        model(prompt["input_ids"][:, :90], **{CACHE: cache}, position_ids=torch.arange(90)[None] * 3)
+        run(model, prompt, **{CACHE: cache})
         assert torch.equal(run(model, prompt), expected)
         assert fd.explain(model).last_call.known_tokens is None
 

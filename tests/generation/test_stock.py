@@ -11,6 +11,7 @@ from transformers import AttentionInterface, DynamicCache, StoppingCriteriaList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
 from hf_fastdecode.generation.prompts import first_pass, sharing, start
@@ -139,11 +140,11 @@ def test_dynamic_rope_runs_stock_beyond_its_limit():
 def test_a_given_cache_never_runs_stock(model, arguments):
     """Not even an empty one, found out in the arguments, the prompts or the first pass of another loop."""
     refused = (
-        ({"use_cache": False}, "use_cache=False; leave past_key_values out"),
+        ({"use_cache": False}, f"use_cache=False; leave {CACHE} out"),
         ({"attention_mask": torch.tensor([[1] * 79 + [0]])}, "a prompt ends in padding; set padding_side='left'"),
     )
     for given, message in refused:
-        call = PROMPT | given | {"past_key_values": fd.SharedContextCache(), "max_new_tokens": 2}
+        call = PROMPT | given | {CACHE: fd.SharedContextCache(), "max_new_tokens": 2}
         with fd.enabled(model), pytest.raises(ValueError, match=f"cannot use a SharedContextCache: {message}"):
             model.generate(**call, **arguments)
 
@@ -192,7 +193,7 @@ def test_right_padding_runs_stock(model):
 
 def test_a_stock_cache_runs_stock(model):
     def arguments():
-        return SAMPLING | {"past_key_values": DynamicCache(config=model.config)}
+        return SAMPLING | {CACHE: DynamicCache(config=model.config)}
 
     stock, shared, call = both(model, arguments)
     assert call.path == "stock"
@@ -334,4 +335,4 @@ def test_a_cache_of_another_model_is_an_error(model):
     with fd.enabled(other), fd.enabled(model):
         cache = fd.prefill(other, PROMPT)
         with pytest.raises(ValueError, match="the cache holds 1 KV heads, the model has 2"):
-            model.generate(**PROMPT, **SAMPLING, past_key_values=cache)
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import (
     SharedKV,
     SlidingWindow,
@@ -130,11 +131,11 @@ def test_several_tokens_at_once(name, window):
     with fd.enabled(model), torch.no_grad():
         shared = fd.prefill(model, prompts)
         stock = DynamicCache(config=model.config)
-        model(prompts, past_key_values=stock)
+        model(prompts, **{CACHE: stock})
         for start, stop in ((0, 5), (5, 8)):
             positions = torch.arange(70 + start, 70 + stop).expand(3, -1)
             logits = [
-                model(more[:, start:stop], past_key_values=cache, position_ids=positions).logits
+                model(more[:, start:stop], **{CACHE: cache}, position_ids=positions).logits
                 for cache in (shared, stock)
             ]
             torch.testing.assert_close(*logits)
@@ -151,7 +152,7 @@ def test_a_cache_prefilled_before_the_window_was_reached(name):
     with fd.enabled(model):
         cache = fd.prefill(model, whole["input_ids"][:1, :30])
         for _ in range(2):
-            assert torch.equal(seeded(lambda: model.generate(**whole, **CALL, past_key_values=cache)), stock)
+            assert torch.equal(seeded(lambda: model.generate(**whole, **CALL, **{CACHE: cache})), stock)
 
 
 def test_rows_that_end_leave_a_windowed_batch():
@@ -165,7 +166,7 @@ def test_rows_that_end_leave_a_windowed_batch():
 def test_reported_bytes_of_stock_are_those_of_its_windowed_cache():
     model = tiny_model("gemma2", sliding_window=30)
     call = CALL | {"return_dict_in_generate": True}
-    stock = seeded(lambda: model.generate(**PROMPTS, **call)).past_key_values
+    stock = seeded(lambda: model.generate(**PROMPTS, **call))[CACHE]
     with fd.enabled(model):
         seeded(lambda: model.generate(**PROMPTS, **call))
         report = fd.explain(model).last_call
@@ -266,8 +267,8 @@ def test_embeddings_count_towards_the_window():
     model, prompt, more = tiny_model("mistral-window"), ragged_prompts(38)["input_ids"], torch.arange(3, 23)[None]
     embeds = model.get_input_embeddings()(more).detach()
     with torch.no_grad(), fd.enabled(model):
-        by_ids = model(more, past_key_values=fd.prefill(model, prompt)).logits
-        by_embeds = model(inputs_embeds=embeds, past_key_values=fd.prefill(model, prompt)).logits
+        by_ids = model(more, **{CACHE: fd.prefill(model, prompt)}).logits
+        by_embeds = model(inputs_embeds=embeds, **{CACHE: fd.prefill(model, prompt)}).logits
         by_place = model(None, None, None, fd.prefill(model, prompt), embeds).logits
     assert torch.equal(by_embeds, by_ids)
     assert torch.equal(by_place, by_ids)

@@ -27,6 +27,7 @@ from ..attention.forests import (
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.kernels.forest_decode import api
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, needed_capacity
@@ -313,13 +314,13 @@ def test_a_copied_cache_reads_its_own_memory():
     token = torch.full((1, 1), 5)
     with fd.enabled(model, backend="triton"), torch.no_grad():
         cache = fd.prefill(model, ragged_prompts(40)["input_ids"])
-        model(token, past_key_values=cache, position_ids=torch.full((1, 1), 40))
+        model(token, **{CACHE: cache}, position_ids=torch.full((1, 1), 40))
         twin = copy.deepcopy(cache)
-        expected = model(token, past_key_values=twin, position_ids=torch.full((1, 1), 41)).logits
+        expected = model(token, **{CACHE: twin}, position_ids=torch.full((1, 1), 41)).logits
         twin.crop(-1)
         for segment in cache.layers[0].storage.segments.values():
             segment.keys.zero_()
-        again = model(token, past_key_values=twin, position_ids=torch.full((1, 1), 41)).logits
+        again = model(token, **{CACHE: twin}, position_ids=torch.full((1, 1), 41)).logits
     assert torch.equal(again, expected)
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.generation.model_state import state_of
@@ -103,7 +104,7 @@ def test_suffixes_that_move_are_captured_again(uncaptured: None, small_capacitie
         report = fd.explain(slim).last_call
     assert torch.equal(out.sequences, stock)
     assert (report.mode, report.captures) == ("graph", 3)
-    suffix = out.past_key_values.layers[1].storage.suffix
+    suffix = out[CACHE].layers[1].storage.suffix
     assert [tuple(part.shape) for part in suffix] == [(2, 1, 11, 64), (2, 1, 11, 8)]
 
 
@@ -171,7 +172,7 @@ def test_a_returned_cache_is_not_written_by_later_calls(uncaptured: None) -> Non
         slim.generate(**ragged_prompts(30, seed=3), **call)
         mask = torch.cat([PROMPTS["attention_mask"].repeat_interleave(2, 0), torch.ones(4, 4).long()], 1)
         turn = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 4}
-        found = slim.generate(first.sequences, **turn, past_key_values=first.past_key_values)
+        found = slim.generate(first.sequences, **turn, **{CACHE: first[CACHE]})
         assert fd.explain(slim).last_call.mode == "graph"
     assert torch.equal(found, model.generate(first.sequences, **turn))
 
@@ -280,13 +281,13 @@ def test_rows_of_different_lengths(uncaptured: None) -> None:
         cache = fd.prefill(slim, TEXT[None, :20])
         cache.batch_repeat_interleave(3)
         for draft in drafts.split(1, 1):
-            slim(draft, past_key_values=cache)
+            slim(draft, **{CACHE: cache})
         cache.drop_last(4 - kept)
         cache.reserve(5)
         options = cuda_graph.CaptureOptions(False, 0, ())
         step = state_of(slim).captures.find(slim, cache, modes.configs_of(slim), options)
         found = step(cache, ids, 20 + kept)
-        eager = slim(ids[:, None], past_key_values=cache, position_ids=20 + kept[:, None]).logits[:, -1]
+        eager = slim(ids[:, None], **{CACHE: cache}, position_ids=20 + kept[:, None]).logits[:, -1]
     for row, count in enumerate(kept):
         text = torch.cat([TEXT[:20], drafts[row, :count], ids[row : row + 1]])
         torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
@@ -318,7 +319,7 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
     with fd.enabled(slim, backend="triton"):
         cache = fd.prefill(slim, TEXT[None, :20])
         cache.batch_repeat_interleave(2)
-        slim(ids[:, None], past_key_values=cache)
+        slim(ids[:, None], **{CACHE: cache})
         cache.reserve(8)
         options = cuda_graph.CaptureOptions(False, 0, ())
         step = state_of(slim).captures.find(slim, cache, modes.configs_of(slim), options)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion import CacheErrors, attention_output, key_statistics
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
@@ -81,11 +82,11 @@ def test_repeated_selected_and_cropped_rows() -> None:
     slim = slim_in("int8")
     cache = DynamicCache(config=slim.config)
     with torch.no_grad():
-        slim(TEXT[:20].view(2, 10), past_key_values=cache)
+        slim(TEXT[:20].view(2, 10), **{CACHE: cache})
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([3, 0]))
         cache.crop(-2)
-        found = slim(TEXT[20:24].view(2, 2), past_key_values=cache).logits
+        found = slim(TEXT[20:24].view(2, 2), **{CACHE: cache}).logits
         ids = torch.cat([TEXT[:20].view(2, 10)[[1, 0], :8], TEXT[20:24].view(2, 2)], 1)
         assert relative(found, slim(ids).logits[:, 8:]) < 1e-5
 
@@ -94,7 +95,7 @@ def test_cached_bytes_are_those_reported() -> None:
     slim = slim_in("int8")
     for cache in (DynamicCache(config=slim.config), StaticCache(config=slim.config, max_cache_len=10)):
         with torch.no_grad():
-            slim(TEXT[None, :10], past_key_values=cache)
+            slim(TEXT[None, :10], **{CACHE: cache})
         sizes = [(layer.keys.nbytes + layer.values.nbytes) // 10 for layer in cache.layers]
         assert {layer.keys.dtype for layer in cache.layers} == {torch.uint8}
         assert sizes == [stored_bytes(64, torch.int8, 16) + stored_bytes(rank, torch.int8, 16) for rank in (4, 9)]
@@ -136,7 +137,7 @@ def test_within_the_tolerance_of_int8_keys_and_values() -> None:
     with torch.no_grad():
         oracle = model(TEXT[None]).logits
         found = slim(TEXT[None]).logits
-        int8 = model(TEXT[None], past_key_values=RoundedCache(model.config, torch.int8)).logits
+        int8 = model(TEXT[None], **{CACHE: RoundedCache(model.config, torch.int8)}).logits
     assert relative(found, oracle) < 2 * relative(int8, oracle)
 
 
@@ -158,7 +159,7 @@ def test_saved_and_loaded(cache_dtype: str, tmp_path: Path) -> None:
 
 def test_forced_16_bits() -> None:
     for cache_dtype, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        cache = generate(slim_in(cache_dtype), max_new_tokens=1).past_key_values
+        cache = generate(slim_in(cache_dtype), max_new_tokens=1)[CACHE]
         assert {layer.keys.dtype for layer in cache.layers} == {dtype}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
@@ -33,7 +34,7 @@ def logits(model: PreTrainedModel) -> Tensor:
     ids = prompt()
     parts = ids.split([ids.shape[1] - STEPS, *[1] * STEPS], 1)
     with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)[0]
+        return torch.cat([model(part, **{CACHE: cache}).logits for part in parts], 1)[0]
 
 
 def test_in_bf16_the_plan_is_as_accurate_as_keys_and_values_and_keys_alone_are_not() -> None:
@@ -43,7 +44,7 @@ def test_in_bf16_the_plan_is_as_accurate_as_keys_and_values_and_keys_alone_are_n
     planned = to_slim(model, tokenizer=tokenizer)
     assert relative(logits(planned), oracle) < 2 * stock
     assert relative(logits(to_slim(model, tokenizer=tokenizer, plan="k")), oracle) > 2 * stock
-    cache = planned.generate(prompt(), max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    cache = planned.generate(prompt(), max_new_tokens=1, return_dict_in_generate=True)[CACHE]
     sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     assert (
         sum(sizes) <= 0.6 * 4 * prompt().shape[1] * 2 * 256 * 2

@@ -20,6 +20,7 @@ from transformers import (
     T5Model,
 )
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion import attention_output, inputs_cache_output
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
@@ -73,10 +74,10 @@ def test_every_family_is_tested_and_listed() -> None:
 def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> None:
     slim = deepcopy(encoder_decoder_pair(name, plan)[1]).to(dtype)
     expected, found = greedy_of_stock(name, dtype), generate(slim)
-    assert type(found.past_key_values) is EncoderDecoderCache
+    assert type(found[CACHE]) is EncoderDecoderCache
     assert torch.equal(found.sequences, expected.sequences)
     assert expected.sequences.unique().numel() > 10
-    (self_kv, cross_kv), (self_slim, cross_slim) = (cached_bytes(one.past_key_values) for one in (expected, found))
+    (self_kv, cross_kv), (self_slim, cross_slim) = (cached_bytes(one[CACHE]) for one in (expected, found))
     if plan in ("k", "e"):
         assert self_slim * 2 == self_kv
     if plan == "x":
@@ -162,7 +163,7 @@ def test_left_padded_decoder_prompts(name: str, plan: str) -> None:
                         **inputs,
                         decoder_input_ids=ids[:, first:last],
                         decoder_attention_mask=mask[:, :last],
-                        past_key_values=cache,
+                        **{CACHE: cache},
                     ).logits
                 )
         found.append(torch.cat(outputs, 1)[mask.bool()])
@@ -257,7 +258,7 @@ def test_whispers_cache_in_the_papers_table(size: str) -> None:
             encoded = (torch.empty(1, 1500, width),)
             ids = torch.zeros(1, 448, dtype=torch.long)
             out = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True)
-        found[plan] = sum(cached_bytes(out.past_key_values)) // 4
+        found[plan] = sum(cached_bytes(out[CACHE])) // 4
     assert found["kv"] == 2 * (1500 + 448) * width * layers
     assert found["kv"] / found["k"] == 2
     assert round(found["kv"] / found["e"], 1) == 8.7
@@ -312,7 +313,7 @@ def test_8_bits(name: str, plan: str) -> None:
     entries = slim.config.layer_plans
     assert [entry.cache_dtype for entry in entries] == ["int8", "int8" if plan == "k" else None] * (len(entries) // 2)
     found = generate(slim)
-    (self_kv, _), (self_slim, _) = (cached_bytes(one.past_key_values) for one in (generate(model), found))
+    (self_kv, _), (self_slim, _) = (cached_bytes(one[CACHE]) for one in (generate(model), found))
     heads = getattr(slim.config, "decoder_attention_heads", None) or slim.config.num_heads
     width = slim.config.d_model
     assert self_slim * 2 * width * 4 == self_kv * (width + 2 * heads)

@@ -24,6 +24,7 @@ from transformers import (
     StaticCache,
 )
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion import attention_output
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
@@ -90,11 +91,11 @@ def test_greedy_over_padded_rows(name: str, plan: str) -> None:
     model, slim = family_pair(name, plan)
     assert slim.config.model_type == f"slim_{model.config.model_type}"
     expected = greedy_of_stock(name)
-    found = generate(slim, past_key_values=DynamicCache(config=slim.config))
+    found = generate(slim, **{CACHE: DynamicCache(config=slim.config)})
     assert torch.equal(found.sequences, expected.sequences)
     error = relative(torch.stack(found.logits), torch.stack(expected.logits))
     assert error < family_condition(slim) * EPS
-    widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in found.past_key_values.layers]
+    widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in found[CACHE].layers]
     head_dim = getattr(slim.config, "head_dim", None)
     keys = slim.config.num_attention_heads * head_dim if head_dim else slim.config.hidden_size
     assert widths == ([keys + 4, keys + 9] if plan == "k+r" else [keys, keys])
@@ -155,9 +156,7 @@ def test_static_cache_without_masks_and_positions(name: str) -> None:
     for model in family_pair(name, "k"):
         cache = StaticCache(config=model.config, max_cache_len=100)
         with torch.no_grad():
-            found.append(
-                torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:20].split(10)], 1)
-            )
+            found.append(torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:20].split(10)], 1))
     assert relative(found[1], found[0]) < family_condition(family_pair(name, "k")[1]) * EPS
 
 
@@ -165,9 +164,7 @@ def logits(model: PreTrainedModel) -> Tensor:
     """Of a text in parts, which read the ones before them from the cache."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        return torch.cat(
-            [model(part[None], past_key_values=cache).logits for part in TEXT[:64].split((48, 1, 9, 6))], 1
-        )
+        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:64].split((48, 1, 9, 6))], 1)
 
 
 @pytest.mark.parametrize(("name", "plan"), pairs("mixed", "x"))
@@ -281,7 +278,7 @@ def test_inputs_in_8_bits(name: str) -> None:
     caches = [DynamicCache(), RoundedCache(model.config, torch.int8)]
     with torch.no_grad():
         oracle = model(TEXT[None]).logits
-        found, int8 = (one(TEXT[None], past_key_values=cache).logits for one, cache in zip((slim, model), caches))
+        found, int8 = (one(TEXT[None], **{CACHE: cache}).logits for one, cache in zip((slim, model), caches))
     assert relative(found, oracle) < 2 * relative(int8, oracle)
     widths = {(layer.keys.dtype, layer.keys.shape[-1], layer.values.shape[-1]) for layer in caches[0].layers}
     assert widths == {(torch.uint8, stored_bytes(64, torch.int8, 16), 0)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
@@ -73,7 +74,7 @@ def test_drafts_append_several_tokens() -> None:
     with fd.enabled(slim):
         cache = fd.prefill(slim, prompt["input_ids"])
         found = slim.generate(
-            **prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3, past_key_values=cache
+            **prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3, **{CACHE: cache}
         )
         assert fd.explain(slim).last_call.path == "shared"
     assert torch.equal(found, stock)
@@ -97,9 +98,9 @@ def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
         mask = PROMPTS["attention_mask"].repeat_interleave(2, 0)
         ids = torch.cat([first.sequences, TEXT[:20].view(4, 5)], 1)
         mask = torch.cat([mask, torch.ones(4, 14, dtype=mask.dtype)], 1)
-        cache = first.past_key_values if copied is None else copied(first.past_key_values)
+        cache = first[CACHE] if copied is None else copied(first[CACHE])
         with tokens_embedded(slim) as embedded:
-            found = seeded(lambda: slim.generate(ids, attention_mask=mask, **call, past_key_values=cache))
+            found = seeded(lambda: slim.generate(ids, attention_mask=mask, **call, **{CACHE: cache}))
     assert embedded[0] == 4 * 6  # what is new, with the last token of each row, which was never fed
     assert torch.equal(found, seeded(lambda: model.generate(ids, attention_mask=mask, **call)))
 
@@ -108,7 +109,7 @@ def test_a_loaded_cache_has_no_model_until_a_call() -> None:
     slim = pair("k+r")[1]
     with fd.enabled(slim):
         call = {"do_sample": False, "max_new_tokens": 3, "num_return_sequences": 1, "return_dict_in_generate": True}
-        cache = pickle.loads(pickle.dumps(slim.generate(**PROMPTS, **call | {"num_beams": 2}).past_key_values))
+        cache = pickle.loads(pickle.dumps(slim.generate(**PROMPTS, **call | {"num_beams": 2})[CACHE]))
     with pytest.raises(ValueError, match="the slim model that makes them is gone"):
         cache.fork()
 
@@ -125,10 +126,10 @@ def test_a_copied_cache_belongs_to_the_model_that_reads_it(copied: str) -> None:
         slim = copy.deepcopy(slim)  # and the original is gone
     for _ in range(2):
         expected = model.generate(ids, **call)
-        out = slim.generate(ids, **call, past_key_values=cache, return_dict_in_generate=True)
+        out = slim.generate(ids, **call, **{CACHE: cache}, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected)
         assert fd.explain(slim).last_call.path == "shared"
-        ids, cache = torch.cat([expected, TEXT[None, 100:105]], 1), out.past_key_values
+        ids, cache = torch.cat([expected, TEXT[None, 100:105]], 1), out[CACHE]
 
 
 @torch.no_grad()
@@ -140,15 +141,15 @@ def test_rows_of_different_lengths(bound: int | None) -> None:
         cache = fd.prefill(slim, TEXT[None, :20])
         cache.batch_repeat_interleave(3)
         drafts = TEXT[20:32].view(3, 4)
-        slim(drafts, past_key_values=cache)
+        slim(drafts, **{CACHE: cache})
         cache.drop_last([1, 3, 2])
         if bound is not None:
             lengths = cache.state.suffixes.lengths
             assert lengths.longest < bound
             cache.state.suffixes.lengths = SuffixLengths(bound, lengths.per_row)
-        found = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
+        found = slim(TEXT[40:46].view(3, 2), **{CACHE: cache}).logits[:, -1]
         cache.crop(-2)
-        again = slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1]
+        again = slim(TEXT[40:46].view(3, 2), **{CACHE: cache}).logits[:, -1]
     for row, kept in enumerate((3, 1, 2)):
         text = torch.cat([TEXT[:20], drafts[row, :kept], TEXT[40 + 2 * row : 42 + 2 * row]])
         torch.testing.assert_close(found[row], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
@@ -164,7 +165,7 @@ def test_bytes_and_dtypes() -> None:
         cache = fd.prefill(slim, TEXT[None, :20])
         before = cache.nbytes
         cache.batch_repeat_interleave(5)
-        slim(TEXT[20:35].view(5, 3), past_key_values=cache)
+        slim(TEXT[20:35].view(5, 3), **{CACHE: cache})
     width, ranks = 64, 4 + 9
     assert before.stored == before.allocated == 20 * 2 * 2 * width * 2
     assert cache.nbytes.stored == before.stored + 5 * 3 * (2 * width + ranks) * 2
@@ -184,7 +185,7 @@ def test_bf16_is_as_accurate_as_the_ordinary_model() -> None:
     expected = oracle(ids).logits[0, 40:]
     with fd.enabled(slim):
         cache = fd.prefill(slim, ids[:, :40])
-        steps = [slim(ids[:, place : place + 1], past_key_values=cache).logits[0, 0] for place in range(40, 60)]
+        steps = [slim(ids[:, place : place + 1], **{CACHE: cache}).logits[0, 0] for place in range(40, 60)]
     assert relative(torch.stack(steps), expected) < 2 * relative(rounded(ids).logits[0, 40:], expected)
 
 
@@ -194,11 +195,11 @@ def test_suffixes_in_8_bits() -> None:
     slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
-        found = slim(TEXT[None, 20:35], past_key_values=cache).logits
-        again = slim(TEXT[None, 35:40], past_key_values=cache.fork()).logits  # with the suffix as a node
+        found = slim(TEXT[None, 20:35], **{CACHE: cache}).logits
+        again = slim(TEXT[None, 35:40], **{CACHE: cache.fork()}).logits  # with the suffix as a node
     stock = DynamicCache()
-    slim(TEXT[None, :20], past_key_values=stock)
-    by_stock = slim(TEXT[None, 20:35], past_key_values=stock).logits
+    slim(TEXT[None, :20], **{CACHE: stock})
+    by_stock = slim(TEXT[None, 20:35], **{CACHE: stock}).logits
     expected = model(TEXT[None, :40]).logits
     assert relative(found, expected[:, 20:35]) < relative(by_stock, expected[:, 20:35])  # nodes are not in 8 bits
     assert relative(again, expected[:, 35:]) < 2 * relative(by_stock, expected[:, 20:35])
@@ -215,16 +216,16 @@ def test_suffixes_of_inputs(name: str, cache_dtype: str) -> None:
     slim = to_slim(model, TEXT, plan="x", cache_dtype=cache_dtype)
     bound = 1e-5
     if cache_dtype == "int8":  # the error of an ordinary cache in 8 bits, and as much again
-        rounded = model(TEXT[None, :60], past_key_values=RoundedCache(model.config, torch.int8)).logits
+        rounded = model(TEXT[None, :60], **{CACHE: RoundedCache(model.config, torch.int8)}).logits
         bound = 2 * relative(rounded, model(TEXT[None, :60]).logits)
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
         cache.batch_repeat_interleave(2)
-        found = [slim(TEXT[20:60].view(2, 20), past_key_values=cache).logits]
+        found = [slim(TEXT[20:60].view(2, 20), **{CACHE: cache}).logits]
         cache.drop_last([3, 0])
-        found.append(slim(TEXT[60:64].view(2, 2), past_key_values=cache).logits)
+        found.append(slim(TEXT[60:64].view(2, 2), **{CACHE: cache}).logits)
         assert cache.nbytes.stored == 20 * 2 * 2 * 64 * 4 + (19 + 22) * 2 * (64 * 4 if cache_dtype == "auto" else 72)
-        found.append(slim(TEXT[64:66].view(2, 1), past_key_values=cache.fork()).logits)
+        found.append(slim(TEXT[64:66].view(2, 1), **{CACHE: cache.fork()}).logits)
     for row, dropped in enumerate((3, 0)):
         parts = TEXT[20 + 20 * row : 40 + 20 * row], TEXT[60 + 2 * row : 62 + 2 * row], TEXT[64 + row : 65 + row]
         expected = model(torch.cat([TEXT[:20], parts[0]])[None]).logits[:, 20:]
@@ -241,7 +242,7 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
         cache = fd.prefill(slim, TEXT[None, :20])
         slim.half()
         with pytest.raises(ValueError, match=r"holds keys in torch.bfloat16, and this pass computes torch.float16"):
-            slim(TEXT[None, 20:23], past_key_values=cache)
+            slim(TEXT[None, 20:23], **{CACHE: cache})
 
 
 @needs_kernels
@@ -288,13 +289,13 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
             cache = fd.prefill(slim, TEXT[None, :20])
             cache.batch_repeat_interleave(2)
             for tokens in TEXT[20:28].view(4, 2, 1):
-                slim(tokens, past_key_values=cache)
+                slim(tokens, **{CACHE: cache})
             cache.drop_last([3, 0])
             for layer in cache.layers:
                 for part in layer.storage.suffix:
                     part[0, :, 1:] = 255  # NaN as a scale
             handed.clear()
-            logits[backend] = slim(TEXT[28:30].view(2, 1), past_key_values=cache).logits
+            logits[backend] = slim(TEXT[28:30].view(2, 1), **{CACHE: cache}).logits
             assert len(handed) == (2 if backend == "triton" else 0)
             memory = {part.untyped_storage().data_ptr() for layer in cache.layers for part in layer.storage.suffix}
             views = [part for given in handed for part in (given.keys, given.coordinates, *given.scales)]
@@ -345,7 +346,7 @@ def assert_like_pytorch(model: PreTrainedModel, slim: PreTrainedModel, texts: Te
         with fd.enabled(slim, backend=backend):
             cache = fd.prefill(slim, texts[:, :20])
             for token in texts[:, 20:].split(1, 1):
-                logits = slim(token, past_key_values=cache).logits
+                logits = slim(token, **{CACHE: cache}).logits
         errors[name] = relative(logits, oracle)
     assert errors["kernel"] < 2 * errors["pytorch"]
 
@@ -365,10 +366,10 @@ def test_positions_that_do_not_follow_are_refused(positions: list[int]) -> None:
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
         with pytest.raises(ValueError, match="must follow each row's tokens and rise by 1"):
-            slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([positions]))
-        given = slim(TEXT[None, 20:23], past_key_values=cache, position_ids=torch.tensor([[20, 21, 22]])).logits
+            slim(TEXT[None, 20:23], **{CACHE: cache}, position_ids=torch.tensor([positions]))
+        given = slim(TEXT[None, 20:23], **{CACHE: cache}, position_ids=torch.tensor([[20, 21, 22]])).logits
         cache.crop(-3)
-        assert torch.equal(slim(TEXT[None, 20:23], past_key_values=cache).logits, given)
+        assert torch.equal(slim(TEXT[None, 20:23], **{CACHE: cache}).logits, given)
 
 
 @pytest.mark.gpu

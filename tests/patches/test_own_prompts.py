@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.generation.prompts import own_prompts
@@ -253,13 +254,13 @@ def test_a_returned_cache_can_be_continued(caches: list[SharedContextCache]) -> 
     greedy = {"do_sample": False, "max_new_tokens": 4}
     with fd.enabled(slim, mode="graph", backend="triton"):
         first = slim.generate(**ALONE, **greedy, return_dict_in_generate=True)
-        assert first.past_key_values is caches[0]
+        assert first[CACHE] is caches[0]
         mask = torch.cat([ALONE["attention_mask"], torch.ones(2, 4).long()], 1)
         turn = greedy | {"attention_mask": mask}
-        loaded = pickle.loads(pickle.dumps(first.past_key_values))
+        loaded = pickle.loads(pickle.dumps(first[CACHE]))
         expected = model.generate(first.sequences, **turn)
-        for cache in (first.past_key_values, loaded):
-            assert torch.equal(slim.generate(first.sequences, **turn, past_key_values=cache), expected)
+        for cache in (first[CACHE], loaded):
+            assert torch.equal(slim.generate(first.sequences, **turn, **{CACHE: cache}), expected)
             assert fd.explain(slim).last_call.known_tokens == (27, 22)
     assert len(caches) == 1
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.cache_utils import QuantizedCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
@@ -58,11 +59,11 @@ def test_greedy_over_padded_rows(name: str) -> None:
     model = family_model(name)
     slim = to_slim(model, TEXT, plan=PLANS["k+r"], rope="unrotate")
     expected = generate(model, max_new_tokens=64)
-    found = generate(slim, max_new_tokens=64, past_key_values=DynamicCache(config=slim.config))
+    found = generate(slim, max_new_tokens=64, **{CACHE: DynamicCache(config=slim.config)})
     assert torch.equal(found.sequences, expected.sequences)
     error = relative(torch.stack(found.logits), torch.stack(expected.logits))
     assert error < family_condition(slim) * EPS
-    assert [layer.values.shape[-1] for layer in found.past_key_values.layers] == [4 + DIGITS, 9 + DIGITS]
+    assert [layer.values.shape[-1] for layer in found[CACHE].layers] == [4 + DIGITS, 9 + DIGITS]
     with fd.enabled(slim):
         samples = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
         shared = generate(slim, **samples).sequences
@@ -114,7 +115,7 @@ JUMPS = [torch.arange(20), torch.arange(7), torch.tensor([60, 61, 61, 62, 400]),
 
 def in_passes(model: PreTrainedModel, cache: Any, passes: list[Tensor], rows: int = 1) -> Tensor:
     texts = TEXT[: sum(map(len, passes)) * rows].view(rows, -1).split([len(one) for one in passes], 1)
-    logits = [model(ids, past_key_values=cache, position_ids=one[None]).logits for ids, one in zip(texts, passes)]
+    logits = [model(ids, **{CACHE: cache}, position_ids=one[None]).logits for ids, one in zip(texts, passes)]
     return torch.cat(logits, 1)
 
 
@@ -143,7 +144,7 @@ def test_any_positions_of_suffixes() -> None:
         ids = TEXT[None, 20:33].split([len(one) for one in JUMPS[1:]], 1)
         found = []
         for part, positions in zip(ids, JUMPS[1:]):
-            found.append(slim(part, past_key_values=cache, position_ids=positions[None]).logits)
+            found.append(slim(part, **{CACHE: cache}, position_ids=positions[None]).logits)
             cache = cache.fork()
     assert relative(torch.cat(found, 1), expected[:, 20:]) < condition(model) * EPS
 
@@ -159,7 +160,7 @@ def test_suffixes_of_different_lengths(cache_dtype: str) -> None:
         for poison in (False, True):
             cache = fd.prefill(slim, TEXT[None, :20])
             cache.batch_repeat_interleave(3)
-            slim(TEXT[20:32].view(3, 4), past_key_values=cache)
+            slim(TEXT[20:32].view(3, 4), **{CACHE: cache})
             cache.drop_last([1, 3, 2])
             if poison:
                 lengths = cache.state.suffixes.lengths
@@ -168,7 +169,7 @@ def test_suffixes_of_different_lengths(cache_dtype: str) -> None:
                     for part in layer.storage.suffix:
                         for row, length in enumerate((3, 1, 2)):
                             part[row, :, length:] = 255 if part.dtype == torch.uint8 else torch.nan
-            found.append(slim(TEXT[40:46].view(3, 2), past_key_values=cache).logits[:, -1])
+            found.append(slim(TEXT[40:46].view(3, 2), **{CACHE: cache}).logits[:, -1])
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
     if cache_dtype == "auto":
         for row, kept in enumerate((3, 1, 2)):
@@ -199,7 +200,7 @@ def test_errors_are_alike_and_as_planned(cache_dtype: str) -> None:
 def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
-        return torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:96].split(90)], 1)
+        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)
 
 
 def test_autocast_and_gradients() -> None:
@@ -266,4 +267,4 @@ def test_refusals() -> None:
     cache = DynamicCache()
     cache.__class__ = QuantizedCache  # whose backends are not installed
     with pytest.raises(ValueError, match="a QuantizedCache rounds the positions"):
-        unrotating()[1](TEXT[None, :4], past_key_values=cache)
+        unrotating()[1](TEXT[None, :4], **{CACHE: cache})

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
 from .family_models import family_pair
@@ -40,11 +41,11 @@ def test_within_a_cache(rope: str, plan: str, cache_dtype: str) -> None:
     slim = slim_model(rope, plan, cache_dtype=cache_dtype, tolerance=1e9)
     for cache in (DynamicCache(config=slim.config), StaticCache(config=slim.config, max_cache_len=32)):
         slim.config.slim_rope = rope
-        slim(TEXT[None, :20], past_key_values=cache)
+        slim(TEXT[None, :20], **{CACHE: cache})
         held = [(layer.keys.shape, layer.values.shape) for layer in cache.layers]
         slim.config.slim_rope = OTHER[rope]
         with pytest.raises(ValueError, match=f"with slim_rope '{OTHER[rope]}', and the cache holds .* begin a new"):
-            slim(TEXT[None, 20:21], past_key_values=cache)
+            slim(TEXT[None, 20:21], **{CACHE: cache})
         assert [(layer.keys.shape, layer.values.shape) for layer in cache.layers] == held
 
 
@@ -52,9 +53,9 @@ def test_within_a_cache(rope: str, plan: str, cache_dtype: str) -> None:
 def test_caches_of_ordinary_models() -> None:
     model, slim = pair()
     cache = DynamicCache(config=model.config)
-    model(TEXT[None, :20], past_key_values=cache)
+    model(TEXT[None, :20], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"caches 4 numbers per token .* holds 4 \* 16; begin a new cache"):
-        slim(TEXT[None, 20:21], past_key_values=cache)
+        slim(TEXT[None, 20:21], **{CACHE: cache})
 
 
 @ROPES
@@ -64,10 +65,10 @@ def test_within_a_shared_context_cache(rope: str, plan: str) -> None:
     slim = slim_model(rope, plan)
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
-        slim(TEXT[None, 20:23], past_key_values=cache)
+        slim(TEXT[None, 20:23], **{CACHE: cache})
         slim.config.slim_rope = OTHER[rope]
         with pytest.raises(ValueError, match="make it with"):
-            slim(TEXT[None, 23:25], past_key_values=cache)
+            slim(TEXT[None, 23:25], **{CACHE: cache})
         with pytest.raises(ValueError, match="begin a new cache where slim_rope changes"):
             cache.fork()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -89,7 +90,7 @@ def test_continued_from_a_cache() -> None:
         more = torch.randint(3, 97, (3, 5), generator=torch.Generator().manual_seed(1))
         ids = torch.cat([first.sequences, more], 1)
         mask = torch.cat([PROMPTS["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
-        again = generate(model, input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values)
+        again = generate(model, input_ids=ids, attention_mask=mask, **{CACHE: first[CACHE]})
         results.append(again.sequences)
     assert torch.equal(*results)
 
@@ -100,7 +101,7 @@ def test_forward_in_parts_without_position_ids() -> None:
     with torch.no_grad():
         expected = oracle(ids).logits
         for cache in (DynamicCache(config=slim.config), StaticCache(config=slim.config, max_cache_len=64)):
-            parts = [slim(part, past_key_values=cache).logits for part in ids.split((20, 1, 1, 30, 8), 1)]
+            parts = [slim(part, **{CACHE: cache}).logits for part in ids.split((20, 1, 1, 30, 8), 1)]
             assert relative(torch.cat(parts, 1), expected) < condition(oracle) * EPS
 
 
@@ -110,11 +111,11 @@ def test_repeated_and_selected_rows_of_a_cache() -> None:
     with torch.no_grad():
         for model in (oracle, slim):
             cache = DynamicCache(config=model.config)
-            model(TEXT[None, :20].view(2, 10), past_key_values=cache)
+            model(TEXT[None, :20].view(2, 10), **{CACHE: cache})
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0]))
             cache.crop(-2)
-            found.append(model(TEXT[20:24].view(2, 2), past_key_values=cache).logits)
+            found.append(model(TEXT[20:24].view(2, 2), **{CACHE: cache}).logits)
             assert cache.get_seq_length() == 10
     assert relative(found[1], found[0]) < condition(oracle) * EPS
 
@@ -122,7 +123,7 @@ def test_repeated_and_selected_rows_of_a_cache() -> None:
 def test_cached_bytes() -> None:
     """Per token and layer 64 coordinates of keys, and r of values."""
     for plan, widths in (("k", (64, 64)), ("k+r", (68, 73)), ("mixed", (128, 72))):
-        cache = generate(pair(plan)[1], max_new_tokens=3).past_key_values
+        cache = generate(pair(plan)[1], max_new_tokens=3)[CACHE]
         tokens = cache.get_seq_length() * 3
         sizes = [(layer.keys.nbytes + layer.values.nbytes) // tokens for layer in cache.layers]
         assert sizes == [width * 4 for width in widths]
@@ -154,7 +155,7 @@ def logits(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Tensor:
     """Of a text in two parts, the second of which reads the first from the cache."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        return torch.cat([model(part[None], past_key_values=cache).logits for part in TEXT[:96].split(90)], 1)
+        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -164,7 +165,7 @@ def test_half_precision_is_as_accurate_as_the_ordinary_model(dtype: torch.dtype)
     slim = to_slim(model, TEXT)
     oracle = logits(deepcopy(model).double())
     assert relative(logits(slim), oracle) < 2 * relative(logits(model), oracle)
-    cache = generate(slim, max_new_tokens=2).past_key_values
+    cache = generate(slim, max_new_tokens=2)[CACHE]
     assert {layer.keys.dtype for layer in cache.layers} == {torch.float16}
     assert slim.config.slim_matrix_dtype == "float16"
     assert slim.model.layers[0].self_attn.slim.from_keys.values.dtype == torch.float16

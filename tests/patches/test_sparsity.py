@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.biases import fold_into_output_bias
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of, family_of_slim
@@ -52,7 +53,7 @@ def attention_passes(model: PreTrainedModel, prefix: str, passes: list[int]) -> 
     hook = model.get_submodule(prefix.rstrip(".")).register_forward_hook(keep, with_kwargs=True)
     with torch.no_grad():
         for part in TEXT[: sum(passes)].split(passes):
-            model(part[None], past_key_values=cache)
+            model(part[None], **{CACHE: cache})
     hook.remove()
     return torch.cat(seen), torch.cat(given)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..._compat import CACHE, ATTENTION_FIELD
+from ..._compat import ATTENTION_FIELD, CACHE
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, OwnNodes, choose_own_nodes
 from ...attention.launch.step_tables import StepTables

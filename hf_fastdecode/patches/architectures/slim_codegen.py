@@ -8,32 +8,31 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
 
+from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
 from ..attention.attention_layer import SlimAttention
 from ..attention.cached_positions import key_positions, visible_slots
 from ..attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
 from ..slim_configs import SlimCodeGenConfig
+from ..slim_layers import SlimLayer
 
 
 class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     """Attention of a layer that caches no values.
 
-    CodeGen's blocks hand no further arguments to their attention, so that each layer makes the tables of its keys.
+    Before transformers 5.24, CodeGen's blocks hand no further arguments to their attention, so that each layer makes
+    the tables of its keys.
     """
 
     values_from = "qkv_proj"
     output_projection = "out_proj"
     interleaved = True
-    scale_attn: float
-    embed_positions: Tensor
-    attn_dropout: nn.Dropout
     resid_dropout: nn.Module
 
-    @property
-    def scaling(self) -> float:  # type: ignore[override]
-        """Factor on the scores."""
-        return 1 / self.scale_attn
+    def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
+        super().__init__(config, layer_idx, layer)
+        self.scaling, self.attention_dropout = self.head_dim**-0.5, config.attn_pdrop
 
     def forward(  # type: ignore[override]
         self,
@@ -44,10 +43,13 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `SlimAttention.forward` does, with the cache as `layer_past`, and positions for tables."""
+        """Attend as `SlimAttention.forward` does; as `layer_past`, a cache comes with positions only."""
+        if ROTATION in kwargs:
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        kwargs[CACHE] = layer_past
         if isinstance(layer_past, SharedContextCache):
             kwargs[ROTATION] = forest_rotation(self.tables, layer_past, position_ids, unrotates=self.config.unrotates)
-            return super().forward(hidden_states, past_key_values=layer_past, **kwargs)
+            return super().forward(hidden_states, **kwargs)
         cached, slots = 0, hidden_states.shape[1]
         if layer_past is not None:
             cached = layer_past.get_seq_length(self.layer_idx)
@@ -56,27 +58,16 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         if not self.config.unrotates:
             keys = self.tables(key_positions(position_ids, visible_slots(attention_mask), cached, slots))
         kwargs[ROTATION] = Rotation(position_ids, self.tables(position_ids), keys)
-        return super().forward(hidden_states, attention_mask=attention_mask, past_key_values=layer_past, **kwargs)
-
-    def tables(self, positions: Tensor) -> Tables:
-        """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""
-        table = self.embed_positions.to(positions.device).float()
-        inside = positions.clamp(0, len(table) - 1)  # padding and unused slots may have any number
-        sin, cos = table[inside].repeat_interleave(2, -1).chunk(2, -1)
-        return cos, sin
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
     def output(self, out: Tensor) -> Tensor:
         """Output projection and dropout."""
         dropped: Tensor = self.resid_dropout(super().output(out))
         return dropped
 
-    def dropout_share(self) -> float:
-        """Share of the attention weights that training drops."""
-        return self.attn_dropout.p
-
     def weights_wanted(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this pass was asked for its attention weights."""
-        return bool(kwargs.get("output_attentions"))
+        """Whether this pass was, or may have been, asked for its attention weights."""
+        return bool(kwargs.get("output_attentions", super().weights_wanted(kwargs)))
 
 
 class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
@@ -88,12 +79,20 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
     attention = "attn"
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """No argument: layers make their tables."""
-        return {}
+        """Argument of the attention layers, where they make no tables."""
+        return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """No argument: layers make their tables."""
-        return {}
+        """Argument of the attention layers, where they make no tables."""
+        return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
+
+    def tables(self, positions: Tensor) -> Tables:
+        """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""
+        owner: Any = self.rotary_emb if CODEGEN_MAKES_TABLES_ONCE else self.h[0].attn
+        table = owner.embed_positions.to(positions.device).float()
+        inside = positions.clamp(0, len(table) - 1)  # padding and unused slots may have any number
+        sin, cos = table[inside].repeat_interleave(2, -1).chunk(2, -1)
+        return cos, sin
 
 
 class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):

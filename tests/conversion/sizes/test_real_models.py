@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVShape
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
@@ -33,7 +34,7 @@ def test_slim_models(name: str) -> None:
         slim = to_slim(model, TEXT, rank=rank)
         cache = DynamicCache(config=slim.config)
         with torch.no_grad():
-            slim(TEXT[None, :TOKENS], past_key_values=cache)
+            slim(TEXT[None, :TOKENS], **{CACHE: cache})
         assert size.stored == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
         read = sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
@@ -53,7 +54,7 @@ def test_encoder_decoders(model_type: str, fields: dict[str, int]) -> None:
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
     with torch.no_grad():
         out = model(torch.arange(3, 14)[None], decoder_input_ids=torch.arange(3, 3 + TOKENS)[None], use_cache=True)
-    parts = (out.past_key_values.self_attention_cache, out.past_key_values.cross_attention_cache)
+    parts = (out[CACHE].self_attention_cache, out[CACHE].cross_attention_cache)
     real = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
     ordinary, keys, on_chip, read, int8 = encoder_decoder_caches(config, TOKENS, 11, torch.float32, None)
     encoder = out.encoder_last_hidden_state
@@ -72,7 +73,7 @@ def test_slim_checkpoints(name: str) -> None:
     (size,) = checkpoint_caches(slim.config, TOKENS, None, torch.float32, kv)
     cache = DynamicCache(config=slim.config)
     with torch.no_grad():
-        slim(TEXT[None, :TOKENS], past_key_values=cache)
+        slim(TEXT[None, :TOKENS], **{CACHE: cache})
     assert size.stored == size.read == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
     assert size.matrices == sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
@@ -92,7 +93,7 @@ def test_slim_encoder_decoders(plans: tuple[str, ...]) -> None:
     kv = encoder_decoder_caches(model.config, TOKENS, 11, torch.float32, decoder_matrices(model))[0]
     with torch.no_grad():
         out = slim(torch.arange(3, 14)[None], decoder_input_ids=torch.arange(3, 3 + TOKENS)[None], use_cache=True)
-    parts = (out.past_key_values.self_attention_cache, out.past_key_values.cross_attention_cache)
+    parts = (out[CACHE].self_attention_cache, out[CACHE].cross_attention_cache)
     cached = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
     encoder = out.encoder_last_hidden_state.nbytes if "e" in plans else 0
     tensors = {f"decoder.{name}": one for name, one in slim.decoder.state_dict().items()}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.codegen.modeling_codegen import CodeGenBlock, create_sinusoidal_positions
 
+from hf_fastdecode._compat import CODEGEN_MAKES_TABLES_ONCE
 from hf_fastdecode.patches.architectures.slim_codegen import SlimCodeGenForCausalLM
 from hf_fastdecode.patches.slim_configs import SlimCodeGenConfig
 
@@ -32,7 +33,11 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
     """Run a layer as `family.run_layer`, with a mask: CodeGen's attention is causal by its mask alone."""
     tokens = hidden.shape[1]
     mask = torch.full((1, 1, tokens, tokens), torch.finfo(hidden.dtype).min).triu(1)
-    out: Tensor = layer(hidden, position_ids=positions, attention_mask=mask)[0]
+    if not CODEGEN_MAKES_TABLES_ONCE:
+        alone: Tensor = layer(hidden, position_ids=positions, attention_mask=mask)[0]
+        return alone
+    cos, sin = (table[..., ::2] for table in tables)  # an entry per pair, in CodeGen's own order
+    out: Tensor = layer(hidden, position_ids=positions, position_embeddings=(sin, cos), attention_mask=mask)
     return out
 
 
