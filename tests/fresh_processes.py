@@ -65,7 +65,7 @@ def run_fresh(
     Args:
         code: Python code.
         arguments: Its ``sys.argv[1:]``.
-        importable: Whether this checkout is the first folder that modules are looked for in.
+        importable: Whether this checkout is the first folder that modules are looked for in; those of PYTHONPATH follow.
         environment: Further environment variables.
 
     Returns:
@@ -76,7 +76,9 @@ def run_fresh(
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         asked = {"code": code, "arguments": arguments, "environment": environment, "out": str(out), "err": str(err)}
-        server.stdin.write(json.dumps({**asked, "path": [str(ROOT)] if importable else []}) + "\n")
+        laid_in_front = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+        path = [str(ROOT), *laid_in_front] if importable else laid_in_front
+        server.stdin.write(json.dumps({**asked, "path": path}) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())

@@ -90,6 +90,7 @@ def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable
                 (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
                 for name, value in vars(module).items()
                 if type(value) in _BAKED_IN and not name.startswith("_") and name not in without
+                if not (isinstance(value, Tensor) and _changes_frequencies(module))
             ),
         )
         for module in model.modules()
@@ -124,7 +125,7 @@ def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:
 
 
 def _changes_frequencies(module: nn.Module) -> bool:
-    """Whether a module's buffers are frequencies that each pass writes anew by its length, as of LongRoPE.
+    """Whether a module's tensors are frequencies that each pass writes anew by its length, as of LongRoPE.
 
     No cache is used where they change, see `generation.support.rope_limit`.
     """
