@@ -12,6 +12,8 @@ from functools import wraps
 from typing import Any, Final
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor as _FakeTensor
 from torch.nn.modules import module as torch_module
@@ -22,6 +24,15 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
+
+NEWEST_TESTED: Final = (5, 24)
+"""Newest minor release of transformers that the tests ran on; CONTRIBUTING says how one is taken up."""
+
+
+def untested_transformers() -> str | None:
+    """The installed transformers' version, if it is newer than those that the tests ran on."""
+    return transformers.__version__ if Version(transformers.__version__).release[:2] > NEWEST_TESTED else None
+
 
 CACHE: Final = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 """Name of the cache among the arguments of `forward` and `generate`, and in their outputs.

@@ -65,7 +65,7 @@ def run_fresh(
     Args:
         code: Python code.
         arguments: Its ``sys.argv[1:]``.
-        importable: Whether this checkout is the first folder that modules are looked for in; those of PYTHONPATH follow.
+        importable: Whether modules are looked for in this checkout, before the folders of PYTHONPATH.
         environment: Further environment variables.
 
     Returns:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .._compat import CACHE
+from .._compat import CACHE, untested_transformers
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .model_state import ModelState
@@ -88,6 +88,8 @@ class CallContext:
     def or_stock(self) -> Iterator[None]:
         """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.
 
+        With a transformers release that is newer than tested, errors are taken for its changes, so that calls go on.
+
         Raises:
             ValueError: The call is unsupported and must share.
         """
@@ -96,6 +98,12 @@ class CallContext:
             return
         except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
             what, remedy, level = error.what, error.remedy, error.level
+        except Exception as error:
+            newer = untested_transformers()
+            if newer is None or self.must_share:
+                raise
+            what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
+            remedy, level = None, logging.WARNING
         self.refuse(Unsupported(what, remedy, level=level))
 
     def refuse(self, error: Unsupported) -> None:

@@ -5,8 +5,12 @@ Only methods of the instance are overridden (`generate_hooks`); classes, modules
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 from transformers import PreTrainedModel
 
+from .. import _compat
 from ..unsupported import reason_of
 from .generate_hooks import METHODS
 from .instance_patch import STATE_ATTRIBUTE
@@ -15,9 +19,13 @@ from .options import Options
 from .report import Report
 from .support import check_model
 
+logger = logging.getLogger("hf_fastdecode")
+
 
 def install(model: PreTrainedModel, options: Options) -> None:
     """Override the model's methods, or replace the options of an enabled model."""
+    if (newer := _compat.untested_transformers()) is not None:
+        _warn_of(newer)
     with STATE_LOCK:
         model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
         if model_state is None:
@@ -28,6 +36,16 @@ def install(model: PreTrainedModel, options: Options) -> None:
             model_state.captures.retry()
             if not options.reuse_prefix:
                 model_state.reused.clear()
+
+
+@cache  # once per process
+def _warn_of(newer: str) -> None:
+    logger.warning(
+        "transformers %s is newer than %d.%d, the newest release that this version of hf_fastdecode was tested with: "
+        "calls that fail with it before their first token run stock transformers; look for a newer hf_fastdecode",
+        newer,
+        *_compat.NEWEST_TESTED,
+    )
 
 
 def uninstall(model: PreTrainedModel) -> None:

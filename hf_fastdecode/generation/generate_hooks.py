@@ -29,11 +29,11 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .._compat import CACHE, cache_in, is_compiled_in_place, with_cache
+from .._compat import CACHE, cache_in, is_compiled_in_place, untested_transformers, with_cache
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
@@ -47,6 +47,9 @@ from .prompts.start import start_shared
 from .report import CallReport
 from .steps.modes import choose_mode, configs_of
 from .support import check_call, other_loop
+
+# Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
+_PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
 
 # Per-call data is attached to the call's own copy of the generation config, as transformers does.
 _CALL_ATTRIBUTE = "_hf_fastdecode_call"
@@ -122,26 +125,9 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _prepare_cache_for_generation(
-    model_state: ModelState,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    generation_mode: GenerationMode,
-    batch_size: int,
-    max_cache_length: int,
-    *args: Any,
-    **kwargs: Any,
+    model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
 ) -> Any:
-    prepare = partial(
-        model_state.methods.original(model, "_prepare_cache_for_generation"),
-        generation_config,
-        model_kwargs,
-        generation_mode,
-        batch_size,
-        max_cache_length,
-        *args,
-        **kwargs,
-    )
+    prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
     active_call = _active_call.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
@@ -150,6 +136,13 @@ def _prepare_cache_for_generation(
     model_state.last_call = report = CallReport()
     if active_call is not None and active_call.model is model:
         active_call.report = report
+    given = inspect.signature(GenerationMixin._prepare_cache_for_generation).bind(model, *args, **kwargs).arguments
+    newer = untested_transformers()
+    if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
+        report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
+        model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
+        return prepare()
+    generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     call = CallContext.of(model, model_state, generation_config, model_kwargs, report)
     with call.or_stock():
         check_call(model, generation_mode, generation_config, model_kwargs)
