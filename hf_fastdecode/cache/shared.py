@@ -240,6 +240,12 @@ class SharedContextCache(CacheRows):
         """Take on the state of another cache, which must not be used afterwards."""
         self.__dict__.update(vars(other))
 
+    def become(self, other: Cache) -> None:
+        """Turn this object into another kind of cache, which whoever holds it goes on with; `other` is given up."""
+        vars(self).clear()
+        self.__class__ = type(other)  # type: ignore[assignment]
+        vars(self).update(vars(other))
+
     def suffix_tokens(self) -> Tensor:
         """Token ids of the suffixes: ``[rows, suffix_length]`` int64, on the CPU; undefined beyond a row's own length.
 

@@ -212,6 +212,21 @@ def test_a_loop_that_runs_no_model(model):
         assert model.generate(PROMPT["input_ids"], *[None] * 10, max_new_tokens=4).shape == (1, 84)
 
 
+def test_a_loop_goes_on_with_the_cache_it_was_given_where_nothing_is_shared(model):
+    def loop(model, input_ids, **arguments):
+        token, cache = input_ids, arguments[CACHE]
+        for _ in range(3):
+            token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
+        assert cache.get_seq_length() == 82
+        return input_ids
+
+    expected = model.generate(PROMPT["input_ids"], custom_generate=loop)
+    with fd.enabled(model):
+        assert torch.equal(model.generate(PROMPT["input_ids"], custom_generate=loop), expected)
+        assert fd.explain(model).last_call.path == "stock"
+
+
 def test_a_loop_that_reads_keys_is_told_what_to_do(model):
     def reads(model, input_ids, **arguments):
         model(input_ids, **{CACHE: arguments[CACHE]})

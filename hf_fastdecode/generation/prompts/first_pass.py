@@ -78,7 +78,10 @@ class AwaitedPrompts:
         output = None
         with self.call.or_stock():
             output = self._prefill(cache, arguments)
-        return forward(**arguments | {CACHE: self.stock}) if output is None else output
+        if output is not None:
+            return output
+        cache.become(self.stock)  # the loop may go on with the object that it was given
+        return forward(**arguments | {CACHE: cache})
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
         call, model, report = self.call, self.call.model, self.call.report
