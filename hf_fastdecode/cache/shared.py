@@ -242,9 +242,8 @@ class SharedContextCache(CacheRows):
 
     def become(self, other: Cache) -> None:
         """Turn this object into another kind of cache, which whoever holds it goes on with; `other` is given up."""
-        vars(self).clear()
-        self.__class__ = type(other)  # type: ignore[assignment]
-        vars(self).update(vars(other))
+        self.__dict__ = dict(vars(other))
+        self.__class__ = type(other)
 
     def suffix_tokens(self) -> Tensor:
         """Token ids of the suffixes: ``[rows, suffix_length]`` int64, on the CPU; undefined beyond a row's own length.

@@ -73,6 +73,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
     if getattr(text, "num_kv_shared_layers", 0):
         raise Unsupported(f"{text.num_kv_shared_layers} of its layers take keys and values from other layers")
+    if getattr(text, "n_recurrent_loops", 1) > 1:
+        raise Unsupported(f"it runs layers {text.n_recurrent_loops} times, each time over a cache of its own")
 
 
 def _check_attention(name: str | None) -> None:

@@ -42,6 +42,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {"sam_config": {"downsample_channels": [32, 64]}},
     },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "DoryForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        **{"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    },
     "Dots1ForCausalLM": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Dots3NoteForCausalLM": {
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
@@ -56,6 +60,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 16}},
+    "HYV4VLForConditionalGeneration": {"text_config": _sections(2, 1, 1)},
     "Glm46VForConditionalGeneration": _ROPE3,
     "Glm4vForConditionalGeneration": _ROPE3,
     "Glm4vMoeForConditionalGeneration": {"text_config": _sections(1, 1, 2, partial_rotary_factor=0.5)},

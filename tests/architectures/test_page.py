@@ -16,6 +16,7 @@ from .page import PAGE, listed
 
 CLASSES = [
     "LlamaForCausalLM",
+    "DoryForCausalLM",  # caches each of its loops apart
     "Qwen2MoeForCausalLM",
     "GptOssForCausalLM",
     "GotOcr2ForConditionalGeneration",  # passes logits_to_keep to its attention function

@@ -34,7 +34,7 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         super().__init__(config, layer_idx, layer)
         self.scaling, self.attention_dropout = self.head_dim**-0.5, config.attn_pdrop
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         *,

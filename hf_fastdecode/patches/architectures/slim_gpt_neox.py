@@ -26,9 +26,7 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
         """Width of a head."""
         return self.head_size
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Attend as `SlimAttention.forward` does, with the cache as `layer_past`."""
         return super().forward(hidden_states, **{CACHE: layer_past}, **kwargs)
 

@@ -44,7 +44,7 @@ class SlimT5Attention(SlimDecoderAttention, T5Attention):
         )
 
     @takes_cache
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         mask: Tensor | None = None,
