@@ -32,6 +32,7 @@ from .plots import STYLES, plot
 from .profile_tables import fixed_parts_table, steps_apart_table
 from .sampling_table import sampling_table
 from .slim_table import slim_table
+from .vllm_table import vllm_table
 from .workload_tables import levels_table, questions_table, samples_table
 
 PICTURE = RESULTS / "generate.png"
@@ -125,6 +126,7 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "training": training_table,
     "evaluation": evaluation_table,
     "rollouts": rollouts_table,
+    "vllm": vllm_table,
     "samples": samples_table,
     "levels": levels_table,
     "questions": questions_table,
