@@ -25,13 +25,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
 
+TRANSFORMERS: Final = transformers.__version__
+"""Version of the installed transformers."""
+
 NEWEST_TESTED: Final = (5, 24)
 """Newest minor release of transformers that the tests ran on; CONTRIBUTING says how one is taken up."""
 
 
 def untested_transformers() -> str | None:
     """The installed transformers' version, if it is newer than those that the tests ran on."""
-    return transformers.__version__ if Version(transformers.__version__).release[:2] > NEWEST_TESTED else None
+    return TRANSFORMERS if Version(TRANSFORMERS).release[:2] > NEWEST_TESTED else None
 
 
 CACHE: Final = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"

@@ -11,6 +11,8 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..weak_method import WeakMethod
+
 STATE_ATTRIBUTE = "_hf_fastdecode"
 """Instance attribute that holds the state of the overrides."""
 
@@ -42,7 +44,7 @@ class WrappedMethods:
         """Install the overrides; `state` holds this object as its ``methods``."""
         vars(instance)[STATE_ATTRIBUTE] = state
         for name, wrapper in self._wrappers.items():
-            # A bound method is rebound by deepcopy of the instance; a closure would not be.
+            # A method is rebound by deepcopy of the instance; a closure would not be.
             method = _wrapped(wrapper, name, self.key, getattr(type(instance), name))
             if name in self._saved:  # transformers inspects forward's signature
                 own = inspect.signature(self._saved[name])
@@ -51,7 +53,7 @@ class WrappedMethods:
                     parameter for name, parameter in own.parameters.items() if name != first.name
                 ]  # their wrapper wraps ours
                 method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
-            vars(instance)[name] = types.MethodType(method, instance)
+            vars(instance)[name] = WeakMethod(method, instance)
 
     def uninstall(self, instance: object) -> None:
         """Restore the originals. Overrides installed later by other code stay."""

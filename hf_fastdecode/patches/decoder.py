@@ -13,6 +13,7 @@ from .._compat import cache_in
 from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
+from ..weak_method import WeakMethod
 from .attention.attention_layer import SlimAttention
 from .attention.cached_positions import key_positions, require_counted, visible_slots
 from .attention.rotation import ROTATION, Rotation, Tables, captured_rotation, forest_rotation
@@ -86,7 +87,7 @@ class SlimRotaryDecoder(SlimDecoder):
         for block in getattr(self, self.blocks):
             attention = getattr(block, self.attention)
             if isinstance(attention, SlimAttention) and not hasattr(attention, "tables"):
-                attention.tables = self.tables
+                attention.tables = WeakMethod(type(self).tables, self)
 
     @property
     def no_captured_steps(self) -> str | None:

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
@@ -29,7 +28,7 @@ def newer(monkeypatch):
     """The installed release, taken for one that is newer than tested."""
     monkeypatch.setattr(_compat, "NEWEST_TESTED", (5, 0))
     enabled._warn_of.cache_clear()
-    yield transformers.__version__
+    yield _compat.TRANSFORMERS
     enabled._warn_of.cache_clear()
 
 
@@ -44,7 +43,7 @@ def test_the_newest_tested_release_is_that_of_constraints():
 
 @pytest.mark.parametrize("release", ["5.24.9", "5.25.0.dev0", "5.25.0rc1", "6.0.0"])
 def test_minor_releases_are_compared(monkeypatch, release):
-    monkeypatch.setattr(transformers, "__version__", release)
+    monkeypatch.setattr(_compat, "TRANSFORMERS", release)
     monkeypatch.setattr(_compat, "NEWEST_TESTED", (5, 24))
     assert _compat.untested_transformers() == (None if release == "5.24.9" else release)
 
