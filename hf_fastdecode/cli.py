@@ -25,6 +25,7 @@ from .commands.evaluation.app import app as evaluations
 from .commands.inspection.command import inspect
 from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
+from .commands.serve import serve
 from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
 from .evals.harness.command import PASS_ON, lm_eval
 from .interrupts import exit_on_interrupt
@@ -42,6 +43,7 @@ app.add_typer(evaluations, name="eval")
 app.command("inspect", cls=ManyValues)(inspect)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
+app.command("serve", context_settings=PASS_ON)(serve)
 
 _MODEL_HELP = "`embedded`, a folder, or an id on the Hugging Face Hub."
 _DEVICE_HELP = "`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ..."

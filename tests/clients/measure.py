@@ -22,6 +22,8 @@ from hf_fastdecode.measurement.runner import failed, run
 
 from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples
 from .models import load
+from .programs import PROGRAMS, Work
+from .programs import run as run_program
 from .recording import Calls, recorded
 
 WAYS = ("stock", "enabled")
@@ -114,9 +116,22 @@ def cases() -> list[ClientCase]:
         ("lm-eval", "6 shots, greedy, batch size 1, reuse_prefix=True", evaluated("smollm2", single, **reuse)),
         ("pipeline", "3 shots, 16 samples", evaluated("smollm2", pipe)),
     ]
+    at_once = Work(problems=4, shots=6, samples=16, new_tokens=64)
+    one_by_one = Work(problems=12, shots=8, samples=1, new_tokens=32)
+
+    def loaded(name: str, work: Work) -> Callable[[bool], tuple[Any, Calls]]:
+        return lambda enable: run_program(name, work, enable=enable)
+
+    of_programs = [
+        (name, "8 shots, 12 prompts one at a time, reuse_prefix=True", loaded(name, one_by_one))
+        if program.options
+        else (name, "6 shots, 16 samples", loaded(name, at_once))
+        for name, program in PROGRAMS.items()
+    ]
     return [
         ClientCase("TRL GRPO", "embedded", "bf16 autocast, 3 shots, 16 completions", grpo, repeats=1),
         *(ClientCase(program, "embedded", setting, run) for program, setting, run in of_embedded),
+        *(ClientCase(program, "embedded", setting, run, repeats=1) for program, setting, run in of_programs),
         *(ClientCase(program, "smollm2", setting, run, repeats=1) for program, setting, run in of_smollm2),
     ]
 
