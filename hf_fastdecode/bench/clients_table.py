@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ..measurement.rows import Row
 from .markdown import head, line
+
+
+_HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
+_LEAST_FACTOR: Final = 1.2  # of one run each; less is not told from noise
 
 
 def training_table(rows: Sequence[Row]) -> str:
@@ -14,8 +19,13 @@ def training_table(rows: Sequence[Row]) -> str:
 
 
 def evaluation_table(rows: Sequence[Row]) -> str:
-    """The lines of all others."""
-    return clients_table([row for row in rows if not row["program"].startswith("TRL")], same="samples")
+    """The lines of evaluation harnesses and of pipelines."""
+    return clients_table([row for row in rows if row["program"] in _HARNESSES], same="samples")
+
+
+def programs_table(rows: Sequence[Row]) -> str:
+    """The lines of all programs with the embedded model."""
+    return clients_table([row for row in rows if row["model"] == "embedded"], same="results")
 
 
 def rollouts_table(rows: Sequence[Row]) -> str:
@@ -34,7 +44,7 @@ def rollouts_table(rows: Sequence[Row]) -> str:
 
 
 def clients_table(rows: Sequence[Row], *, same: str) -> str:
-    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case.
+    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case; small factors are none.
 
     Args:
         rows: For each program, model and setting a stock row and an enabled one.
@@ -48,7 +58,9 @@ def clients_table(rows: Sequence[Row], *, same: str) -> str:
         stock, enabled = ways["stock"], ways["enabled"]
         seconds = [float(row["generate_s"]) for row in (stock, enabled)]
         tokens = [int(row["prefilled_tokens"]) for row in (stock, enabled)]
-        cells = [f"{seconds[0]:.1f} → {seconds[1]:.1f} ({seconds[0] / seconds[1]:.1f}x)"]
+        factor = seconds[0] / seconds[1]
+        gain = f"{factor:.1f}x" if factor >= _LEAST_FACTOR else "none"
+        cells = [f"{seconds[0]:.1f} → {seconds[1]:.1f} ({gain})"]
         cells += [f"{tokens[0]:,} → {tokens[1]:,}", "yes" if enabled["status"] == "ok" else enabled["status"]]
         lines.append(line([*case, *cells]))
     first = rows[0]

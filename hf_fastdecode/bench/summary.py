@@ -13,7 +13,7 @@ import typer
 
 from ..measurement.rows import Row, read_rows
 from . import RESULTS
-from .clients_table import evaluation_table, rollouts_table, training_table
+from .clients_table import evaluation_table, programs_table, rollouts_table, training_table
 from .completions_table import completions_table, steps_and_memory_table
 from .generate_cases import GenerateCase, PromptTree
 from .markdown import (
@@ -125,6 +125,7 @@ _VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
     "steps apart": steps_apart_table,
     "training": training_table,
     "evaluation": evaluation_table,
+    "programs": programs_table,
     "rollouts": rollouts_table,
     "vllm": vllm_table,
     "samples": samples_table,
