@@ -8,7 +8,6 @@ from typing import Final
 from ..measurement.rows import Row
 from .markdown import head, line
 
-
 _HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less is not told from noise
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fastdecode.bench import RESULTS, profile_tables, summary
+from hf_fastdecode.bench import RESULTS, clients_table, profile_tables, summary
 from hf_fastdecode.measurement.rows import read_rows, write_rows
 
 
@@ -101,6 +101,14 @@ def test_first_calls_beside_later_ones():
     row |= {"first_call_s": "7", "total_s": "0.64"}
     row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
     assert "| x | 100 | 6 | 10 | graph | 7.0 s | 0.6 s |" in summary.first_calls_table([row])
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(11.9, "11.9 → 10.0 (none)"), (12.0, "12.0 → 10.0 (1.2x)")])
+def test_factors_of_programs_below_a_bound_are_none(seconds, shown):
+    row = {"program": "p", "model": "embedded", "setting": "s", "prefilled_tokens": "5", "status": "ok"}
+    row |= {"device": "d", "torch": "1", "transformers": "2"}
+    rows = [row | {"way": "stock", "generate_s": seconds}, row | {"way": "enabled", "generate_s": 10.0}]
+    assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in clients_table.programs_table(rows)
 
 
 def test_the_picture_is_drawn(tmp_path):

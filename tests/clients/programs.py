@@ -69,7 +69,8 @@ def run(name: str, work: Work, *, enable: bool) -> tuple[list[Any], Calls]:
         What the program returned, and its calls.
     """
     program = PROGRAMS[name]
-    with tempfile.TemporaryDirectory() as folder:
+    # lighteval turns gradients off for the rest of the process; the context turns them on again.
+    with torch.enable_grad(), tempfile.TemporaryDirectory() as folder:
         loaded = program.load(saved_model(Path(folder)), work)
         model = program.model(loaded)
         if enable:
