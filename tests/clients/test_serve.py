@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
@@ -73,8 +75,8 @@ def answers(monkeypatch, serve, folder, requests, loaded):
 
 def text_of(answer, streamed):
     if streamed:
-        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-        return [line.partition('"choices":')[2] for line in lines]
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line)["choices"] for line in lines]
     return [answer.json()["choices"], answer.json()["usage"]]
 
 
