@@ -33,6 +33,14 @@ def require_dtype(computed: torch.dtype, stored: Segment | None) -> None:
         )
 
 
+def no_tensor(name: str) -> str:
+    """Why layers have no such tensor, and the remedy, for errors."""
+    return (
+        f"layers of a SharedContextCache have no {name!r} tensor: they are split into nodes and suffixes; "
+        f"for a decoding loop that reads them, pass {CACHE}=transformers.DynamicCache() to generate"
+    )
+
+
 class _NoTensor:
     """Descriptor for ``keys`` and ``values``, which other caches' layers hold as tensors; reading raises."""
 
@@ -40,10 +48,7 @@ class _NoTensor:
         self._name = name
 
     def __get__(self, layer: object, owner: type | None = None) -> Any:
-        raise AttributeError(
-            f"layers of a SharedContextCache have no {self._name!r} tensor: they are split into nodes and suffixes; "
-            f"for a decoding loop that reads them, pass {CACHE}=transformers.DynamicCache() to generate"
-        )
+        raise AttributeError(no_tensor(self._name))
 
     def __set__(self, layer: object, value: object) -> None:
         """Ignore the None that transformers' mixin assigns."""

@@ -17,7 +17,7 @@ from ..attention.kv import Segment
 from ..attention.torch_operators.backends import BACKENDS
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
-from .layer import SharedContextLayer
+from .layer import SharedContextLayer, no_tensor
 from .rows import CacheRows
 from .state import PrefillItem, SharedState
 from .storage import TokenStorage
@@ -323,6 +323,14 @@ class SharedContextCache(CacheRows):
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse what transformers' caches give: each layer's keys and values.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(no_tensor("keys"))
 
     def __repr__(self) -> str:
         return f"SharedContextCache({self.forest!r}, suffix_length={self.suffix_length}, layers={len(self.layers)})"

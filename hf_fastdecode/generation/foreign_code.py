@@ -76,8 +76,9 @@ def check_code(model: nn.Module) -> None:
             if not _is_of(_defining_module(piece), known):
                 raise Unsupported(f"{where} has a forward of its own, {_name(piece)}, {_WHY}")
         for method, default in ((type(module).forward, None), (type(module).__call__, nn.Module.__call__)):
-            if method is not default and not _is_of(_defining_module(method), known):
-                raise Unsupported(f"{where} runs third-party code, {_name(method)}, {_WHY}")
+            for piece in () if method is default else _with_wrapped(method):
+                if not _is_of(_defining_module(piece), known):
+                    raise Unsupported(f"{where} runs third-party code, {_name(piece)}, {_WHY}")
 
 
 def only_requires_grad(hook: Any) -> bool:
@@ -110,6 +111,13 @@ def _own_code(module: nn.Module) -> Iterator[Any]:
         while method is not None and _unbound(method) is not type(module).forward:
             yield from _pieces(method, module)
             method = getattr(method, "__wrapped__", None)
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function and, one by one, what it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:

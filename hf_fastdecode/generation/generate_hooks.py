@@ -147,7 +147,7 @@ def _prepare_cache_for_generation(
     with call.or_stock():
         check_call(model, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
-            raise Unsupported("the model's class has a generate of its own")
+            raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
         return prepare()
     needed_by = other_loop(model, generation_mode, generation_config, model_kwargs)
@@ -175,16 +175,18 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
     original = model_state.methods.original(model, "generate")
     signature = inspect.signature(original)
     given = signature.bind_partial(*args, **kwargs).arguments
-    takes = "custom_generate" in signature.parameters and len(args) <= list(signature.parameters).index(
-        "custom_generate"
-    )
+    takes = _takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and _takes_any(signature))
     with model_state.call(model) as may_share:
         ours = may_share and takes and given.get("custom_generate") is None
         loop = given.get("custom_generate")
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
         token = _active_call.set(call)
         try:
-            return original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+            output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+            if ours and call.report is not None and not (call.report.reason or call.report.rows):
+                call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
+                model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
+            return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
                 model_state.last_call = call.report = CallReport()
@@ -192,6 +194,28 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             raise
         finally:
             _active_call.reset(token)
+
+
+def _takes_loop(signature: inspect.Signature, given: int) -> bool:
+    """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
+    names = list(signature.parameters)
+    return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
+    """Why `generate` could not be given this package's decoding loop."""
+    if not model_state.methods.wraps("generate"):
+        return "the model's class has a generate of its own"
+    name = _name_of(model_state.methods.original(model, "generate"))
+    return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _extract_generation_mode_kwargs(

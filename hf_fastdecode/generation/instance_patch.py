@@ -74,6 +74,10 @@ class WrappedMethods:
             vars(instance).setdefault(_BURIED_ATTRIBUTE, {}).update(buried)
         del vars(instance)[STATE_ATTRIBUTE]
 
+    def wraps(self, name: str) -> bool:
+        """Whether the original is of the instance, put there by other code, and not of its class."""
+        return name in self._saved
+
     def original(self, instance: object, name: str) -> Callable[..., Any]:
         """The original method, bound to the instance."""
         return self._saved[name] if name in self._saved else partial(getattr(type(instance), name), instance)

@@ -10,6 +10,7 @@ from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remo
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.deprecation import deprecate_kwarg
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, takes_cache
@@ -203,3 +204,85 @@ def test_a_forward_of_ones_own_takes_what_it_took(model):
             assert "a forward of its own" in fd.explain(model).last_call.reason
     finally:
         del model.forward
+
+
+def wrapped(inner, *, drops=False):
+    def plain(*args, **kwargs):
+        if drops:
+            kwargs.pop("custom_generate", None)
+        return inner(*args, **kwargs)
+
+    return plain
+
+
+def functools_wrapped(inner):
+    return functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+
+
+@pytest.mark.parametrize("wrap", [wrapped, functools_wrapped, lambda inner: functools.partial(inner, top_k=5)])
+@pytest.mark.parametrize("first", ["wrapped", "enabled"])
+@pytest.mark.parametrize("loop", [{}, {"num_beams": 4, "do_sample": False}], ids=["sample", "beams"])
+def test_a_wrapper_around_generate_shares(wrap, first, loop):
+    model = tiny_model()
+    model.generate = wrap(model.generate)
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop))
+    if first == "enabled":
+        del model.generate
+        fd.enable(model)
+        model.generate = wrap(model.generate)
+    else:
+        fd.enable(model)
+    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop)), expected)
+    assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
+    fd.disable(model)
+    assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop)), expected)
+
+
+def test_a_wrapper_of_the_class_shares(monkeypatch):
+    model = tiny_model()
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    monkeypatch.setattr(type(model), "generate", functools_wrapped(type(model).generate))
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
+
+
+def without_kwargs(inner):
+    def plain(input_ids, attention_mask, do_sample, top_k, num_return_sequences, max_new_tokens):
+        return inner(input_ids, attention_mask=attention_mask, **{**SAMPLING, "max_new_tokens": max_new_tokens})
+
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (without_kwargs, "has no **kwargs to pass custom_generate on with; wrap generate after enable"),
+        (functools.partial(wrapped, drops=True), "plain, which replaces generate, left out custom_generate"),
+    ],
+)
+def test_a_wrapper_around_generate_that_cannot_share_says_why(wrap, reason, caplog):
+    model = tiny_model()
+    model.generate = wrap(model.generate)
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        report = fd.explain(model).last_call
+    assert report.path == "stock"
+    assert reason in report.reason
+    assert report.reason in caplog.text
+
+
+def test_third_party_code_beneath_a_decorator_of_transformers_is_seen(monkeypatch):
+    model = tiny_model()
+    layer = type(model.model.layers[0])
+    inner = layer.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return inner(self, hidden_states, *args, **kwargs)
+
+    decorated = deprecate_kwarg("old_name", version="99.0.0", new_name="new_name")(forward)
+    monkeypatch.setattr(layer, "forward", decorated)
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        assert "runs third-party code" in fd.explain(model).last_call.reason
