@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,11 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
     Args:
         what: What cannot, and why.
         remedy: What to do about it, if anything.
-        level: Log level with which a stock call for this reason is reported.
     """
 
-    def __init__(self, what: str, remedy: str | None = None, *, level: int = logging.WARNING):
+    def __init__(self, what: str, remedy: str | None = None):
         super().__init__(f"{what}; {remedy}" if remedy else what)
-        self.what, self.remedy, self.level = what, remedy, level
+        self.what, self.remedy = what, remedy
 
 
 def reason_of(check: Callable[..., object], *arguments: Any) -> str | None:

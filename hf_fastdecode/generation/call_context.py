@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,14 +96,14 @@ class CallContext:
             yield
             return
         except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
-            what, remedy, level = error.what, error.remedy, error.level
+            what, remedy = error.what, error.remedy
         except Exception as error:
             newer = untested_transformers()
             if newer is None or self.must_share:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
-            remedy, level = None, logging.WARNING
-        self.refuse(Unsupported(what, remedy, level=level))
+            remedy = None
+        self.refuse(Unsupported(what, remedy))
 
     def refuse(self, error: Unsupported) -> None:
         """Report that the call runs stock; log each reason once.
@@ -115,9 +114,9 @@ class CallContext:
         if self.must_share:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
-        reason, level = str(error), error.level
+        reason = str(error)
         if unused := [option for option in self.options.forced if option not in _STOCK_OPTIONS]:
-            reason, level = f"{reason}; {', '.join(unused)} not used", logging.WARNING
+            reason = f"{reason}; {', '.join(unused)} not used"
         self.runs_stock = True
         self.report.path, self.report.reason = "stock", reason
-        self.state.log_once(f"this generate call runs stock transformers: {reason}", level)
+        self.state.log_once(f"this generate call runs stock transformers: {reason}")

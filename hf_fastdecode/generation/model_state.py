@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from .instance_patch import STATE_ATTRIBUTE, WrappedMethods, Wrapper
 from .options import Options
 from .prompts.kept_prefixes import ReusedPrefixes
+from .prompts.repeated_prompts import RepeatedPrompts
 from .report import CallReport
 from .steps.cuda_graph import Captures
 
@@ -47,6 +48,7 @@ class ModelState:
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
         self.reused = ReusedPrefixes()
+        self.repeated = RepeatedPrompts()
         self._logged: set[str] = set()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -54,15 +55,20 @@ def check_model(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
-    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "shares_context", False):
-        raise Unsupported(f"{name} does not use transformers' attention interface")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise Unsupported(f"{name}.forward takes no position_ids")
     text = config.get_text_config(decoder=True)
-    _check_attention(text._attn_implementation)
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(model, "_is_stateful", False):
-        raise Unsupported(f"it has layers other than attention ({', '.join(sorted(other)) or 'stateful'})")
+        kinds = ", ".join(sorted(other)) or "stateful"
+        raise Unsupported(f"it has layers other than attention ({kinds}), whose state rows cannot share yet")
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "shares_context", False):
+        raise Unsupported(
+            f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
+            if _uses_interface(model)
+            else f"{name} does not use transformers' attention interface"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise Unsupported(f"{name}.forward takes no position_ids")
+    _check_attention(text._attn_implementation)
     if getattr(text, "attn_temperature_tuning", False):
         raise Unsupported(
             "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
@@ -75,6 +81,12 @@ def check_model(model: PreTrainedModel) -> None:
         raise Unsupported(f"{text.num_kv_shared_layers} of its layers take keys and values from other layers")
     if getattr(text, "n_recurrent_loops", 1) > 1:
         raise Unsupported(f"it runs layers {text.n_recurrent_loops} times, each time over a cache of its own")
+
+
+def _uses_interface(model: PreTrainedModel) -> bool:
+    """Whether the code of a layer looks up attention functions in transformers' registry."""
+    modules = {type(module).__module__ for module in model.modules()}
+    return any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[name]) for name in modules if name in sys.modules)
 
 
 def _check_attention(name: str | None) -> None:
@@ -261,4 +273,15 @@ def check_prompts(
     if position_ids is not None:
         comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]
         if not comparable or not bool((position_ids == expected).all()):
-            raise Unsupported("position_ids are not those of the attention mask")
+            raise Unsupported(_why_not_counted(model, position_ids))
+
+
+def _why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
+    """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
+    for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
+        if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
+            shape = list(position_ids.shape)
+            return (
+                f"{type(model).__name__} makes position_ids of its own, of shape {shape}, which are not followed yet"
+            )
+    return "position_ids are not those of the attention mask"

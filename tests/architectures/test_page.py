@@ -33,6 +33,20 @@ def test_the_page_says_what_the_comparison_finds(name):
     assert listed()[name] == verdict_on(name).kind
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Qwen3NextForCausalLM", "layers other than attention (linear_attention)"),
+        ("NemotronHForCausalLM", "layers other than attention (linear_attention"),
+        ("Qwen2VLForConditionalGeneration", "makes position_ids of its own, of shape [4, 6, 71]"),
+        ("BartForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
+        ("BloomForCausalLM", "does not use transformers' attention interface"),
+    ],
+)
+def test_reasons_say_what_is_missing(name, reason):
+    assert reason in verdict_on(name).reason
+
+
 def test_no_class_is_wrong():
     assert set(listed().values()) == {"shared", "stock", "not compared"}
 

@@ -367,9 +367,8 @@ def test_frequencies_that_every_pass_writes_are_no_other_weights(kind, between):
 def test_who_iterates_over_a_returned_cache_is_told_what_to_do(model, read):
     """transformers' caches give the keys and values of each layer."""
     with fd.enabled(model):
-        out = model.generate(
-            **ragged_prompts(90), num_return_sequences=4, max_new_tokens=4, return_dict_in_generate=True
-        )
+        call = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 4, "return_dict_in_generate": True}
+        out = model.generate(**ragged_prompts(90), **call)
     assert isinstance(out[CACHE], fd.SharedContextCache)
     with pytest.raises(
         TypeError, match=rf"no 'keys' tensor: .* pass {CACHE}=transformers.DynamicCache\(\) to generate"

@@ -161,3 +161,55 @@ def test_an_offloaded_model():
         for prompt, tokens in zip(prompts(2), expected, strict=True):
             assert torch.equal(run(model, prompt), tokens)
         assert fd.explain(model).last_call.prefilled_tokens == 27
+
+
+def advised(caplog):
+    return [one.getMessage() for one in caplog.records if "reuse_prefix=True) keeps prompts" in one.getMessage()]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_return_sequences": 3}, {"num_beams": 2}])
+def test_the_third_call_that_begins_like_an_earlier_one_says_what_would_help(model, caplog, arguments):
+    with fd.enabled(model):
+        for number, prompt in enumerate(prompts(6)):
+            run(model, prompt, **arguments)
+            assert len(advised(caplog)) == (number >= 3)  # the first began like none
+    assert advised(caplog) == [
+        "3 calls had a prompt that begins like an earlier call's; hf_fastdecode.enable(model, reuse_prefix=True) "
+        "keeps prompts, so that later calls prefill new tokens only"
+    ]
+
+
+def test_calls_in_between_do_not_matter(model, caplog):
+    others = [ragged_prompts(97, seed=seed) for seed in (5, 6, 7, 8)]
+    with fd.enabled(model):
+        for prompt, other in zip(prompts(4), others, strict=True):
+            run(model, prompt)
+            run(model, other)
+    assert len(advised(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (lambda: prompts(8, shared=60), {}),
+        (lambda: prompts(8, length=60, shared=60), {}),
+        (lambda: prompts(8), {"reuse_prefix": True}),
+        (lambda: prompts(8), {"min_saved_tokens": 71}),
+        (lambda: [ragged_prompts(97, seed=seed) for seed in range(8)], {}),
+    ],
+    ids=["short beginning", "short prompts", "on already", "bound by the user", "nothing in common"],
+)
+def test_no_advice_where_it_would_not_help(model, caplog, made, options):
+    with fd.enabled(model, **options):
+        for prompt in made():
+            run(model, prompt)
+    assert not advised(caplog)
+
+
+def test_no_advice_between_training_steps(model, caplog):
+    with fd.enabled(model):
+        for prompt in prompts(6):
+            run(model, prompt)
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)
+    assert not advised(caplog)

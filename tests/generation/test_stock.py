@@ -336,3 +336,23 @@ def test_a_cache_of_another_model_is_an_error(model):
         cache = fd.prefill(other, PROMPT)
         with pytest.raises(ValueError, match="the cache holds 1 KV heads, the model has 2"):
             model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "remedy"),
+    [
+        (ragged_prompts(90), {}, "(num_return_sequences), or enable(model, reuse_prefix=True) for prompts that begin"),
+        (ragged_prompts(90, 90), {}, "put prompts that begin alike next to each other"),
+        (ragged_prompts(20), {"num_return_sequences": 3}, "draw more samples, or of longer prompts"),
+    ],
+)
+def test_who_saves_too_little_is_told_once_and_what_would_help(prompt, arguments, remedy, caplog):
+    model = tiny_model()
+    with fd.enabled(model):
+        for _ in range(2):
+            model.generate(**prompt, do_sample=True, max_new_tokens=2, **arguments)
+        assert fd.explain(model).last_call.path == "stock"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "sharing would save" in record.getMessage()
+    assert remedy in record.getMessage()

@@ -65,6 +65,10 @@ def find_shared(
                 attach(given)
     elif options.reuse_prefix and reuse:
         base = call.state.reused.find(call.model, groups, least=options.min_shared_tokens)
+    elif reuse:
+        advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
+        if advice is not None:
+            call.state.log_once(advice)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
     plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens, recompute=recompute)
     for index, (group, known) in enumerate(zip(groups, plan.known_lengths, strict=True)):
@@ -100,16 +104,29 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_s
     if not call.must_share and call.mode == "eager" and not smaller_suffixes:
         if may_save < least:
             raise Unsupported(
-                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)", level=logging.INFO
+                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
+                _what_helps(found.groups),
             )
         if not options.reuse_prefix and (choice := plain_is_faster(call.model, plan.forest, max_suffix)):
-            raise Unsupported(f"stock decoding is predicted to be faster: {choice}", level=logging.INFO)
+            raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
     if found.known:
         report.reason += f", {sum(plan.known_lengths)} were stored before"
     report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens)
     report.cache = ref(found.cache)
+
+
+def _what_helps(groups: list[PromptGroup]) -> str:
+    """What would make calls like one of these prompts save more."""
+    if len(groups) > 1:
+        return "rows share what neighbours begin with: put prompts that begin alike next to each other"
+    if groups[0].count > 1:
+        return "draw more samples, or of longer prompts"
+    return (
+        "draw several samples in a call (num_return_sequences), or enable(model, reuse_prefix=True) for prompts that "
+        "begin alike and arrive one at a time"
+    )
 
 
 def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
