@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .generation.support import is_nothing
+
+
+def has_no_vocabulary(tokenizer: Any) -> bool:
+    """Whether a tokenizer has special tokens only, as transformers makes one of a folder without its files."""
+    return len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids)
+
 
 _TOKENIZE = "call the tokenizer: tokenizer(prompts)"
 

@@ -19,6 +19,7 @@ from ..command_options import EMBEDDED, SHAPE, check_dtype
 from ..configs import load_config
 from ..devices import out_of_memory
 from ..measurement.shapes import SHAPES, random_model
+from ..prompt_ids import has_no_vocabulary
 from .completions import vocabulary_of
 from .console import note
 
@@ -51,6 +52,10 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
             model, tokenizer = load_embedded(None if dtype == "auto" else getattr(torch, dtype), device)
         else:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            if has_no_vocabulary(tokenizer):
+                raise CommandError(
+                    f"{name} has no tokenizer files; save the tokenizer beside the weights (tokenizer.save_pretrained)"
+                )
             model = _load_weights(name, place, dtype).to(device).eval()
     except CommandError:
         raise

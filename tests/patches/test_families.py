@@ -352,3 +352,12 @@ def test_models_without_a_slim_form(name: str) -> None:
     family, overrides, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason):
         to_slim(family_model(family, **overrides), TEXT)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox", "phi3-window", "qwen2"])
+def test_a_calibration_longer_than_the_model_takes_is_cut(name: str) -> None:
+    model = family_model(name)
+    ids = TEXT[torch.arange(1500) % len(TEXT)]
+    limit = min(1024, longest_text(model.config))
+    found, expected = to_slim(model, ids, rank=3), to_slim(model, ids[:limit], rank=3)
+    assert all(torch.equal(one, expected.state_dict()[key]) for key, one in found.state_dict().items())

@@ -36,16 +36,29 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
     Raises:
         ValueError: The file cannot be read, or the text, or what the model takes of it, is too short.
     """
-    if limit is not None and limit < LEAST:
-        raise ValueError(
-            f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
-        )
     try:
         text = built_in_text() if file is None else _beginning(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
     ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
-    return check_ids(ids[: min(TOKENS, limit or TOKENS)])
+    return beginning(ids, limit)
+
+
+def beginning(ids: Tensor, limit: int | None = None) -> Tensor:
+    """The ids that layers are measured on, ``[tokens]``: at most `TOKENS`, and at most what the model takes.
+
+    Args:
+        ids: Of a text, ``[tokens]``.
+        limit: Most tokens that the model takes, or None.
+
+    Raises:
+        ValueError: There are too few, or they are no single text.
+    """
+    if limit is not None and limit < LEAST:
+        raise ValueError(
+            f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
+        )
+    return check_ids(check_ids(ids)[: min(TOKENS, limit or TOKENS)])
 
 
 def _beginning(file: Path) -> str:

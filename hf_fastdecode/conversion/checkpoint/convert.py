@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from hf_fastdecode.prompt_ids import has_no_vocabulary
+
 from ..cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
@@ -153,6 +155,11 @@ def _ids(source: Checkpoint, settings: Settings, family: Family | EncoderDecoder
             f"{settings.source} has no tokenizer that can be loaded ({type(error).__name__}), and layers are measured "
             "on a text; save the tokenizer beside the weights"
         ) from error
+    if has_no_vocabulary(tokenizer):
+        raise CheckpointError(
+            f"{settings.source} has no tokenizer files, and layers are measured on a text; save the tokenizer beside "
+            "the weights (tokenizer.save_pretrained)"
+        )
     text = None if _has_features(settings, family) else settings.calibration
     config = language_config(source.config)
     return check_vocabulary(calibration_ids(tokenizer, text, longest_text(config)), config.vocab_size)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
-from .calibration import calibration_ids, check_ids, check_vocabulary
+from .calibration import beginning, calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
 from .families.configs import require_rope
@@ -44,8 +44,9 @@ def to_slim(
     Args:
         model: A model with multi-head attention, in float32, bfloat16 or float16, of an architecture listed in
             docs/slim-architectures.md. One wrapped by `torch.compile` or DistributedDataParallel is unwrapped first.
-        calibration: Token ids of a text typical of what the model will read, ``[tokens]``; if None, a built-in text
-            of English and Python, encoded by `tokenizer`. An encoder and its decoder both read it.
+        calibration: Token ids of a text typical of what the model will read, ``[tokens]``; the first 1,024 are used,
+            or as many as the model takes. If None, a built-in text of English and Python, encoded by `tokenizer`. An
+            encoder and its decoder both read it.
         features: For Whisper, whose encoder reads sounds: ``[1, bands, frames]``, from its feature extractor; if None,
             synthetic ones.
         tokenizer: The model's tokenizer.
@@ -84,7 +85,7 @@ def to_slim(
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(config))
-    calibration = check_vocabulary(check_ids(calibration), config.vocab_size)
+    calibration = check_vocabulary(beginning(calibration, longest_text(config)), config.vocab_size)
     if isinstance(family, EncoderDecoder):
         slim = decoder_to_slim(model, family, choice, calibration, features)
         slim.config.slim_sparsity_threshold = sparsity_threshold

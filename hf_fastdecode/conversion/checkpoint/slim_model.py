@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .encoder_decoder.architecture import EncoderDecoder
-from .families.configs import slim_config
+from .families.configs import slim_config, untied
 from .family import Family
 from .plan_choice import PlanChoice
 from .slim_layer import matrix_dtype
@@ -34,12 +34,25 @@ def build_slim_model(
         choice: Of caches.
     """
     config = slim_config(family, model.config, list(entries), model.dtype, matrix_dtype(model.dtype), choice.rope)
+    if isinstance(family, Family) and apart(model):
+        untied(config)
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
         slim: PreTrainedModel = family.slim_model(config)
     slim.load_state_dict(state, strict=True, assign=True)
     slim.generation_config = deepcopy(model.generation_config)
     return slim.eval()
+
+
+def apart(model: PreTrainedModel) -> set[str]:
+    """Names of tensors that the config ties to others, and that differ from them, as a head that was trained apart."""
+    state = model.state_dict()
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {name for name, other in tied.items() if not _same(state[name], state[other])}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 def share_buffers(model: PreTrainedModel, slim: PreTrainedModel) -> None:

@@ -19,6 +19,8 @@ from transformers import AutoConfig
 from hf_fastdecode._compat import loaded_name, loading_names
 from hf_fastdecode.assets import MODEL_PATH
 
+from ..cache_errors import dtype_name
+
 EMBEDDED: Final = "embedded"
 REPORT: Final = "slim_report.json"
 """File name of the conversion report, beside the weights."""
@@ -26,6 +28,10 @@ REPORT: Final = "slim_report.json"
 _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of tokenizers' files and of the generation config."""
+_DTYPES_OF_SAFETENSORS: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
+_UNSAFE_GLOBAL: Final = re.compile(r"GLOBAL (\S+)")
+"""What a pickle would call, in the words of torch's safe loader."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 """Number of a layer in a tensor's name."""
 
@@ -99,6 +105,9 @@ class Checkpoint:
     Args:
         folder: Of the checkpoint.
 
+    Attributes:
+        tied: Names of tensors that the config's model takes from others, and of those; as `check` found them.
+
     Raises:
         CheckpointError: A file is missing or damaged, or a weight that the config wants is missing or of another
             shape.
@@ -108,6 +117,7 @@ class Checkpoint:
         self.folder, self.config = folder, read_config(folder)
         self.files = self._files()
         self.stored = {name: name for name in self.files}
+        self.tied: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self._stack = ExitStack()
 
@@ -137,7 +147,9 @@ class Checkpoint:
                 f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); mend it"
             ) from error
         self.rename(partial(loaded_name, loading_names(model)))
-        tied = set(model.all_tied_weights_keys)
+        self.tied = dict(model.all_tied_weights_keys)
+        self._swap_tied()
+        tied = set(self.tied)
         missing = sorted(
             set(model.state_dict()) - self.names() - tied - set(model._keys_to_ignore_on_load_missing or ())
         )
@@ -159,11 +171,29 @@ class Checkpoint:
                     f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
                     "config.json is of another model"
                 )
-            if expected.is_floating_point() and not self.is_floating_point(name):
+            if expected.is_floating_point() and (dtype := self.stored_dtype(name)) not in _WEIGHT_DTYPES:
                 raise CheckpointError(
-                    f"{name} in {self.folder} holds integers, as quantised weights do, and its config tells of no "
-                    "quantisation; convert the checkpoint that they were made of"
+                    f"{name} in {self.folder} is of dtype {dtype}, as quantized weights are, and config.json tells of "
+                    f"no quantization; convert the checkpoint that it was made of, in {', '.join(_WEIGHT_DTYPES)}"
                 )
+
+    def _swap_tied(self) -> None:
+        """Where of two tied tensors the other one is stored, take it for both, as transformers does."""
+        for name, other in self.tied.items():
+            if other not in self.files and name in self.files:
+                self.files[other], self.stored[other] = self.files.pop(name), self.stored.pop(name)
+
+    def repeats(self, name: str) -> bool:
+        """Whether a tensor is tied to another one, and equal to it.
+
+        Where the two differ, as after training a head apart, transformers keeps both, whatever the config says.
+        """
+        other = self.tied.get(name)
+        return other in self.files and torch.equal(self.tensor(name), self.tensor(other))
+
+    def unties(self) -> bool:
+        """Whether a tensor that the config ties to another one is stored and differs from it."""
+        return any(name in self.files and not self.repeats(name) for name in self.tied)
 
     def _surplus_layer(self, model: Any) -> str | None:
         """Name of a tensor of a layer that the model does not have, if there is one.
@@ -191,12 +221,13 @@ class Checkpoint:
                 f"there is no {stored} in {self.files[name]}, where the index names it; copy or download both again"
             ) from error
 
-    def is_floating_point(self, name: str) -> bool:
-        """Whether a tensor of the files, as `shape` checks, holds floating-point numbers."""
+    def stored_dtype(self, name: str) -> str:
+        """Dtype of a tensor of the files, as `shape` checks, by torch's name where torch has the dtype."""
         handle, stored = self._handle(self.files[name]), self.stored[name]
         if isinstance(handle, Mapping):
-            return bool(handle[stored].is_floating_point())
-        return "F" in handle.get_slice(stored).get_dtype()  # such as F32, BF16, F8_E4M3
+            return dtype_name(handle[stored].dtype)
+        named: str = handle.get_slice(stored).get_dtype()
+        return _DTYPES_OF_SAFETENSORS.get(named, named)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.
@@ -261,9 +292,11 @@ class Checkpoint:
             if index.is_file():
                 try:
                     places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                    files = {tensor: self.folder / place for tensor, place in places.items()}
+                    files = {tensor: self._inside(index, place) for tensor, place in places.items()}
                 except OSError as error:
                     raise _unreadable(index, error) from error
+                except CheckpointError:
+                    raise
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise CheckpointError(f"{index} is no index of weights; copy or download it again") from error
                 if missing := sorted(str(file) for file in set(files.values()) if not file.is_file()):
@@ -273,6 +306,15 @@ class Checkpoint:
             f"there are no weights in {self.folder}: {' or '.join(_WEIGHTS)}, or shards with their .index.json; copy "
             "or download what is missing"
         )
+
+    def _inside(self, index: Path, place: str) -> Path:
+        """The file that an index names, by its path below the folder; links in the folder may lead anywhere."""
+        path = Path(place)
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(
+                f"{index} names {place}, which is outside its folder; take the checkpoint from a source you trust"
+            )
+        return self.folder / path
 
     def _handle(self, file: Path) -> Any:
         """The file, opened; one is open at a time."""
@@ -292,6 +334,11 @@ class Checkpoint:
                 return safe_open(file, "pt")
             return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
         except Exception as error:  # a damaged file may raise anything
+            if unsafe := _UNSAFE_GLOBAL.search(str(error)):
+                raise CheckpointError(
+                    f"{file} is a pickle that would run code: it names {unsafe[1]}, and was not loaded; take weights "
+                    "in safetensors, or from a source you trust"
+                ) from error
             raise CheckpointError(
                 f"{file} is cut off or damaged ({type(error).__name__}); copy or download it again"
             ) from error

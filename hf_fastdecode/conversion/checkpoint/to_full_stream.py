@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families.configs import full_config
+from .families.configs import full_config, untied
 from .family import Family, language_config
 from .slim_layer import recover_values
 from .source import Checkpoint
@@ -68,4 +68,5 @@ class FullStream:
 
     def finished(self, reports: list[Any]) -> Any:
         """The ordinary model's config."""
-        return full_config(self.family, self.source.config, self.model_type, self.dtype)
+        made = full_config(self.family, self.source.config, self.model_type, self.dtype)
+        return untied(made) if self.source.unties() else made

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .families.configs import slim_config
+from .families.configs import slim_config, untied
 from .family import Family, attention_inputs, language_config
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype
@@ -65,7 +65,8 @@ class SlimStream:
         """The slim model's config, from the reports of all groups."""
         entries = config_entries(reports[1:])
         matrices = matrix_dtype(self.dtype)
-        return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
+        made = slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
+        return untied(made) if self.source.unties() else made
 
     def _outside(self) -> dict[str, Tensor]:
         tensors = outside_layers(self.source, self.family, self.dtype)
@@ -122,9 +123,7 @@ class SlimStream:
 def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
     """Embeddings, the last norm and the head, cast; a head that is the embedding is not stored twice."""
     names = sorted(name for name in source.names() if not name.startswith(family.layers))
-    if getattr(source.config, "tie_word_embeddings", False):
-        names = [name for name in names if name != "lm_head.weight"]
-    return {name: cast(name, source.tensor(name), dtype) for name in names}
+    return {name: cast(name, source.tensor(name), dtype) for name in names if not source.repeats(name)}
 
 
 def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.dtype) -> dict[str, Tensor]:

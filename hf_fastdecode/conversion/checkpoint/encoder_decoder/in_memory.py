@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..plan_choice import PlanChoice
-from ..slim_model import build_slim_model
+from ..slim_model import apart, build_slim_model
 from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import model_inputs, record
@@ -46,6 +46,9 @@ def decoder_to_slim(
         tensors = converted.attention(below(prefix, state), family.projection("v"))
         made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
     slim = build_slim_model(family, model, entries, made, choice)
-    slim.all_tied_weights_keys = dict(model.all_tied_weights_keys)  # fewer where a checkpoint has a head of its own
+    # The config stays: T5 also scales by what it says of tied weights.
+    others = apart(model)
+    tied = slim.all_tied_weights_keys
+    slim.all_tied_weights_keys = {name: other for name, other in tied.items() if name not in others}
     slim.tie_weights(recompute_mapping=False)
     return slim

@@ -36,7 +36,7 @@ class DecoderGroups:
         self.prefixes = family.attentions(source.config)
         with torch.device("meta"):
             model = family.auto.from_config(source.config)
-        self.names, self.tied = set(model.state_dict()) & source.names(), model.all_tied_weights_keys
+        self.names = set(model.state_dict()) & source.names()
 
     def __len__(self) -> int:
         return len(self.prefixes) + 1
@@ -51,7 +51,9 @@ class DecoderGroups:
     def outside(self) -> dict[str, Tensor]:
         """Tensors that are of no attention, cast; those that repeat another one are not stored twice."""
         names = sorted(name for name in self.names if not name.startswith(tuple(self.prefixes)))
-        return {name: cast(name, self.source.tensor(name), self.dtype) for name in names if not self._repeats(name)}
+        return {
+            name: cast(name, self.source.tensor(name), self.dtype) for name in names if not self.source.repeats(name)
+        }
 
     def own(self, index: int) -> dict[str, Tensor]:
         """Tensors of an attention, as stored."""
@@ -60,10 +62,6 @@ class DecoderGroups:
             for name in sorted(self.names)
             if name.startswith(self.prefixes[index])
         }
-
-    def _repeats(self, name: str) -> bool:
-        other = self.tied.get(name)
-        return other in self.names and torch.equal(self.source.tensor(name), self.source.tensor(other))
 
 
 class SlimDecoderStream(DecoderGroups):

@@ -69,6 +69,13 @@ def ordinary_config(config: Any) -> Any:
     return full_config(family, config, model_type, config.dtype)
 
 
+def untied(config: Any) -> Any:
+    """The same config, of a decoder whose head is stored beside its embeddings and differs from them."""
+    for part in (config, language_config(config)):
+        part.tie_word_embeddings = False
+    return config
+
+
 def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype) -> Any:
     """The config of a whole model, from that of its language model; which is the same but for multimodal models."""
     made = language
