@@ -176,6 +176,42 @@ def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypa
 
 
 @on_the_cpu
+@pytest.mark.parametrize("graph", ["works", "fails"])
+def test_a_compilation_that_fails_falls_back_by_one_stage(uncaptured, monkeypatch, caplog, graph):
+    """To the graph that ran before, in this call and in later ones, and from there to eager steps."""
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_COMPILATION", 200)
+    make, tried = CapturedStep.__init__, []
+
+    def make_or_fail(self, model, rows, cache, configs, options, *args):
+        tried.append(options.compiled)
+        if options.compiled or graph == "fails":
+            raise RuntimeError("self.stride(-1) must be 1 to view BFloat16 as Byte")
+        make(self, model, rows, cache, configs, options, *args)
+
+    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
+    model = tiny_model(**SMALL)
+    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 70}
+    stock = seeded(lambda: model.generate(**call))
+    found = []
+    with fd.enabled(model, backend="triton"), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
+        for _ in range(4):
+            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+            found.append(fd.explain(model).last_call.mode)
+        reason = fd.explain(model).last_call.mode_reason
+    if graph == "fails":
+        assert found == ["eager"] * 4
+        return
+    assert found == ["graph"] * 4
+    assert tried.count(True) == 1
+    assert reason == "the layers cannot be compiled (self.stride(-1) must be 1 to view BFloat16 as Byte)"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"decode steps of this model run as a graph: {reason}"
+    ]
+    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="mode='compile' cannot run: self"):
+        model.generate(**call)
+
+
+@on_the_cpu
 @pytest.mark.parametrize(
     ("message", "again"),
     [("CUDA error: out of memory", [2, 3]), ("operation not permitted when stream is capturing", [1, 2])],

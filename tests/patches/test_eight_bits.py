@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from shutil import which
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_fastdecode.patches.values import eight_bits
 from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes
@@ -80,3 +82,29 @@ def test_compiled_code_rounds_alike(dtype: torch.dtype) -> None:
     """torch.compile leaves out conversions whose result is converted back, as of the scales that are divided by."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     assert torch.equal(torch.compile(lambda x: store(x, dtype, 32))(x), store(x, dtype, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scales_are_stored_as_the_bytes_of_bf16(dtype: torch.dtype) -> None:
+    """Kernels read them so, whatever the strides of what is stored."""
+    numbers = torch.randn(7, 3, 96) * torch.logspace(-42, 36, 7)[:, None, None]
+    numbers[0, 0, 0], numbers[1, 1, 40], numbers[2, 2] = math.nan, math.inf, 0
+    for given in (numbers, numbers.transpose(0, 1), numbers[:, :1].transpose(1, 2).contiguous().transpose(1, 2)):
+        stored = store(given, dtype, 32)
+        scales = stored[..., 96:].contiguous().view(torch.bfloat16).float()
+        largest = given.unflatten(-1, (3, 32)).abs().amax(-1) / eight_bits._LARGEST[dtype]
+        expected = largest.clamp(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16).float()
+        torch.testing.assert_close(scales, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_compiled_steps_store_and_load_alike(rows: int) -> None:
+    """torch 2.11 gave scales strides that no view as bytes takes."""
+    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+
+    def step(x: Tensor) -> Tensor:
+        return load(store((x @ weight)[:, None], torch.int8, 64), torch.int8, 64)
+
+    x = torch.randn(rows, 1, 256, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, dynamic=False)(x), step(x), rtol=2e-2, atol=2e-2)

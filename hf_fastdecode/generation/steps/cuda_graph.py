@@ -216,6 +216,7 @@ class Captures:
         self.count = 0
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
+        self.compile_failure: str | None = None  # why layers could not be compiled, where they can be captured
         self._failure: str | None = None
         self._free = 0  # free memory at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
@@ -284,7 +285,7 @@ class Captures:
 
     def retry(self) -> None:
         """Reset the recorded failures."""
-        self._failure = self._free_then = self.own_nodes_failure = None
+        self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
 
     def clear(self) -> None:
         """Drop all captures and their memory."""

@@ -46,7 +46,9 @@ def _fused_rows(option: str | bool, *, compiled: bool) -> int:
 
 @contextmanager
 def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
-    """Context that yields a factory of step runners, in the call's mode, which may turn eager.
+    """Context that yields a factory of step runners, in the call's mode.
+
+    Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
 
     Raises:
         ValueError: A forced mode cannot run.
@@ -93,10 +95,16 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise torch.OutOfMemoryError(str(error)) from error
-            if forced:
+            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
+            only_compiled = compiled and not unsupported and call.options.mode == "auto"
+            if forced and not only_compiled:
                 raise _cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
+        if only_compiled:
+            captures.compile_failure = f"the layers cannot be compiled ({reason})"
+            call.state.log_once(f"decode steps of this model run as a graph: {captures.compile_failure}")
+            call.set_mode("graph", captures.compile_failure)
+            return captured(cache, larger)
         if not unsupported:
             captures.fail(reason, of_memory=_is_memory_failure(reason))
         call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
@@ -172,5 +180,7 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
     if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+        if captures.compile_failure is not None:
+            return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"
     return "graph", f"{steps} steps {which} pay for a capture"

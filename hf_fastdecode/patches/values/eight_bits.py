@@ -44,14 +44,28 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     scales = _rounded((largest / _LARGEST[dtype]).float().clamp(min=torch.finfo(_SCALE).tiny))  # of zeros too
     steps = (grouped / scales).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
     numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
-    scale_bytes = scales.to(_SCALE).view(torch.uint8)
-    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scale_bytes.flatten(-2)], -1)
+    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], _to_bytes(scales).flatten(-2)], -1)
 
 
 def _rounded(scales: Tensor) -> Tensor:
     """The nearest numbers of bf16, in fp32, by their bits: code that torch.compile makes leaves out conversions."""
     rounded = ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(scales.isnan(), scales, rounded)  # the sum may make 0 of a NaN's bits
+
+
+def _to_bytes(scales: Tensor) -> Tensor:
+    """The bytes of `_rounded` scales in bf16, the low one first: ``[..., 1]`` fp32 to ``[..., 2]`` uint8.
+
+    A view would need a last stride of 1, which tensors of size 1 need not have in code that torch.compile makes.
+    """
+    bits = torch.where(scales.isnan(), 0x7FC0, scales.view(torch.int32) >> 16)
+    return torch.cat([bits & 0xFF, (bits >> 8) & 0xFF], -1).to(torch.uint8)
+
+
+def _from_bytes(scale_bytes: Tensor) -> Tensor:
+    """The inverse: ``[..., 2 * groups]`` uint8 to ``[..., groups]`` fp32."""
+    low, high = scale_bytes.to(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    return ((high << 24) | (low << 16)).view(torch.float32)
 
 
 def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
@@ -65,8 +79,7 @@ def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     if not stored.shape[-1]:  # no coordinates beside the keys
         return stored.float()
     numbers, scale_bytes = views(stored, dtype, group)
-    aligned = scale_bytes.clone(memory_format=torch.contiguous_format)  # scales begin at odd bytes too
-    scales = aligned.view(_SCALE).float()
+    scales = _from_bytes(scale_bytes)
     return numbers.float() * scales.repeat_interleave(group, -1)[..., : numbers.shape[-1]]
 
 
