@@ -7,7 +7,7 @@ from .patches.registration import register_when_imported
 
 if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
-    from .assets import load_embedded
+    from .assets import embedded_folder, load_embedded
     from .cache.shared import SharedContextCache
     from .conversion.checkpoint.in_memory import to_slim
     from .conversion.checkpoint.sparsity import measure_sparsity
@@ -22,6 +22,7 @@ __all__ = [
     "SharedContextCache",
     "TokenLogProbs",
     "disable",
+    "embedded_folder",
     "enable",
     "enabled",
     "explain",
@@ -36,6 +37,7 @@ _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.token_log_probs",
+    "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.checkpoint.sparsity",
     "to_slim": "conversion.checkpoint.in_memory",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,16 +18,73 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["MODEL_PATH", "Task", "embedded_tasks", "few_shot_prompt", "fewshot_tasks", "load_embedded"]
+__all__ = [
+    "MODEL_PATH",
+    "Task",
+    "embedded_folder",
+    "embedded_tasks",
+    "few_shot_prompt",
+    "fewshot_tasks",
+    "load_embedded",
+]
 
 _HERE: Final = Path(__file__).parent
 MODEL_PATH: Final = _HERE / "model"
+"""The embedded model as it is installed; nothing is written there."""
+
+
+def embedded_folder() -> Path:
+    """A copy of the embedded model's folder, for programs that load a model by its path and may write beside it.
+
+    Returns:
+        A folder of the Hugging Face cache (``HF_HOME``), made at the first call; of this process where that cannot be
+        written to.
+
+    Raises:
+        FileNotFoundError: The installation lacks the weights.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    weights = MODEL_PATH / "model.safetensors"
+    if not weights.is_file():
+        raise FileNotFoundError(
+            f"no weights at {MODEL_PATH}; reinstall the package with its data files, "
+            "or train them in a clone of the repository with python -m tools.embedded_model.train"
+        )
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(MODEL_PATH.iterdir()) if file.is_file()))
+    place = Path(HF_HOME, "hf_fastdecode", f"embedded-{digest.hexdigest()[:12]}")
+    if place.is_dir():
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        whole = _copy(Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent)))
+    except OSError:
+        return _temporary_copy()
+    try:
+        whole.rename(place)
+    except OSError:  # another process was first
+        shutil.rmtree(whole)
+    return place
+
+
+@lru_cache
+def _temporary_copy() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="hf_fastdecode-embedded-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return _copy(folder)
+
+
+def _copy(folder: Path) -> Path:
+    for file in MODEL_PATH.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)  # without its mode, which may be read-only
+    return folder
 
 
 def load_embedded(
     dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Load the embedded Llama model (multi-head attention, RoPE, head_dim 64) and its tokenizer.
+    """Load the embedded Llama model (multi-head attention, RoPE, head_dim 64) and its tokenizer, of `embedded_folder`.
 
     Args:
         dtype: of the parameters; None means torch.float32 (the file stores float16).
@@ -38,13 +99,9 @@ def load_embedded(
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    if not (MODEL_PATH / "model.safetensors").is_file():
-        raise FileNotFoundError(
-            f"no weights at {MODEL_PATH}; reinstall the package with its data files, "
-            "or train them in a clone of the repository with python -m tools.embedded_model.train"
-        )
-    model = LlamaForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32 if dtype is None else dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_PATH)
+    folder = embedded_folder()
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def embedded_tasks() -> list[Task]:

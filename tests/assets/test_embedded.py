@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt, fewshot_tasks, load_embedded
+from hf_fastdecode.assets import (
+    MODEL_PATH,
+    embedded_folder,
+    embedded_tasks,
+    few_shot_prompt,
+    fewshot_tasks,
+    load_embedded,
+)
 from hf_fastdecode.assets.prompt import SEPARATOR
 from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.prompts import prompt_format
@@ -159,3 +167,30 @@ def passing(tasks: int, count: int, drawing: Drawing, sandbox: Sandbox) -> list[
 def test_more_samples_solve_more_tasks(sandbox: Sandbox) -> None:
     counts = passing(6, 8, Drawing(), sandbox)
     assert sum(count > 0 for count in counts) > sum(counts) / 8
+
+
+@pytest.mark.parametrize("kind", ["cache", "read-only cache"])
+def test_programs_may_write_beside_the_embedded_model(tmp_path, monkeypatch, kind):
+    """As lighteval does, which keeps its cache where the model is; the installed package stays as it is."""
+    home = tmp_path / "home"
+    if kind == "read-only cache":
+        home.write_text("")  # where no folder can be made
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(home))
+    before = {file.name: file.stat().st_mtime_ns for file in MODEL_PATH.iterdir()}
+    model, tokenizer = load_embedded()
+    places = {Path(one) for one in (model.config._name_or_path, model.name_or_path, tokenizer.name_or_path)}
+    (place,) = places
+    assert place == embedded_folder()
+    assert place.is_relative_to(home) == (kind == "cache")
+    (place / "cache").mkdir(exist_ok=True)
+    (place / "config.json").write_text((place / "config.json").read_text())
+    assert {file.name: file.stat().st_mtime_ns for file in MODEL_PATH.iterdir()} == before
+    assert torch.equal(load_embedded()[0].lm_head.weight, model.lm_head.weight)
+
+
+def test_the_copy_of_the_embedded_model_is_made_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    copies = {embedded_folder() for _ in range(2)}
+    assert len(copies) == 1
+    assert {file.name for file in copies.pop().iterdir()} == {file.name for file in MODEL_PATH.iterdir()}
+    assert len(list((tmp_path / "hf_fastdecode").iterdir())) == 1

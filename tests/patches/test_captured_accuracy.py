@@ -105,7 +105,7 @@ def test_prompts_in_suffixes_on_a_gpu(dtype: torch.dtype, plan: str, head: int) 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("plan", ["k", "k+r"])
 def test_compiled_on_a_gpu(plan: str, cache_dtype: str) -> None:
-    """Logits as accurate as of captured steps of the same caches, also in 8 bits, in rows enough to have many layouts."""
+    """Logits as accurate as of captured steps of the same caches, also in 8 bits, for several numbers of rows."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", torch.bfloat16)
     plans = {"k": (("k", 0),) * 2, "k+r": (("k+r", 64),) * 2}

@@ -20,7 +20,7 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
     Lists each failure with its cause. The exit code is 1 when a reference solution does not pass.
     """
     chosen = tasks.load().tasks
-    verdicts = check_references(chosen, sandbox.make(chosen), sandbox.workers)
+    verdicts = check_references(chosen, sandbox.make(chosen), sandbox)
     for verdict in verdicts:
         if not verdict.passed:
             print(f"{verdict.task_id}: {verdict.status}{verdict.detail and ', '}{verdict.detail}")
@@ -34,7 +34,7 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
         raise typer.Exit(1)
 
 
-def check_references(tasks: Sequence[Task], sandbox: Sandbox, workers: int | None) -> list[Verdict]:
+def check_references(tasks: Sequence[Task], place: Sandbox, options: SandboxOptions) -> list[Verdict]:
     """Verdicts on the reference solutions of the tasks that have one."""
     from tqdm import tqdm
 
@@ -42,4 +42,5 @@ def check_references(tasks: Sequence[Task], sandbox: Sandbox, workers: int | Non
 
     shown = not tqdm(disable=None).disable  # as bars are by themselves: on a terminal
     samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]
-    return score({task.task_id: task for task in tasks}, samples, sandbox=sandbox, workers=workers, progress=shown)
+    by_id, limits = {task.task_id: task for task in tasks}, options.limits(tasks)
+    return score(by_id, samples, sandbox=place, limits=limits, workers=options.workers, progress=shown)

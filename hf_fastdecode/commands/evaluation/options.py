@@ -14,7 +14,7 @@ import typer
 from ...command_errors import CommandError
 from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
-from ...evals.sandbox import BACKENDS, Sandbox, SandboxError, choose
+from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
 from ...option_values import parse_counts
@@ -232,6 +232,34 @@ class SandboxOptions:
     workers: Annotated[
         int | None, typer.Option(help="Programs that run at once.", show_default="one per CPU", min=1)
     ] = None
+
+    cpu_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="CPU time of a program, over which it fails as a timeout, however busy the machine is.",
+            show_default="10",
+            min=0.1,
+            max=3600,
+        ),
+    ] = None
+    wall_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Time of the clock of a program. One that needs more runs again alone, with 4 times as much, and "
+            "fails as a timeout if that is too little.",
+            show_default="30 for Python, else 60",
+            min=0.1,
+            max=3600,
+        ),
+    ] = None
+
+    def limits(self, tasks: Sequence[Task]) -> Limits | None:
+        """The limits of each program of these tasks, which are of one language; None for that language's own."""
+        from ...evals.scoring import LANGUAGES
+
+        if (self.cpu_seconds, self.wall_seconds) == (None, None):
+            return None
+        return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
         """A sandbox for these tasks' languages.

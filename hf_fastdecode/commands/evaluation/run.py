@@ -60,7 +60,7 @@ def run(
     shard = launched_shard(model.device)
     folder = run_folder(out, tasks.task, model.model)
     if shard.number == 1:
-        verdicts = check_references(chosen.tasks, place, sandbox.workers)
+        verdicts = check_references(chosen.tasks, place, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
                 f"{len(failing)} of {len(verdicts)} reference solutions fail here, first that of task "
@@ -81,5 +81,5 @@ def run(
     from ...evals.generation.samples_file import merged_samples
 
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
-    judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox.workers)
+    judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox)
     write_and_show(folder, folder, reporting)

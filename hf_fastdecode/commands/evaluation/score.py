@@ -50,8 +50,9 @@ def score(
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
     A verdict is formed outside of the program's process, from plain data that the program returns. Equal programs run
-    once. Limits count CPU time, so that a busy machine changes nothing; what meets the wall-clock limit runs again
-    alone. Run the same command again after an interruption, and it goes on.
+    once. A program has 10 s of CPU time (`--cpu-seconds`), so that a busy machine changes nothing; what meets the
+    limit on the clock (`--wall-seconds`) runs again alone. Run the same command again after an interruption, and it
+    goes on; with other limits, programs run again.
 
     A run's folder knows its tasks. For a file, `--split` is by default all of them, and `--limit` and `--task-ids`
     score a part of it.
@@ -69,17 +70,18 @@ def score(
     found, drawn = stored_samples(samples, tasks)
     drawn = [sample for sample in drawn if most is None or sample.index < most]
     path = out or (samples / VERDICTS if samples.is_dir() else samples.with_name(samples.name + ".results.jsonl"))
-    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox.workers)
+    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox)
 
 
 def judge_samples(
-    tasks: Sequence[Task], samples: Sequence[Sample], path: Path, sandbox: Sandbox, workers: int | None
+    tasks: Sequence[Task], samples: Sequence[Sample], path: Path, place: Sandbox, options: SandboxOptions
 ) -> list[Verdict]:
     """Score, and say how many passed."""
     from ...evals.judging import judge
     from ...evals.metrics import pass_at_k
 
-    verdicts = judge(tasks, samples, path, sandbox=sandbox, workers=workers)
+    limits = options.limits(tasks)
+    verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
     counts = Counter(verdict.status for verdict in verdicts)
     passed: Counter[str] = Counter(verdict.task_id for verdict in verdicts if verdict.passed)
     sizes = Counter(verdict.task_id for verdict in verdicts)

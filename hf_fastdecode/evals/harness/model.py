@@ -8,7 +8,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from hf_fastdecode.api import enable
-from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.generation.options import Options
 
@@ -47,6 +47,6 @@ class FastDecodeLM(HFLM):
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
         except ValueError as error:
             raise CommandError(f"--model_args: {error}") from error
-        super().__init__(str(MODEL_PATH) if pretrained == EMBEDDED else pretrained, **arguments)
+        super().__init__(str(embedded_folder()) if pretrained == EMBEDDED else pretrained, **arguments)
         reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
         enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)

