@@ -324,6 +324,15 @@ class SharedContextCache(CacheRows):
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""
+        return -1
+
+    @property
+    def max_cache_len(self) -> int:
+        """The name that PEFT knows it by, which transformers has removed."""
+        return self.get_max_length()
+
     def __iter__(self) -> Iterator[Any]:
         """Refuse what transformers' caches give: each layer's keys and values.
 

@@ -30,13 +30,22 @@ _KNOWN_HOOKS = (
 _UNSAFE_HOOKS = ("transformers.integrations.neftune",)
 # PEFT's other hooks select an adapter per row.
 _REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
+# Methods of PEFT that compute each token by itself, as the test of all methods found. Others, e.g. Lily, whose router
+# averages over a row, would compute other values of packed prompts.
+_PEFT_METHODS = (
+    *("adalora", "adaption_prompt", "beft", "boft", "c3a", "delora", "deft", "fourierft", "frod", "glora", "gralora"),
+    *("hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf", "peanut", "psoft", "pvera"),
+    *("randlora", "road", "shira", "supertuning", "tinylora", "trainable_tokens", "unilora", "vblora", "vera"),
+    "waveft",
+)
 # Packages whose modules and `forward`s compute per position, or attend like transformers' own.
 _KNOWN_CODE = (
     "transformers",
     "accelerate",
     "torch",
     "hf_fastdecode",
-    "peft",
+    *("peft.mixed_model", "peft.peft_model", "peft.tuners._buffer_dict", "peft.tuners.tuners_utils", "peft.utils"),
+    *(f"peft.tuners.{method}" for method in _PEFT_METHODS),
     "trl",  # its fused head, which `generate` does not use
     "torchao",
     "bitsandbytes",

@@ -39,6 +39,7 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
 }
+_PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops take it.
 _NOT_IN_STEPS = {
     *("attention_mask", "position_ids", CACHE),
@@ -129,6 +130,8 @@ def check_call(
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
     check_arguments(arguments, _KNOWN_ARGUMENTS)
+    if (kind := _adapter_with_keys(model)) is not None:
+        raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     check_state(model)
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
@@ -137,6 +140,13 @@ def check_call(
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
         )
+
+
+def _adapter_with_keys(model: PreTrainedModel) -> str | None:
+    """The kind of PEFT's adapter in use if it fills the cache itself; its `generate` puts this method on the model."""
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    kind = getattr(getattr(getattr(prepare, "__self__", None), "active_peft_config", None), "peft_type", None)
+    return None if kind is None or str(kind.value) not in _PEFT_WITH_KEYS else str(kind.value)
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:

@@ -15,6 +15,126 @@ PROMPTS = ragged_prompts(80, 73, shared=50)
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 9}
 
 
+_PROJECTIONS = {"target_modules": ["q_proj", "v_proj"]}
+_VIRTUAL = {"num_virtual_tokens": 8}
+_PADDED = "models count the padding of prompts"
+_BRINGS_KEYS = "brings keys and values of its own"
+_MIXES_TOKENS = "runs third-party code, peft.tuners"
+
+# Every method of PEFT: arguments of its config beside `_PROJECTIONS` or in their place, and why calls run stock: with
+# padded prompts, and with one prompt; None where they share.
+METHODS: dict[str, tuple[dict, str | None, str | None]] = {
+    "ADALORA": ({**_PROJECTIONS, "total_step": 10}, None, None),
+    "ADAMSS": (_PROJECTIONS, _MIXES_TOKENS, _MIXES_TOKENS),
+    "ADAPTION_PROMPT": ({"adapter_len": 4, "adapter_layers": 2}, None, None),
+    "BEFT": (_PROJECTIONS, None, None),
+    "BOFT": (_PROJECTIONS, None, None),
+    "C3A": ({**_PROJECTIONS, "block_size": 16}, None, None),
+    "CARTRIDGE": (_VIRTUAL, _BRINGS_KEYS, _BRINGS_KEYS),
+    "CPT": (
+        {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 2, 4]},
+        _PADDED,
+        None,
+    ),
+    "DEFT": (_PROJECTIONS, None, None),
+    "DELORA": (_PROJECTIONS, None, None),
+    "FOURIERFT": (_PROJECTIONS, None, None),
+    "FROD": (_PROJECTIONS, None, None),
+    "GLORA": (_PROJECTIONS, None, None),
+    "GRALORA": (_PROJECTIONS, None, None),
+    "HIRA": (_PROJECTIONS, None, None),
+    "HRA": (_PROJECTIONS, None, None),
+    "IA3": ({"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}, None, None),
+    "LILY": (_PROJECTIONS, _MIXES_TOKENS, _MIXES_TOKENS),  # its router averages over a row
+    "LN_TUNING": ({"target_modules": ["input_layernorm"]}, None, None),
+    "LOHA": (_PROJECTIONS, None, None),
+    "LOKR": (_PROJECTIONS, None, None),
+    "LORA": (_PROJECTIONS, None, None),
+    "LORA, DoRA": ({**_PROJECTIONS, "use_dora": True}, None, None),
+    "LORA, rsLoRA": ({**_PROJECTIONS, "use_rslora": True}, None, None),
+    "MISS": (_PROJECTIONS, None, None),
+    "MULTITASK_PROMPT_TUNING": ({**_VIRTUAL, "num_tasks": 2}, "'task_ids' is not accelerated", "'task_ids' is not"),
+    "OFT": ({**_PROJECTIONS, "oft_block_size": 8, "r": 0}, None, None),
+    "OSF": (_PROJECTIONS, None, None),
+    "PEANUT": (_PROJECTIONS, None, None),
+    "POLY": ({**_PROJECTIONS, "n_tasks": 2, "n_skills": 2}, "has a forward hook", "has a forward hook"),
+    "PREFIX_TUNING": (_VIRTUAL, _BRINGS_KEYS, _BRINGS_KEYS),
+    "PROMPT_TUNING": (_VIRTUAL, _PADDED, None),
+    "PSOFT": (_PROJECTIONS, None, None),
+    "PVERA": (_PROJECTIONS, None, None),
+    "P_TUNING": ({**_VIRTUAL, "encoder_hidden_size": 32}, _PADDED, None),
+    "RANDLORA": (_PROJECTIONS, None, None),
+    "ROAD": ({**_PROJECTIONS, "group_size": 16}, None, None),
+    "SHIRA": ({**_PROJECTIONS, "r": 4}, None, None),
+    "SUPERTUNING": (_PROJECTIONS, None, None),
+    "TINYLORA": (_PROJECTIONS, None, None),
+    "TRAINABLE_TOKENS": ({"token_indices": [5, 6]}, None, None),
+    "UNILORA": (_PROJECTIONS, None, None),
+    "VBLORA": ({**_PROJECTIONS, "num_vectors": 8, "vector_length": 16}, None, None),
+    "VERA": (_PROJECTIONS, None, None),
+    "WAVEFT": ({**_PROJECTIONS, "n_frequency": 64}, None, None),
+}
+FAILS_WITHOUT_US = ("SHADOW",)  # in stock transformers too
+NEEDS_ADAPTERS = ("XLORA",)  # saved ones: `test_a_mixture_of_adapters_runs_stock`
+
+
+def test_the_table_knows_every_method_of_peft():
+    known = {name.partition(",")[0] for name in METHODS} | {*FAILS_WITHOUT_US, *NEEDS_ADAPTERS}
+    assert {kind.name for kind in peft.PeftType} == known
+
+
+@pytest.mark.filterwarnings("ignore:::peft")
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name):
+    kind, (arguments, *reasons) = name.partition(",")[0], METHODS[name]
+    if kind == "ADAMSS":
+        pytest.importorskip("sklearn")
+    torch.manual_seed(3)
+    config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]](task_type="CAUSAL_LM", **arguments)
+    adapted = peft.get_peft_model(tiny_model("llama-gqa"), config).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    one = {key: value[:1] for key, value in PROMPTS.items()}
+    for prompts, reason in zip((PROMPTS, one), reasons, strict=True):
+        rows = len(prompts["input_ids"])
+        # One of each prompt, or of each row, as the method takes them.
+        tasks = torch.arange(rows) if kind == "MULTITASK_PROMPT_TUNING" else torch.arange(3 * rows) % 2
+        given = {"task_ids": tasks} if kind in ("MULTITASK_PROMPT_TUNING", "POLY") else {}
+        for call in (SAMPLING, SAMPLING | {"do_sample": False, "top_k": None, "num_beams": 3}):
+
+            def run(prompts=prompts, call=call, given=given):
+                return seeded(lambda: adapted.generate(**prompts, **call, **given))
+
+            expected = run()
+            with fd.enabled(adapted):
+                assert torch.equal(run(), expected)
+                report = fd.explain(adapted).last_call
+            if reason is None:
+                assert report.path == "shared", report.reason
+            else:
+                assert report.path == "stock"
+                assert reason in report.reason
+        plain = seeded(lambda prompts=prompts: tiny_model("llama-gqa").generate(**prompts, **SAMPLING))
+        assert not torch.equal(seeded(lambda p=prompts, g=given: adapted.generate(**p, **SAMPLING, **g)), plain)
+
+
+@pytest.mark.filterwarnings("ignore:::peft")
+def test_a_mixture_of_adapters_runs_stock(tmp_path):
+    """X-LoRA weighs adapters by the hidden states of a whole row."""
+    for name in ("first", "second"):
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **_PROJECTIONS)
+        peft.get_peft_model(tiny_model("llama-gqa"), lora).save_pretrained(tmp_path / name)
+    adapters = {str(number): str(tmp_path / name) for number, name in enumerate(("first", "second"))}
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters=adapters)
+    adapted = peft.get_peft_model(tiny_model("llama-gqa", use_cache=False), config).eval()  # it wants no cache
+    expected, inner = generate(adapted), adapted.base_model.lora_model.model
+    with fd.enabled(inner):
+        assert torch.equal(generate(adapted), expected)
+        assert not shared(inner)
+
+
 @pytest.fixture
 def model():
     """A model with two adapters that change its tokens; the first is active."""
