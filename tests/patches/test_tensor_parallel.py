@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from socket import socket
 
@@ -60,8 +61,10 @@ print("same")
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    pair("mixed")[1].save_pretrained(tmp_path / "llama")
-    family_pair("phi3", "k+r")[1].save_pretrained(tmp_path / "phi3")
+    for name, slim in {"llama": pair("mixed")[1], "phi3": family_pair("phi3", "k+r")[1]}.items():
+        even = copy.deepcopy(slim)
+        even.resize_token_embeddings(98)  # transformers 5.17 splits the head evenly or not at all
+        even.save_pretrained(tmp_path / name)
     with socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
