@@ -25,9 +25,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_variant(variant: str) -> PreTrainedModel:
+def tiny_variant(variant: str, **overrides: Any) -> PreTrainedModel:
     """An ordinary model in fp32, none of whose biases could be left out unnoticed."""
-    model = tiny_model("llama-mha", **VARIANTS[variant])
+    model = tiny_model("llama-mha", **VARIANTS[variant], **overrides)
     if variant == "biases":
         with torch.no_grad():
             for name, parameter in model.named_parameters():

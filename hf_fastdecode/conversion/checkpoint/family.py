@@ -61,8 +61,8 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
     """Run a decoder layer over one text, without a cache.
 
     Args:
-        layer: In fp32.
-        hidden: ``[1, tokens, d]``.
+        layer: The layer.
+        hidden: ``[1, tokens, d]``, in the dtype of the layer.
         positions: ``[1, tokens]``.
         tables: cos and sin of the positions, or None.
 
@@ -74,8 +74,8 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of ids ``[tokens]``, fp32 ``[tokens, d]``, from the tensors outside layers."""
-    return tensors[embedding].float()[ids]
+    """Embeddings of ids ``[tokens]``, ``[tokens, d]``, from the tensors outside layers and in their dtype."""
+    return tensors[embedding][ids]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Conversion of a checkpoint layer by layer, with no more than a layer and a shard in memory.
 
 The calibration text runs through the layers as they are converted: each is built from its own weights, takes what the
-one before it gave, and its attention's inputs are what it is measured on.
+one before it gave, and its attention's inputs are what it is measured on. Layers run in the dtype of the result: a
+cache of inputs is then not charged with rounding that the model does anyway, and plans are those of `to_slim`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class SlimStream:
         return tensors, converted.report()
 
     def _run(self, index: int, tensors: dict[str, Tensor]) -> Tensor:
-        """Run the text through a layer, in fp32; gives what its projections saw, ``[tokens, d]``."""
+        """Run the text through a layer; gives what its projections saw, ``[tokens, d]``."""
         with torch.device("meta"):
             layer = self.family.decoder_layer(self.config, index)
         if unknown := sorted(tensors.keys() - layer.state_dict().keys()):
@@ -103,7 +104,7 @@ class SlimStream:
                 f"layer {index} has a tensor {unknown[0]}, which layers of {self.config.model_type} have not: the "
                 "checkpoint is of another architecture, whose classes come with it"
             )
-        layer.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        layer.load_state_dict(tensors, assign=True)
         self.family.fill_buffers(layer, self.config)
         seen: list[Tensor] = []
 

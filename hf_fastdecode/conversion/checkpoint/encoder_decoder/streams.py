@@ -1,7 +1,7 @@
 """Groups of tensors of a converted checkpoint: one of all that is outside the decoder's attentions, then one for each.
 
-The ordinary model is loaded whole, in fp32, for the calibration pass: every layer of the decoder needs the encoder's
-output. Its tensors are then read, converted and written attention by attention.
+The ordinary model is loaded whole, in the dtype of the result, for the calibration pass: every layer of the decoder
+needs the encoder's output. Its tensors are then read, converted and written attention by attention.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlimDecoderStream(DecoderGroups):
 
     def _measure(self) -> AttentionPlans:
         model = self.family.auto.from_pretrained(self.source.folder, config=self.source.config, dtype=self.dtype)
-        recorded = record(model.float(), self.family, self.inputs)  # of the weights in the result's dtype
+        recorded = record(model, self.family, self.inputs)
         return AttentionPlans(self.family, self.source.config, self.choice, recorded, self._cast)
 
     def _cast(self, index: int) -> dict[str, Tensor]:

@@ -26,9 +26,9 @@ def embed_scale(config: Any) -> Tensor:
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Scaled embeddings, fp32 ``[tokens, d]``; the factor is rounded to the model's dtype, as in the model."""
-    weight = tensors[embedding]
-    return weight.float()[ids] * embed_scale(config).to(weight.dtype).float()
+    """Scaled embeddings, ``[tokens, d]``; the factor is rounded to the model's dtype, as in the model."""
+    found = tensors[embedding][ids]
+    return found * embed_scale(config).to(found.dtype)
 
 
 FAMILY = Family(

@@ -28,8 +28,8 @@ def scale(config: Any, index: int) -> float:
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of tokens and positions, fp32 ``[tokens, d]``."""
-    return tensors[embedding].float()[ids] + tensors["transformer.wpe.weight"].float()[: len(ids)]
+    """Embeddings of tokens and positions, ``[tokens, d]``."""
+    return tensors[embedding][ids] + tensors["transformer.wpe.weight"][: len(ids)]
 
 
 FAMILY = Family(

@@ -15,10 +15,10 @@ from ..family import Family
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
     """Embeddings of tokens, projected where they are narrower than the layers, and of positions, from row 2 on."""
-    found = tensors[embedding].float()[ids]
+    found = tensors[embedding][ids]
     if (project := tensors.get("model.decoder.project_in.weight")) is not None:
-        found = F.linear(found, project.float())
-    return found + tensors["model.decoder.embed_positions.weight"].float()[2 : 2 + len(ids)]
+        found = F.linear(found, project)
+    return found + tensors["model.decoder.embed_positions.weight"][2 : 2 + len(ids)]
 
 
 FAMILY = Family(

@@ -1,0 +1,60 @@
+"""Conversion measures layers as the model runs, in its dtype: the same from a checkpoint and in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
+from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
+from hf_fastdecode.conversion.checkpoint.family import language_config, longest_text
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+
+from .encoder_decoder_models import MODELS, encoder_decoder
+from .family_models import FAMILIES, family_model
+from .multimodal_models import MULTIMODAL, multimodal_model
+from .slim_models import tiny_variant
+
+MAKERS = (
+    {"llama": lambda vocab_size: tiny_variant("plain", vocab_size=vocab_size)}
+    | {name: lambda vocab_size, name=name: family_model(name, vocab_size=vocab_size) for name in FAMILIES}
+    | {name: lambda vocab_size, name=name: encoder_decoder(name, vocab_size=vocab_size) for name in MODELS}
+    | {name: lambda vocab_size, name=name: multimodal_model(name, {"vocab_size": vocab_size}) for name in MULTIMODAL}
+)
+"""Makers of a model with a vocabulary of this size, by name."""
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_checkpoint_gets_the_plan_and_tensors_of_the_loaded_model(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Inputs that the model has in half precision are cached in it without an error."""
+    source, target = tmp_path / "source", tmp_path / "slim"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer.save_pretrained(source)
+    MAKERS[name](len(tokenizer)).to(dtype).save_pretrained(source)
+    report = convert_checkpoint(Settings(str(source), target))
+
+    of_inputs = [
+        one["output_error"]
+        for layer in report["layers"]
+        for one in layer["measured"]["candidates"]
+        if one["plan"] in ("x", "e")
+    ]
+    assert all(error == 0 for error in of_inputs)
+    auto = family_of(AutoConfig.from_pretrained(source)).auto
+    model, slim = (auto.from_pretrained(folder, dtype=dtype) for folder in (source, target))
+    config = language_config(model.config)
+    ids = calibration_ids(AutoTokenizer.from_pretrained(source), limit=longest_text(config))
+    in_memory = to_slim(model, ids)
+    assert language_config(slim.config).slim_layers == language_config(in_memory.config).slim_layers
+    expected, found = in_memory.state_dict(), slim.state_dict()
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
