@@ -42,8 +42,8 @@ def _slim(report: dict[str, Any]) -> RenderableType:
             _number(measured["condition"]),
             _number(measured["largest_key_to_value"]),
             f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
-            f"{layer['value_error']:.2%}" if layer["value_error"] >= 1e-4 else _number(layer["value_error"]),
-            f"{layer['output_error']:.2%}" if layer["output_error"] >= 1e-4 else _number(layer["output_error"]),
+            _error(layer["value_error"]),
+            _error(layer["output_error"]),
             _ratio(layer["output_error"], baseline["output_error"]),
         )
     if "encoder_tokens" in report:
@@ -167,6 +167,12 @@ def _place(report: dict[str, Any], index: int) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0e}"  # of few digits, so that the table fits into 80 columns
+
+
+def _error(value: float) -> str:
+    if not value:
+        return "exact"  # inputs that the model has in the cache's dtype
+    return f"{value:.2%}" if value >= 1e-4 else _number(value)
 
 
 def _ratio(error: float, ordinary: float) -> str:

@@ -102,7 +102,8 @@ def fit_layer(
 
     Args:
         weights: Of the layer.
-        inputs: ``[tokens, d]``, what the layer's projections see on a calibration text.
+        inputs: ``[tokens, d]``, what the layer's projections see on a calibration text, of a model that runs in
+            `model_dtype`: a cache of inputs is charged with rounding them to it.
         key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
         rotation: RoPE of these tokens, or None where none stands before the scores.
         causal: False for cross-attention and encoders.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
+from matplotlib import pyplot
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
@@ -15,6 +17,7 @@ from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.family import language_config, longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
+from ..commands.command_line import run
 from .encoder_decoder_models import MODELS, encoder_decoder
 from .family_models import FAMILIES, family_model
 from .multimodal_models import MULTIMODAL, multimodal_model
@@ -58,3 +61,23 @@ def test_a_checkpoint_gets_the_plan_and_tensors_of_the_loaded_model(
     expected, found = in_memory.state_dict(), slim.state_dict()
     assert found.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_exact_caches_are_called_so_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logarithmic axis has no place for an error of 0."""
+    source, target = tmp_path / "source", tmp_path / "slim"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer.save_pretrained(source)
+    family_model("gpt2", vocab_size=len(tokenizer)).bfloat16().save_pretrained(source)
+    matplotlib.use("Agg")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    report = convert_checkpoint(Settings(str(source), target))
+    assert [layer["output_error"] for layer in report["layers"]] == [0, 0]
+    errors = pyplot.gcf().axes[1]
+    chosen = next(line for line in errors.lines if line.get_label() == "chosen")
+    assert all(error > errors.get_ylim()[0] for error in chosen.get_ydata())
+    assert [text.get_text() for text in errors.texts] == ["x, exact"] * 2
+    monkeypatch.undo()
+    pyplot.close("all")
+    rows = [line.split() for line in run("convert-checkpoint", source, "--dry-run").stdout.splitlines()]
+    assert [row[-6:-2:2] for row in rows if "inputs" in row] == [["exact", "exact"]] * 2

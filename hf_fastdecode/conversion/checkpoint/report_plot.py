@@ -36,12 +36,15 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
             allowed = [error * report["tolerance"] for error in errors]
             below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")
     below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
-    below.plot(numbers, [layer["output_error"] for layer in layers], "s-", color="#1b7f5c", label="chosen")
-    for at, layer in enumerate(layers):
+    chosen = _above_zero([layer["output_error"] for layer in layers], measured)
+    below.plot(numbers, chosen, "s-", color="#1b7f5c", label="chosen")
+    for at, (layer, error) in enumerate(zip(layers, chosen)):
         name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
         if layer.get("cache_dtype"):
             name += f" {layer['cache_dtype']}"
-        below.annotate(name, (at, layer["output_error"]), textcoords="offset points", xytext=(0, 7), ha="center")
+        if not layer["output_error"]:
+            name += ", exact"
+        below.annotate(name, (at, error), textcoords="offset points", xytext=(0, 7), ha="center")
     below.set_yscale("log")
     below.set_ylabel("relative error of the layer's output")
     below.set_xlabel("layer")
@@ -49,6 +52,12 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     below.legend()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _above_zero(errors: list[float], measured: list[dict[str, Any]]) -> list[float]:
+    """Errors for a logarithmic axis, which has no 0: exact caches are drawn below all keys and values."""
+    lowest = min((one["ordinary"]["output_error"] for one in measured if one["ordinary"]["output_error"]), default=1.0)
+    return [error or lowest / 10 for error in errors]
 
 
 def _of_keys(layer: dict[str, Any]) -> float:

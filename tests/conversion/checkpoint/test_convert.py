@@ -196,7 +196,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, biases: bool) -> None:
             if "v_proj.bias" not in name:
                 assert torch.equal(tensor, expected), name
             continue
-        error = torch.linalg.norm((tensor - expected).double()) / torch.linalg.norm(expected.double())
+        error = torch.linalg.norm(tensor.double() - expected.double()) / torch.linalg.norm(expected.double())
         reported = report["layers"][int(name.split(".")[2])]["recovered_error"]
         assert error.item() == pytest.approx(reported, rel=1e-6)
         assert reported < 20 * torch.finfo(dtype).eps
