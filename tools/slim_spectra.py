@@ -35,6 +35,7 @@ from hf_fastdecode.conversion.layer_plan import share_name
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
 from .pages import DOCS, replace_table
+from .slim_table import FITTED, UNFITTED
 
 PAGE: Final = DOCS / "slim-measurements.md"
 ROWS: Final = DOCS / "slim-spectra.csv"
@@ -49,7 +50,8 @@ STORED: Final = "bfloat16"
 
 TOLERANCE: Final = 2.0
 ORDINARY: Final = "keys and values, bf16"
-KEYS: Final = ("keys alone (the paper), bf16", "keys alone (the paper), fp16")
+PAPER: Final = (f"{UNFITTED}, bf16", f"{UNFITTED}, fp16")
+KEYS: Final = (f"{FITTED}, bf16", f"{FITTED}, fp16")
 INPUTS: Final = "inputs, bf16 (no RoPE)"
 
 _WIDTH, _HEAD_DIM, _CALIBRATION, _MEASURED = 1024, 64, 1024, 512
@@ -93,7 +95,10 @@ def measure(
     of_bf16 = key_statistics(weights, known[: calibration // 2], torch.bfloat16)
     in_bf16 = errors.value_coordinates(of_bf16, 0, torch.bfloat16)
     chosen = pick(plan, (AUTO, 0), 0)
-    found = {ORDINARY: ordinary, KEYS[0]: in_bf16, **in_fp16, INPUTS: bare.of_inputs(torch.bfloat16)}
+    unfitted = {
+        name: errors.unfitted_keys(dtype) for name, dtype in zip(PAPER, (torch.bfloat16, torch.float16), strict=True)
+    }
+    found = {ORDINARY: ordinary, **unfitted, KEYS[0]: in_bf16, **in_fp16, INPUTS: bare.of_inputs(torch.bfloat16)}
     found[AUTO] = next(
         one for one in (ordinary, *in_fp16.values()) if (one.plan, one.rank) == (chosen.plan, chosen.rank)
     )
@@ -208,7 +213,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for index, spectrum in enumerate(SPECTRA):
         own = [row for row in exact if row["spectrum"] == spectrum]
         colour = "k" if spectrum == "Gaussian" else pyplot.get_cmap("viridis")(index / len(SPECTRA))
-        in_fp16 = [row for row in own if row["cache"].endswith("fp16")]
+        in_fp16 = [row for row in own if row["cache"].endswith("fp16") and row["cache"] not in PAPER]
         axes.plot(*_points(in_fp16), "o-", color=colour, markersize=4, label=f"keys + V-coordinates, fp16; {spectrum}")
         axes.plot(*_points(_of(own, KEYS[0])), "x", color=colour, markersize=9, markeredgewidth=2, zorder=3)
         axes.plot(*_points(_of(own, AUTO)), "o", color=colour, markersize=12, markerfacecolor="none")

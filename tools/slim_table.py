@@ -33,6 +33,10 @@ HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's out
 COORDINATES: Final = (0, 32, 8, 4)
 """V-coordinates, as parts of the width of the values; 0 for none."""
 
+UNFITTED: Final = "keys alone, `K W_K^-1 W_V` (the paper)"
+FITTED: Final = "keys alone, fitted (plan `k`)"
+"""Less their mean, with a map whose rounding is fitted to a text."""
+
 SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
@@ -67,6 +71,7 @@ def rows() -> list[Row]:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         table.append(_row(cache_name(None, dtype), [judge.ordinary(dtype) for judge in judges], ordinary))
     for dtype in (torch.bfloat16, torch.float16, torch.int8):
+        table.append(_row(f"{UNFITTED}, {SHORT[dtype]}", [judge.unfitted_keys(dtype) for judge in judges], ordinary))
         fitted = [key_statistics(own, seen[:half], dtype) for own, seen in layers]
         for part in COORDINATES:
             rank = len(fitted[0].directions) // part if part else 0
@@ -87,8 +92,8 @@ def _chosen(plan: LayerPlan, tolerance: float, dtypes: Sequence[str]) -> CacheEr
 
 
 def cache_name(part: int | None, dtype: torch.dtype) -> str:
-    """Name of a cache: keys and values for None, keys alone for 0, else keys and d / `part` V-coordinates."""
-    keys = f"keys + d/{part} V-coordinates" if part else "keys alone (the paper)"
+    """Name of a cache: keys and values for None, keys alone of a plan for 0, else with d / `part` V-coordinates."""
+    keys = f"keys + d/{part} V-coordinates" if part else FITTED
     return f"{'keys and values' if part is None else keys}, {SHORT[dtype]}"
 
 

@@ -16,8 +16,17 @@ from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 
-from .slim_table import COORDINATES, PAGE, SHORT, cache_name
-from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, rounded_inputs, write_table
+from .slim_table import COORDINATES, PAGE, SHORT, UNFITTED, cache_name
+from .token_agreement import (
+    EXACT,
+    TOKENS,
+    Caches,
+    Predictions,
+    before_end,
+    rounded_inputs,
+    values_from_keys,
+    write_table,
+)
 
 PROMPTS: Final = slice(24, 60)
 """Tasks that are continued; the built-in text, on which slim models are calibrated, has none of them."""
@@ -46,6 +55,11 @@ def caches() -> Caches:
         with rounded_inputs(projections, dtype, full.config.head_dim):
             return predict()
 
+    def with_unfitted(dtype: torch.dtype) -> Predictions:
+        attentions = [layer.self_attn for layer in full.model.layers]
+        with torch.no_grad(), values_from_keys(attentions, dtype, full.config.head_dim):
+            return predict()
+
     def with_slim(dtype: torch.dtype, **choice: Any) -> Predictions:
         return predict(to_slim(model, tokenizer=tokenizer, cache_dtype=SHORT[dtype], **choice).float())
 
@@ -55,7 +69,9 @@ def caches() -> Caches:
     for dtype in (torch.bfloat16, torch.int8):
         found[f"inputs, {SHORT[dtype]} (emulated)"] = partial(with_inputs, dtype)
     width = model.config.hidden_size
+    found[f"{UNFITTED}, bf16"] = partial(with_unfitted, torch.bfloat16)
     for dtype in (torch.float16, torch.int8):
+        found[f"{UNFITTED}, {SHORT[dtype]}"] = partial(with_unfitted, dtype)
         for part in COORDINATES[:3]:
             rank = width // part if part else 0
             found[cache_name(part, dtype)] = partial(with_slim, dtype, rank=rank, tolerance=1e9)

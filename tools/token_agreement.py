@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hf_fastdecode.conversion.key_to_value import solve_key_to_value
 from hf_fastdecode.conversion.stored_coordinates import rounded
 
 from .pages import replace_table
@@ -140,6 +141,42 @@ def rounded_inputs(projections: Iterable[nn.Module], dtype: torch.dtype, group: 
 
     hooks = [projection.register_forward_pre_hook(read_rounded) for projection in projections]
     try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def values_from_keys(attentions: Iterable[Any], dtype: torch.dtype, group: int) -> Iterator[None]:
+    """Keys before RoPE as a cache in `dtype` has them, and values of these, ``K W_K^-1 W_V``, computed in fp64.
+
+    That is slim attention as its paper has it (equation 1.4), with nothing fitted to a text.
+
+    Args:
+        attentions: With linear layers `k_proj` and `v_proj`.
+        dtype: Of the cache.
+        group: Numbers that share a scale in 8 bits.
+    """
+
+    def cached(module: nn.Module, args: tuple[Any, ...], keys: Tensor) -> Tensor:
+        return rounded(keys, dtype, group).to(keys.dtype)
+
+    def values_of(attention: Any) -> Callable[..., Tensor]:
+        key, value = attention.k_proj, attention.v_proj
+        matrix = solve_key_to_value(key.weight.double().mT, value.weight.double().mT).matrix
+        key_bias, value_bias = (0.0 if one.bias is None else one.bias.double() for one in (key, value))
+
+        def values(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            return ((key(args[0]).double() - key_bias) @ matrix + value_bias).to(output.dtype)
+
+        return values
+
+    hooks = []
+    try:
+        for attention in attentions:
+            hooks.append(attention.k_proj.register_forward_hook(cached))
+            hooks.append(attention.v_proj.register_forward_hook(values_of(attention)))
         yield
     finally:
         for hook in hooks:

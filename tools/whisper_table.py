@@ -6,11 +6,12 @@ weights and a voice.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Final
 
 import torch
 
-from hf_fastdecode.conversion import CacheError, LayerPlan
+from hf_fastdecode.conversion import CacheError, CacheErrors, LayerPlan
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
@@ -21,12 +22,13 @@ from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 
 from .pages import DOCS, replace_table
+from .slim_table import FITTED, UNFITTED
 
 PAGE: Final = DOCS / "slim-whisper.md"
 HEADER: Final = (
-    "| attention | condition of W_K | keys alone, fp16 | keys + d/8 V-coordinates, fp16 | plan | of KV's bytes "
-    "| its error |\n"
-    "|---|---|---|---|---|---|---|\n"
+    f"| attention | condition of W_K | {UNFITTED}, bf16 | the same, fp16 | {FITTED}, fp16 "
+    "| keys + d/8 V-coordinates, fp16 | plan | of KV's bytes | its error |\n"
+    "|---|---|---|---|---|---|---|---|---|\n"
 )
 TEXT: Final = (
     "The train to the coast leaves at seven in the morning. Nobody had told the cook, who was still asleep, and so "
@@ -36,12 +38,12 @@ TEXT: Final = (
 
 def table() -> str:
     """A line for each attention of the decoder; errors are of the output, over that of keys and values in bf16."""
-    model = trained_whisper()
+    model = deepcopy(trained_whisper()).bfloat16()
     family = family_of(model.config)
     assert isinstance(family, EncoderDecoder)
     ids = torch.tensor(tokenizer()(TEXT)["input_ids"])
     recorded = record(model, family, model_inputs(family, model.config, ids, features(speak(TEXT))))
-    state = model.bfloat16().state_dict()
+    state = model.state_dict()
     prefixes = family.attentions(model.config)
     plans = AttentionPlans(family, model.config, PlanChoice(), recorded, lambda index: below(prefixes[index], state))
     lines = []
@@ -51,6 +53,7 @@ def table() -> str:
         cells = [
             f"{prefix.split('.')[3]}, {'cross-attention' if index % 2 else 'self-attention'}",
             f"{plan.condition:.0e}",
+            *(_times(one, plan) for one in _unfitted(plans, index)),
             _over(plan, "k", 0),
             _over(plan, "k+r", model.config.d_model // 8),
             chosen.plan,
@@ -61,12 +64,24 @@ def table() -> str:
     return HEADER + "\n".join(lines) + "\n"
 
 
+def _unfitted(plans: AttentionPlans, index: int) -> list[CacheError]:
+    """Keys alone in bf16 and fp16, on the half of the tokens on which the attention's plan is measured."""
+    weights, seen = plans.family.weights(plans.config, plans.own(index)), plans.recorded.inputs[index]
+    if index % 2:
+        errors = CacheErrors(weights, seen, plans.recorded.encoded[len(plans.recorded.encoded) // 2 :], causal=False)
+    else:
+        errors = CacheErrors(weights, seen[len(seen) // 2 :])
+    return [errors.unfitted_keys(dtype) for dtype in (torch.bfloat16, torch.float16)]
+
+
 def _over(plan: LayerPlan, name: str, rank: int) -> str:
     found = next((one for one in plan.candidates if (one.plan, one.rank) == (name, rank)), None)
     return "out of range" if found is None else _times(found, plan)
 
 
 def _times(found: CacheError, plan: LayerPlan) -> str:
+    if not found.output_error:
+        return "exact"
     times = found.output_error / plan.ordinary.output_error
     return f"{times:,.{0 if times >= 10 else 1 if times >= 1 else 2}f}x"
 

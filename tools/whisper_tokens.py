@@ -22,7 +22,8 @@ from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 
-from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, write_table
+from .slim_table import FITTED, UNFITTED
+from .token_agreement import EXACT, TOKENS, Caches, Predictions, before_end, values_from_keys, write_table
 from .whisper_table import PAGE, TEXT
 
 RECORDINGS: Final = 12
@@ -71,6 +72,11 @@ def caches() -> Caches:
         slim = to_slim(model, written, features=spoken, tolerance=1e9, **choice)
         return predict(slim.float(), new_cache, encoded)
 
+    def unfitted(dtype: torch.dtype) -> Predictions:
+        attentions = [part for layer in full.model.decoder.layers for part in (layer.self_attn, layer.encoder_attn)]
+        with torch.no_grad(), values_from_keys(attentions, dtype, attentions[0].head_dim):
+            return predict()
+
     def ordinary(dtype: torch.dtype) -> Cache:
         return EncoderDecoderCache(RoundedCache(None, dtype), RoundedCache(None, dtype))
 
@@ -82,7 +88,9 @@ def caches() -> Caches:
         EXACT: predict,
         "keys and values, bf16": lambda: predict(new_cache=lambda: ordinary(torch.bfloat16)),
         "keys and values, int8": lambda: predict(new_cache=lambda: ordinary(torch.int8)),
-        "keys alone (the paper), fp16": lambda: with_slim(plan="k", cache_dtype="fp16"),
+        f"{UNFITTED}, bf16": lambda: unfitted(torch.bfloat16),
+        f"{UNFITTED}, fp16": lambda: unfitted(torch.float16),
+        f"{FITTED}, fp16": lambda: with_slim(plan="k", cache_dtype="fp16"),
         "keys + d/8 V-coordinates, fp16": lambda: with_slim(rank=model.config.d_model // 8, cache_dtype="fp16"),
         "`x` and `e`, bf16": lambda: with_slim(inputs, in_bf16, plan="x"),
         "`x` in int8, `e` in bf16": lambda: with_slim(encoded=in_bf16, plan="x", cache_dtype="int8"),

@@ -30,7 +30,7 @@ def convert_checkpoint(
     plan: Annotated[
         str,
         typer.Option(
-            help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone, the paper's method. `kv`: "
+            help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone. `kv`: "
             "keys and values. `x` (GPT-2, OPT): the layer's inputs. Or a JSON file: a slim config.json, a report, or "
             'a list of {"plan": "k", "k+r", "kv" or "x", "rank": ...} per layer. Encoder-decoder models: `e`, keys '
             "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
@@ -69,8 +69,15 @@ def convert_checkpoint(
         Path | None,
         typer.Option(
             help="UTF-8 text to measure layers on, typical of what the model will read; the first 1,024 tokens "
-            "are used. For Whisper a .safetensors file with input_features, [1, bands, frames].",
+            "are used. For Whisper a .safetensors file with input_features, [1, bands, frames], beside --transcript.",
             show_default="built-in English and Python; synthetic features",
+        ),
+    ] = None,
+    transcript: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text of what is said in the features of --calibration, which Whisper's decoder reads.",
+            show_default="built-in English and Python",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
@@ -108,6 +115,7 @@ def convert_checkpoint(
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-mine --calibration mine.txt --tolerance 1
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-int8 --cache-dtype int8
+        hf-fastdecode convert-checkpoint whisper whisper-slim --calibration said.safetensors --transcript said.txt
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
     check_dtype(dtype)
@@ -123,8 +131,9 @@ def convert_checkpoint(
         unused = {"--plan": plan != "auto", "--rank": rank is not None, "--cache-dtype": cache_dtype != "auto"}
         unused |= {"--rope": rope != "raw", "--tolerance": tolerance != 2 and not verify}
         unused |= {"--calibration": calibration is not None and not verify}
+        unused |= {"--transcript": transcript is not None and not verify}
         if name := next(filter(unused.get, unused), None):
-            needs = " without --verify" if name in ("--tolerance", "--calibration") else ""
+            needs = " without --verify" if name in ("--tolerance", "--calibration", "--transcript") else ""
             raise CommandError(f"{name} does nothing with --format full{needs}; leave it out")
     shard_bytes = _size(max_shard_size)
     with quiet_libraries():
@@ -155,6 +164,7 @@ def convert_checkpoint(
                 choice=PlanChoice(chosen, rank, tolerance, cache_dtype, rope),
                 dtype=None if dtype == "auto" else getattr(torch, dtype),
                 calibration=calibration,
+                transcript=transcript,
                 verify=verify,
                 resume=resume,
                 shard_bytes=shard_bytes,

@@ -122,7 +122,7 @@ def store_value_coordinates(
     Args:
         weights: Of the layer.
         statistics: Of its keys.
-        rank: r, between 0 (the paper's method) and e_v (an ordinary cache).
+        rank: r, between 0 (keys alone) and e_v (an ordinary cache).
         matrix_dtype: Of M, ``W_E`` and B.
 
     Raises:

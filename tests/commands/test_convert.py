@@ -178,6 +178,7 @@ def test_options_that_do_nothing(source: Path, tmp_path: Path) -> None:
         ("--rope", "unrotate"),
         ("--tolerance", 1),
         ("--calibration", "text.txt"),
+        ("--transcript", "text.txt"),
     ):
         message = refused(source, tmp_path / "full", "--format", "full", option, value)
         assert f"{option} does nothing with --format full" in message

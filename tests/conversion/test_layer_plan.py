@@ -246,3 +246,17 @@ def test_inputs_of_a_model_are_exact_in_its_dtype() -> None:
     plan = plan_layer(*layers[0])
     assert next(one for one in plan.candidates if one.plan == "x").output_error == 0
     assert plan.chosen.plan == "x"
+
+
+def test_keys_alone_err_by_what_the_map_makes_of_their_rounding() -> None:
+    """Of the keys as they are, with their bias; the map is exact where they are not rounded."""
+    weights, inputs = layer(biases=True), text(64)
+    errors = CacheErrors(weights, inputs, rotation=rope(64))
+    for dtype in (torch.bfloat16, torch.float16):
+        noise = errors.keys.to(dtype).double() - errors.keys
+        wrong = noise @ torch.linalg.solve(weights.W_K, weights.W_V)
+        found = errors.unfitted_keys(dtype)
+        expected = (torch.linalg.norm(wrong) / torch.linalg.norm(errors.values)).item()
+        assert found.value_error == pytest.approx(expected, rel=1e-6)
+        assert (found.plan, found.bytes_per_token) == ("k", 2 * weights.W_K.shape[1])
+    assert errors.unfitted_keys(torch.float64).output_error < 1e-9

@@ -15,12 +15,13 @@ from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
+from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.family import longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 
-from ..commands.command_line import run
+from ..commands.command_line import refusal, run
 from .encoder_decoder_models import encoder_decoder, read_by
 from .slim_models import TEXT, relative
 
@@ -178,3 +179,47 @@ def test_features_from_a_file(tmp_path: Path) -> None:
     refused = run(*command, "--calibration", tmp_path / "other.safetensors")
     assert refused.exit_code == 2
     assert "holds no tensor input_features" in refused.stderr
+
+
+def test_features_with_their_text(tmp_path: Path) -> None:
+    """Whisper's decoder reads what is said, as `to_slim` has it."""
+    source, sound, said = tmp_path / "source", tmp_path / "sound.safetensors", tmp_path / "said.txt"
+    model = with_tokenizer("whisper", source)
+    model.bfloat16().save_pretrained(source)
+    features = torch.randn(1, 8, 48, generator=torch.Generator().manual_seed(3))
+    save_file({"input_features": features}, sound)
+    said.write_text("The train to the coast leaves at seven in the morning. " * 3)
+    command = ("convert-checkpoint", source, "--dry-run", "--json", "--calibration", sound)
+    built_in, own = (json.loads(run(*command, *more).stdout) for more in ((), ("--transcript", said)))
+    assert [one["calibration"] for one in (built_in, own)] == ["built-in", str(said)]
+    ids = AutoTokenizer.from_pretrained(source)(said.read_text(), return_tensors="pt").input_ids[0]
+    assert own["calibration_tokens"] == len(ids) < built_in["calibration_tokens"]
+    assert own["calibration_sha256"] != built_in["calibration_sha256"]
+    convert_checkpoint(Settings(str(source), tmp_path / "slim", calibration=sound, transcript=said))
+    expected = to_slim(model, ids, features=features).state_dict()
+    found = family(model).auto.from_pretrained(tmp_path / "slim", dtype=torch.bfloat16).state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+    said.write_text("Too short.")
+    assert "a calibration text needs 32 tokens, got" in refusal(*command, "--transcript", said)
+    assert "cannot read the calibration text" in refusal(*command, "--transcript", tmp_path / "none.txt")
+
+
+def test_a_transcript_is_of_features(tmp_path: Path) -> None:
+    with_tokenizer("t5", tmp_path / "t5").save_pretrained(tmp_path / "t5")
+    with_tokenizer("whisper", tmp_path / "whisper").save_pretrained(tmp_path / "whisper")
+    said, sound = tmp_path / "said.txt", tmp_path / "sound.safetensors"
+    said.write_text("text")
+    save_file({"input_features": torch.zeros(1, 8, 48)}, sound)
+    for name, *more in (("t5",), ("t5", "--calibration", sound), ("whisper",), ("whisper", "--calibration", said)):
+        message = refusal("convert-checkpoint", tmp_path / name, "--dry-run", "--transcript", said, *more)
+        assert f"{name} has no calibration features, whose transcript" in message
+        assert "give a text as --calibration" in message
+
+
+def test_a_text_that_begins_as_decoders_do_is_not_begun_twice() -> None:
+    """Whisper's tokenizer puts the decoder's first token, 3 here, in front."""
+    model = encoder_decoder("whisper")
+    for ids, read in (([3, 8, 9], [3, 8, 9]), ([8, 9, 3], [3, 8, 9])):
+        inputs = model_inputs(family(model), model.config, torch.tensor(ids), None)
+        assert inputs["decoder_input_ids"].tolist() == [read]

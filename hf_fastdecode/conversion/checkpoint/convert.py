@@ -52,8 +52,9 @@ class Settings:
         format: ``slim``, or ``full`` to convert a slim checkpoint back.
         choice: How the layers' caches are chosen.
         dtype: Of the result; None for the source's own.
-        calibration: UTF-8 text, or None for the built-in one. For Whisper a ``.safetensors`` file with
-            ``input_features`` beside the built-in text; without, features are synthetic.
+        calibration: UTF-8 text, or None for the built-in one. For Whisper, a ``.safetensors`` file has
+            ``input_features`` instead; without, features are synthetic.
+        transcript: UTF-8 text of what is said in these features, or None for the built-in text.
         verify: Whether to compare logits before the result is published.
         resume: Whether to continue an interrupted conversion.
         shard_bytes: Most bytes in a shard.
@@ -65,6 +66,7 @@ class Settings:
     choice: PlanChoice = field(default_factory=PlanChoice)
     dtype: torch.dtype | None = None
     calibration: Path | None = None
+    transcript: Path | None = None
     verify: bool = False
     resume: bool = False
     shard_bytes: int = 5 * 10**9
@@ -160,7 +162,7 @@ def _ids(source: Checkpoint, settings: Settings, family: Family | EncoderDecoder
             f"{settings.source} has no tokenizer files, and layers are measured on a text; save the tokenizer beside "
             "the weights (tokenizer.save_pretrained)"
         )
-    text = None if _has_features(settings, family) else settings.calibration
+    text = _text_file(settings, family)
     config = language_config(source.config)
     return check_vocabulary(calibration_ids(tokenizer, text, longest_text(config)), config.vocab_size)
 
@@ -169,6 +171,22 @@ def _has_features(settings: Settings, family: Family | EncoderDecoder) -> bool:
     """Whether the calibration file is of features rather than a text."""
     audio = isinstance(family, EncoderDecoder) and family.audio
     return audio and settings.calibration is not None and settings.calibration.suffix == _FEATURES
+
+
+def _text_file(settings: Settings, family: Family | EncoderDecoder) -> Path | None:
+    """The calibration text, or None for the built-in one.
+
+    Raises:
+        CheckpointError: There is a transcript, and the model reads no sounds.
+    """
+    if _has_features(settings, family):
+        return settings.transcript
+    if settings.transcript is not None:
+        raise CheckpointError(
+            f"{settings.source} has no calibration features, whose transcript {settings.transcript} would be: these "
+            f"are a {_FEATURES} file for a model that reads sounds; give a text as --calibration"
+        )
+    return settings.calibration
 
 
 def _inputs(source: Checkpoint, settings: Settings, family: EncoderDecoder, ids: Tensor) -> dict[str, Tensor]:
@@ -256,7 +274,7 @@ def _describe(
     dtype: torch.dtype,
     ids: Tensor | None,
 ) -> dict[str, Any]:
-    choice = settings.choice
+    choice, text = settings.choice, _text_file(settings, family)
     report: dict[str, Any] = {
         "format": settings.format,
         "source": settings.source,
@@ -267,7 +285,7 @@ def _describe(
         "tolerance": choice.tolerance,
         "cache_dtype": choice.cache_dtype,
         "rope": choice.rope,
-        "calibration": "built-in" if settings.calibration is None else str(settings.calibration),
+        "calibration": "built-in" if text is None else str(text),
         "calibration_tokens": 0 if ids is None else len(ids),
         "calibration_sha256": "" if ids is None else _sha256(ids.numpy().tobytes()),
     }

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.stored_coordinates import rounded
-from tools.token_agreement import EXACT, Predictions, TokensRow, before_end, compare, rounded_inputs, rows, table
+from tools.token_agreement import (
+    EXACT,
+    Predictions,
+    TokensRow,
+    before_end,
+    compare,
+    rounded_inputs,
+    rows,
+    table,
+    values_from_keys,
+)
 
 from ...tiny_models import tiny_model
 
@@ -99,3 +109,23 @@ def test_rounding_ends_with_the_block_even_if_it_raises() -> None:
     with pytest.raises(ValueError, match="exactly one"), rounded_inputs(projections, torch.int8, 16):
         model()
     assert model(ids).logits.equal(before)
+
+
+def test_values_follow_from_rounded_keys() -> None:
+    """Biases included; without rounding, nothing changes."""
+    model = tiny_model("llama-mha", attention_bias=True)
+    attention, inputs = model.model.layers[0].self_attn, torch.randn(1, 5, 64)
+    with torch.no_grad():
+        attention.k_proj.bias.normal_()
+        attention.v_proj.bias.normal_()
+    keys, values = attention.k_proj(inputs), attention.v_proj(inputs)
+    with values_from_keys([attention], torch.float32, 16):
+        assert attention.k_proj(inputs).equal(keys)
+        torch.testing.assert_close(attention.v_proj(inputs), values, rtol=1e-4, atol=1e-4)
+    cached = rounded(keys, torch.bfloat16, 16)
+    map_of = torch.linalg.solve(attention.k_proj.weight.double().mT, attention.v_proj.weight.double().mT)
+    with values_from_keys([attention], torch.bfloat16, 16):
+        assert attention.k_proj(inputs).equal(cached.float())
+        expected = (cached - attention.k_proj.bias.double()) @ map_of + attention.v_proj.bias.double()
+        torch.testing.assert_close(attention.v_proj(inputs), expected.float())
+    assert attention.v_proj(inputs).equal(values)

@@ -41,7 +41,7 @@ def model_inputs(family: EncoderDecoder, config: Any, ids: Tensor, features: Ten
     Args:
         family: Of the model.
         config: Of the model.
-        ids: Text, ``[tokens]``.
+        ids: Text, ``[tokens]``; the decoder's first token is put before it, unless it begins with that.
         features: ``[1, bands, frames]``; synthetic ones when None, for models that read sounds.
 
     Raises:
@@ -52,12 +52,12 @@ def model_inputs(family: EncoderDecoder, config: Any, ids: Tensor, features: Ten
             f"the config of this {config.model_type} has no decoder_start_token_id, the decoder's first token; set it "
             "(for T5 to that of padding, 0)"
         )
-    decoded = torch.cat([torch.tensor([first]), ids[:-1]])[None]
+    decoded = ids if ids[0] == first else torch.cat([torch.tensor([first]), ids[:-1]])
     if not family.audio:
-        return {"input_ids": ids[None], "decoder_input_ids": decoded}
+        return {"input_ids": ids[None], "decoder_input_ids": decoded[None]}
     return {
         "input_features": synthetic_features(config) if features is None else check_features(config, features),
-        "decoder_input_ids": decoded,
+        "decoder_input_ids": decoded[None],
     }
 
 
