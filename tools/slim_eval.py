@@ -1,13 +1,15 @@
 """Writes docs/slim-measurements.md's table of slim checkpoints beside the embedded model, on the embedded tasks.
 
 Run ``python -m tools.slim_eval runs/*`` from the folder of the slim checkpoints, with a clone on ``PYTHONPATH``, after
-``hf-fastdecode eval run`` of each of them and of the embedded model in their dtypes, all with one seed.
+``hf-fastdecode eval run`` of each of them and of the embedded model in their dtypes, all with one seed. Rows of other
+models and dtypes stay.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -118,9 +120,20 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def replace_rows(known: Sequence[Row], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that were measured in the places of earlier ones of the same model, dtype and way; all others are kept."""
+
+    def case(row: Row | dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["dtype"], row["way"]
+
+    measured = {case(row): row for row in found}
+    kept = [measured.pop(case(row), dict(row)) for row in known]
+    return [*kept, *measured.values()]
+
+
 def main() -> None:
     """Write the rows, and the table into the page."""
-    write_rows(ROWS, rows([read_run(Path(folder)) for folder in sys.argv[1:]]))
+    write_rows(ROWS, replace_rows(read_rows(ROWS), rows([read_run(Path(folder)) for folder in sys.argv[1:]])))
     text = table(read_rows(ROWS))
     replace_table(PAGE, "tools.slim_eval", text)
     print(text, end="")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_fastdecode.measurement.rows import read_rows
-from tools.slim_eval import PAGE, ROWS, compare, read_run, table
+from tools.slim_eval import PAGE, ROWS, compare, read_run, replace_rows, table
 
 
 def test_the_page_shows_the_rows() -> None:
@@ -43,3 +43,20 @@ def test_changes_are_paired(tmp_path: Path) -> None:
     assert found["pass@1 change error"] == pytest.approx(np.std([0, 0.25, 0], ddof=1) / 3**0.5)
     assert found["pass@32"] == found["pass@top3"] == pytest.approx(2 / 3)
     assert found["pass@32 change"] == found["pass@32 change error"] == 0
+
+
+def test_rows_of_the_same_case_are_replaced_in_their_places() -> None:
+    def row(model: str, dtype: str, way: str, value: str) -> dict[str, str]:
+        return {"model": model, "dtype": dtype, "way": way, "pass@1": value}
+
+    known = [
+        row("a", "bfloat16", "shared", "0"),
+        row("a", "float32", "shared", "1"),
+        row("b", "bfloat16", "stock", "2"),
+    ]
+    found = [
+        row("b", "bfloat16", "stock", "3"),
+        row("b", "bfloat16", "shared", "4"),
+        row("a", "bfloat16", "shared", "5"),
+    ]
+    assert replace_rows(known, found) == [found[2], known[1], found[0], found[1]]

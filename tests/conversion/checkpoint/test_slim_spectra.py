@@ -10,7 +10,7 @@ import torch
 from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO
 from hf_fastdecode.measurement.rows import read_rows
 from tools import slim_spectra
-from tools.slim_spectra import EXACT, KEYS, ORDINARY, SPECTRA, STORED, TOLERANCE
+from tools.slim_spectra import EXACT, KEYS, ORDINARY, PAPER, SPECTRA, STORED, TOLERANCE
 
 
 @pytest.mark.parametrize("spectrum", ["1e3", "1e5", "1e7"])
@@ -37,6 +37,8 @@ def test_the_page_and_its_rows_say_so_too(tmp_path: Path) -> None:
         for weights in (EXACT, STORED):
             assert ratios[spectrum, weights, AUTO] <= TOLERANCE
             assert ratios[spectrum, weights, KEYS[0]] > TOLERANCE
+            for fitted, paper in zip(KEYS, PAPER):
+                assert ratios[spectrum, weights, paper] > ratios[spectrum, weights, fitted]
             assert ratios[spectrum, weights, KEYS[1]] > TOLERANCE or spectrum == "1e2"  # mild enough for fp16
     slim_spectra.draw(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
