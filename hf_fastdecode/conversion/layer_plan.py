@@ -131,7 +131,10 @@ def fit_layer(
     if cached_tokens < 2:
         raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {cached_tokens}")
     if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
-        raise ValueError("the layer's inputs on the calibration text hold inf or nan; run the model in a wider dtype")
+        raise ValueError(
+            f"the layer's inputs on the calibration text hold inf or nan in {model_dtype}, whose largest number is "
+            f"{torch.finfo(model_dtype).max:.5g}; convert the model in a dtype of wider range, such as bfloat16"
+        )
     if not tolerance >= 1:
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     if cache_dtype is None:

@@ -326,6 +326,21 @@ def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None
         convert_checkpoint(settings(source, tmp_path / "made", dtype=torch.float16))
 
 
+def test_a_model_that_overflows_in_its_dtype_is_told_a_wider_one(tmp_path: Path) -> None:
+    """Weights that fit into fp16 may give activations that do not; bf16 has room for them."""
+    source = save_multi_head(tmp_path / "source", torch.float16)
+    model = load(source)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight.data.mul_(100)
+    mlp.down_proj.weight.data.mul_(30_000)
+    model.save_pretrained(source, max_shard_size="100KB")
+    with pytest.raises(
+        ValueError, match=r"hold inf or nan in torch\.float16, whose largest number is 65504; .* such as bfloat16"
+    ):
+        convert_checkpoint(settings(source, None))
+    assert len(convert_checkpoint(settings(source, None, dtype=torch.bfloat16))["layers"]) == LAYERS
+
+
 def test_a_layer_whose_values_are_all_zero(tmp_path: Path) -> None:
     source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
     model = load(source)
