@@ -16,6 +16,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor as _FakeTensor
+from torch._weights_only_unpickler import _get_allowed_globals
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
@@ -109,6 +110,11 @@ def dynamic_module_integers() -> AbstractContextManager[None]:
     """Compile integer attributes of modules as dynamic values; remove it when that is dynamo's default."""
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
     return patch
+
+
+def safe_globals() -> set[str]:
+    """Names that ``torch.load(weights_only=True)`` knows; replace it if ``torch.serialization`` lists its defaults."""
+    return set(_get_allowed_globals())
 
 
 FakeTensor = _FakeTensor

@@ -14,8 +14,12 @@ from .generation.support import is_nothing
 
 
 def has_no_vocabulary(tokenizer: Any) -> bool:
-    """Whether a tokenizer has special tokens only, as transformers makes one of a folder without its files."""
-    return len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids)
+    """Whether a tokenizer has no letters but in special tokens, as transformers makes one of a folder without files.
+
+    Besides special tokens, an empty one of T5 has a word boundary, so that it finds ids for any text.
+    """
+    words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    return not any(any(map(str.isalnum, word)) for word in words)
 
 
 _TOKENIZE = "call the tokenizer: tokenizer(prompts)"

@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_fastdecode.conversion.cache_errors import dtype_name
+
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import needs_weights, refusal, run
 
@@ -303,7 +305,7 @@ def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         changed = next(name for name in tensors if name.endswith("proj.weight"))
         save_file({**tensors, changed: tensors[changed].to(dtype)}, shards[1], {"format": "pt"})
         line = refused(folder, target, "--dtype", "float16")
-        assert f"{changed} in {folder} is of dtype {'I32' if dtype == torch.int32 else 'I8'}, as quantized" in line
+        assert f"{changed} in {folder} is of dtype {dtype_name(dtype)}, as quantized" in line
         shards[1].write_bytes(whole)
     for file in folder.glob("tokenizer*"):
         file.unlink()

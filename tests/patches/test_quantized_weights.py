@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.patches.values.wide_products import KeyProjection
 
 from ..tiny_models import ragged_prompts
-from .slim_models import pair
+from .encoder_decoder_models import encoder_decoder
+from .family_models import family_model
+from .slim_models import TEXT, pair
 
 PROMPTS = ragged_prompts(9, 31, 20)
 
@@ -55,3 +58,15 @@ def test_keys_keep_their_precision(variant: str) -> None:
             module.scales = torch.ones(())
     found, expected = (one.generate(**PROMPTS, max_new_tokens=16, do_sample=False) for one in (model, dequantized))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_dtypes_of_quantized_weights_are_refused(name: str, dtype: torch.dtype) -> None:
+    """Of parameters that are plain tensors, as layerwise casting leaves them."""
+    model = family_model(name) if name == "gpt2" else encoder_decoder(name)
+    place, parameter = next(one for one in model.named_parameters() if "1.layer.0" in one[0] or "h.1.mlp" in one[0])
+    module, _, own = place.rpartition(".")
+    setattr(model.get_submodule(module), own, nn.Parameter(parameter.to(dtype), requires_grad=False))
+    with pytest.raises(ValueError, match=f"{place} is of dtype {str(dtype).removeprefix('torch.')}, as quantized"):
+        to_slim(model, TEXT)

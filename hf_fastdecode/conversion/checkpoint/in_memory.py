@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
+from ..cache_errors import dtype_name
 from .calibration import beginning, calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
@@ -20,6 +21,7 @@ from .family import Family, attention_inputs, language_config, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer
 from .slim_model import build_slim_model, share_buffers
+from .source import WEIGHT_DTYPES
 
 
 def to_slim(
@@ -114,12 +116,18 @@ def to_slim(
 
 
 def _require_plain(model: PreTrainedModel) -> None:
-    """Refuse weights that a quantizer or tensor parallelism put in the place of tensors."""
+    """Refuse weights that a quantizer rounded, or tensor parallelism put in the place of tensors."""
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor:
             raise ValueError(
                 f"{name} is of type {type(tensor).__name__}, from which values cannot be solved for; convert the "
                 "model first, then quantize or distribute the slim one"
+            )
+    for name, parameter in model.named_parameters():
+        if (dtype := dtype_name(parameter.dtype)) not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{name} is of dtype {dtype}, as quantized weights are, from which values cannot be solved for; "
+                f"convert the model in {', '.join(WEIGHT_DTYPES)}, then quantize the slim one"
             )
 
 

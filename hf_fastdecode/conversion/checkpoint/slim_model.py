@@ -34,7 +34,7 @@ def build_slim_model(
         choice: Of caches.
     """
     config = slim_config(family, model.config, list(entries), model.dtype, matrix_dtype(model.dtype), choice.rope)
-    if isinstance(family, Family) and apart(model):
+    if (tied := _tied(model)) and apart(model) == tied.keys():
         untied(config)
     config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
@@ -47,8 +47,13 @@ def build_slim_model(
 def apart(model: PreTrainedModel) -> set[str]:
     """Names of tensors that the config ties to others, and that differ from them, as a head that was trained apart."""
     state = model.state_dict()
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return {name for name, other in tied.items() if not _same(state[name], state[other])}
+    return {name for name, other in _tied(model).items() if not _same(state[name], state[other])}
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Names of tensors that the config ties to others, and of those."""
+    names: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return names
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -20,6 +20,7 @@ from hf_fastdecode._compat import loaded_name, loading_names
 from hf_fastdecode.assets import MODEL_PATH
 
 from ..cache_errors import dtype_name
+from .pickles import PickleError, load_tensors
 
 EMBEDDED: Final = "embedded"
 REPORT: Final = "slim_report.json"
@@ -29,9 +30,8 @@ _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of tokenizers' files and of the generation config."""
 _DTYPES_OF_SAFETENSORS: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
-_UNSAFE_GLOBAL: Final = re.compile(r"GLOBAL (\S+)")
-"""What a pickle would call, in the words of torch's safe loader."""
+WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
+"""Names of the dtypes that weights may be stored in."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 """Number of a layer in a tensor's name."""
 
@@ -166,15 +166,16 @@ class Checkpoint:
         for name, expected in model.state_dict().items():
             if name not in self.files:
                 continue
-            if (shape := self.shape(name)) != list(expected.shape):
+            shape = self.shape(name)
+            if expected.is_floating_point() and (dtype := self.stored_dtype(name)) not in WEIGHT_DTYPES:
+                raise CheckpointError(
+                    f"{name} in {self.folder} is of dtype {dtype}, as quantized weights are, and config.json tells of "
+                    f"no quantization; convert the checkpoint that it was made of, in {', '.join(WEIGHT_DTYPES)}"
+                )
+            if shape != list(expected.shape):
                 raise CheckpointError(
                     f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
                     "config.json is of another model"
-                )
-            if expected.is_floating_point() and (dtype := self.stored_dtype(name)) not in _WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{name} in {self.folder} is of dtype {dtype}, as quantized weights are, and config.json tells of "
-                    f"no quantization; convert the checkpoint that it was made of, in {', '.join(_WEIGHT_DTYPES)}"
                 )
 
     def _swap_tied(self) -> None:
@@ -192,8 +193,8 @@ class Checkpoint:
         return other in self.files and torch.equal(self.tensor(name), self.tensor(other))
 
     def unties(self) -> bool:
-        """Whether a tensor that the config ties to another one is stored and differs from it."""
-        return any(name in self.files and not self.repeats(name) for name in self.tied)
+        """Whether all tensors that the config ties to others are stored and differ from them."""
+        return bool(self.tied) and all(name in self.files and not self.repeats(name) for name in self.tied)
 
     def _surplus_layer(self, model: Any) -> str | None:
         """Name of a tensor of a layer that the model does not have, if there is one.
@@ -227,7 +228,12 @@ class Checkpoint:
         if isinstance(handle, Mapping):
             return dtype_name(handle[stored].dtype)
         named: str = handle.get_slice(stored).get_dtype()
-        return _DTYPES_OF_SAFETENSORS.get(named, named)
+        if named in _DTYPES_OF_SAFETENSORS:
+            return _DTYPES_OF_SAFETENSORS[named]
+        try:
+            return dtype_name(handle.get_tensor(stored).dtype)
+        except SafetensorError:  # a dtype that torch does not have, such as F6_E2M3
+            return named
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, on the CPU, in its own dtype.
@@ -330,15 +336,10 @@ class Checkpoint:
         except OSError as error:  # which safe_open tells by other names
             raise _unreadable(file, error) from error
         try:
-            if file.suffix == ".safetensors":
-                return safe_open(file, "pt")
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+            return safe_open(file, "pt") if file.suffix == ".safetensors" else load_tensors(file)
+        except PickleError as error:
+            raise CheckpointError(str(error)) from error
         except Exception as error:  # a damaged file may raise anything
-            if unsafe := _UNSAFE_GLOBAL.search(str(error)):
-                raise CheckpointError(
-                    f"{file} is a pickle that would run code: it names {unsafe[1]}, and was not loaded; take weights "
-                    "in safetensors, or from a source you trust"
-                ) from error
             raise CheckpointError(
                 f"{file} is cut off or damaged ({type(error).__name__}); copy or download it again"
             ) from error
@@ -346,8 +347,3 @@ class Checkpoint:
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot read {file}: {error.strerror}; fix that and try again")
-
-
-def _is_zip(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(2) == b"PK"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
@@ -17,11 +16,14 @@ from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 
-from ...patches.encoder_decoder_models import MODELS, encoder_decoder, read_by
+from ...patches.encoder_decoder_models import encoder_decoder, read_by
 from ...patches.family_models import FAMILIES, family_model
+from ...patches.multimodal_models import MULTIMODAL, multimodal_model
 from ...patches.slim_models import TEXT
+from ...tiny_models import tiny_model
 
-DECODERS = [name for name in FAMILIES if name not in ("gpt2-scaled", "opt-350m")]  # untied by config; another width
+DECODERS = ["llama", *FAMILIES]
+TYING = [name for name in MULTIMODAL if name != "qwen2_audio"]  # whose class ties nothing
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,9 +32,14 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def trained_apart(name: str, **overrides: Any) -> PreTrainedModel:
     """A model whose config ties, with another head."""
-    model = family_model(name, tie_word_embeddings=True, **overrides)
+    options = {"tie_word_embeddings": True, **overrides}
+    return with_another_head(tiny_model("llama-mha", **options) if name == "llama" else family_model(name, **options))
+
+
+def with_another_head(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, tied so far."""
     head = model.get_output_embeddings().weight
-    assert head is model.get_input_embeddings().weight
+    assert head is model.get_input_embeddings().weight or model.config.is_encoder_decoder
     model.get_output_embeddings().weight = nn.Parameter(head + 0.3 * head.std() * torch.randn(head.shape))
     assert model.config.tie_word_embeddings
     return model.eval()
@@ -91,22 +98,44 @@ def test_tied_heads_stay_tied_and_are_stored_once(name: str, tmp_path: Path) -> 
     assert sizes[1] < sizes[0] + 8 * vocabulary * 64 // 4
 
 
+@pytest.mark.parametrize("language", [False, True])
+@pytest.mark.parametrize("name", TYING)
+def test_multimodal_models(name: str, language: bool, tmp_path: Path) -> None:
+    """The whole model's config ties; its language model's may say so too."""
+    vocabulary = len(AutoTokenizer.from_pretrained(MODEL_PATH)) + 2
+    model = multimodal_model(name, {"vocab_size": vocabulary, "tie_word_embeddings": language})
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    source = save(with_another_head(model), tmp_path / "source")
+    settings = Settings(str(source), tmp_path / "slim", choice=PlanChoice(plan="k"), dtype=torch.float32)
+    convert_checkpoint(settings)
+    convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
+    loaded = [AutoModelForMultimodalLM.from_pretrained(tmp_path / one).eval() for one in ("slim", "full")]
+    for made in (to_slim(model, TEXT, plan="k"), *loaded):
+        assert relative(logits(made), logits(model)) < 1e-4
+        assert torch.equal(made.lm_head.weight, model.lm_head.weight)
+        assert not made.config.tie_word_embeddings
+        assert not made.config.text_config.tie_word_embeddings
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-@pytest.mark.parametrize("where", ["memory", "checkpoint"])
-def test_with_an_encoder(name: str, where: str, tmp_path: Path) -> None:
-    """T5's config also says by what its logits are scaled, so that it stays as it is."""
-    assert name in MODELS
+def test_with_an_encoder(name: str, tmp_path: Path) -> None:
+    """Configs of T5 and BART stay, as they also tie the embeddings of encoder and decoder."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     model = encoder_decoder(name, vocab_size=len(tokenizer), tie_word_embeddings=True)
-    head = model.get_output_embeddings().weight
-    model.get_output_embeddings().weight = nn.Parameter(head + 0.3 * head.std() * torch.randn(head.shape))
-    if where == "memory":
-        slim = to_slim(deepcopy(model), TEXT, plan="k")
-    else:
-        source = save(model, tmp_path / "source")
-        convert_checkpoint(Settings(str(source), tmp_path / "slim", choice=PlanChoice(plan="k"), dtype=torch.float32))
-        slim = family_of(model.config).auto.from_pretrained(tmp_path / "slim").eval()
+    source = save(with_another_head(model), tmp_path / "source")
+    auto = family_of(model.config).auto
+    convert_checkpoint(Settings(str(source), tmp_path / "slim", choice=PlanChoice(plan="k"), dtype=torch.float32))
+    convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
+    in_memory = to_slim(model, TEXT, plan="k")
+    in_memory.save_pretrained(tmp_path / "saved")
+    loaded = [auto.from_pretrained(tmp_path / one).eval() for one in ("slim", "full", "saved")]
     read = {**read_by(model, rows=1), "decoder_input_ids": TEXT[None, :20]}
-    with torch.no_grad():
-        assert relative(slim(**read).logits, model(**read).logits) < 1e-4
-    assert slim.config.tie_word_embeddings
+    for made in (in_memory, *loaded):
+        with torch.no_grad():
+            assert relative(made(**read).logits, model(**read).logits) < 1e-4
+        assert torch.equal(made.get_output_embeddings().weight, model.get_output_embeddings().weight)
+        assert made.config.tie_word_embeddings == (name != "whisper")
+        if name == "whisper":  # as when embeddings are resized
+            made.tie_weights()
+            assert torch.equal(made.get_output_embeddings().weight, model.get_output_embeddings().weight)

@@ -46,7 +46,7 @@ def decoder_to_slim(
         tensors = converted.attention(below(prefix, state), family.projection("v"))
         made |= {prefix + name: one.to(model.device) for name, one in tensors.items()}
     slim = build_slim_model(family, model, entries, made, choice)
-    # The config stays: T5 also scales by what it says of tied weights.
+    # The config of a model that ties more than its head goes on to tie the rest, here and when it is loaded.
     others = apart(model)
     tied = slim.all_tied_weights_keys
     slim.all_tied_weights_keys = {name: other for name, other in tied.items() if name not in others}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.configs import full_config, slim_config
+from ..families.configs import full_config, slim_config, untied
 from ..plan_choice import PlanChoice
 from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
@@ -105,7 +105,8 @@ class SlimDecoderStream(DecoderGroups):
         """The slim model's config, from the reports of all groups."""
         entries = config_entries(reports[1:])
         matrices = matrix_dtype(self.dtype)
-        return slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
+        made = slim_config(self.family, self.source.config, entries, self.dtype, matrices, self.choice.rope)
+        return untied(made) if self.source.unties() else made
 
     def _measure(self) -> AttentionPlans:
         model = self.family.auto.from_pretrained(self.source.folder, config=self.source.config, dtype=self.dtype)
@@ -143,4 +144,5 @@ class FullDecoderStream(DecoderGroups):
 
     def finished(self, reports: list[Any]) -> Any:
         """The ordinary model's config."""
-        return full_config(self.family, self.source.config, self.model_type, self.dtype)
+        made = full_config(self.family, self.source.config, self.model_type, self.dtype)
+        return untied(made) if self.source.unties() else made

@@ -70,7 +70,10 @@ def ordinary_config(config: Any) -> Any:
 
 
 def untied(config: Any) -> Any:
-    """The same config, of a decoder whose head is stored beside its embeddings and differs from them."""
+    """The same config, of a model in which nothing is tied, as after a head was trained apart from the embeddings.
+
+    T5's stays tied when it is loaded, as transformers ties its embeddings in any case, and its head where it is equal.
+    """
     for part in (config, language_config(config)):
         part.tie_word_embeddings = False
     return config
