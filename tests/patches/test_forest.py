@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE
+from hf_fastdecode._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
@@ -47,7 +47,7 @@ def test_samples_of_every_family(name: str, plan: str) -> None:
     model, slim = family_pair(name, plan)
     stock, found, embedded, report = both(model, slim, CALLS["samples"])
     assert torch.equal(found, stock)
-    if name == "phi3-window" or (name, plan) == ("codegen", "mixed"):
+    if name == "phi3-window" or ((name, plan) == ("codegen", "mixed") and not CODEGEN_MAKES_TABLES_ONCE):
         assert report.path == "stock"
         wanted = "a window of 40 tokens hides some" if name == "phi3-window" else "attention interface"
         assert wanted in report.reason

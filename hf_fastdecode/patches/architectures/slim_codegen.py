@@ -103,8 +103,8 @@ class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
 
     @property
     def shares_context(self) -> bool:  # type: ignore[override]
-        """Whether no layer is ordinary, since those read tensors from caches."""
-        return all(layer.plan != "kv" for layer in self.config.layer_plans)
+        """Whether no layer is ordinary: before transformers 5.24, those read tensors from caches."""
+        return CODEGEN_MAKES_TABLES_ONCE or all(layer.plan != "kv" for layer in self.config.layer_plans)
 
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
