@@ -39,6 +39,7 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
 }
+# Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops take it.
 _NOT_IN_STEPS = {
@@ -146,7 +147,8 @@ def _adapter_with_keys(model: PreTrainedModel) -> str | None:
     """The kind of PEFT's adapter in use if it fills the cache itself; its `generate` puts this method on the model."""
     prepare = vars(model).get("prepare_inputs_for_generation")
     kind = getattr(getattr(getattr(prepare, "__self__", None), "active_peft_config", None), "peft_type", None)
-    return None if kind is None or str(kind.value) not in _PEFT_WITH_KEYS else str(kind.value)
+    name = str(getattr(kind, "value", kind))
+    return name if name in _PEFT_WITH_KEYS else None
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:

@@ -97,20 +97,22 @@ def test_every_method(name):
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     one = {key: value[:1] for key, value in PROMPTS.items()}
-    for prompts, reason in zip((PROMPTS, one), reasons, strict=True):
+    for prompts, reason, enabled in zip((PROMPTS, one), reasons, (adapted, adapted.get_base_model()), strict=True):
         rows = len(prompts["input_ids"])
         # One of each prompt, or of each row, as the method takes them.
         tasks = torch.arange(rows) if kind == "MULTITASK_PROMPT_TUNING" else torch.arange(3 * rows) % 2
         given = {"task_ids": tasks} if kind in ("MULTITASK_PROMPT_TUNING", "POLY") else {}
-        for call in (SAMPLING, SAMPLING | {"do_sample": False, "top_k": None, "num_beams": 3}):
+        greedy = {"do_sample": False, "top_k": None}
+        beams, one_each = SAMPLING | greedy | {"num_beams": 3}, SAMPLING | greedy | {"num_return_sequences": 1}
+        for call in (SAMPLING, beams, *([one_each] if rows > 1 and kind != "POLY" else [])):
 
             def run(prompts=prompts, call=call, given=given):
                 return seeded(lambda: adapted.generate(**prompts, **call, **given))
 
             expected = run()
-            with fd.enabled(adapted):
+            with fd.enabled(enabled, min_saved_tokens=1):
                 assert torch.equal(run(), expected)
-                report = fd.explain(adapted).last_call
+                report = fd.explain(enabled).last_call
             if reason is None:
                 assert report.path == "shared", report.reason
             else:
@@ -188,6 +190,23 @@ def test_tokens_follow_the_adapters(model):
     assert set(paths.values()) == {"shared"}
     for name, tokens in expected.items():
         assert torch.equal(tokens, found[name]), name
+
+
+def test_merged_and_unloaded_weights_are_shared(model):
+    merged = model.merge_and_unload()
+    expected = generate(merged)
+    with fd.enabled(merged):
+        assert torch.equal(generate(merged), expected)
+        assert shared(merged)
+
+
+@pytest.mark.parametrize("name", FAILS_WITHOUT_US)
+def test_what_fails_without_us(name):
+    """Should one of these begin to work, it belongs in the table."""
+    config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[name]](task_type="CAUSAL_LM", **_PROJECTIONS)
+    adapted = peft.get_peft_model(tiny_model("llama-gqa"), config).eval()
+    with pytest.raises(AttributeError, match="ShadowCarrier"):
+        generate(adapted)
 
 
 def test_the_base_model_is_what_is_enabled(model):
