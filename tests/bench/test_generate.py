@@ -222,6 +222,7 @@ def test_slim_ways_need_a_named_multi_head_shape(shape):
     assert row["status"].endswith(f"got {shape}; choose 7b-mha, 13b-mha or tiny-mha")
 
 
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers 5.23 brings it")
 def test_quantized_caches(bench, model):
     row = bench.measure(CASE, "quantized-fp8")
     assert row["status"] == "ok"
@@ -232,7 +233,7 @@ def test_quantized_caches(bench, model):
 
 
 def test_transformers_without_a_cache_in_fp8(bench, monkeypatch):
-    monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer")
+    monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer", raising=False)
     row = bench.measure(CASE, "quantized-fp8")
     assert row["status"] == f"not run: transformers {version('transformers')} has no quantized cache in fp8; 5.23 has"
 
