@@ -43,7 +43,8 @@ def enable(
 
     Calls and return values stay the same. Calls that cannot share context, e.g. with ``use_cache=False``, run stock
     transformers and log the reason once; `explain` reports what the last call did. Only this instance changes;
-    `disable` restores it. Calling `enable` again replaces the options.
+    `disable` restores it. Calling `enable` again replaces the options. Keep the model in a variable: the method
+    ``model.generate`` alone does not keep it alive, as it does in stock.
 
     Args:
         model: A decoder-only transformers model, on any device. One wrapped by PEFT, `torch.compile`,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -37,8 +38,8 @@ def embedded_folder() -> Path:
     """A copy of the embedded model's folder, for programs that load a model by its path and may write beside it.
 
     Returns:
-        A folder of the Hugging Face cache (``HF_HOME``), made at the first call; of this process where that cannot be
-        written to.
+        A folder of the Hugging Face cache (``HF_HOME``), made at the first call; one of this process where that cannot
+        be read or written to.
 
     Raises:
         FileNotFoundError: The installation lacks the weights.
@@ -54,7 +55,7 @@ def embedded_folder() -> Path:
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(MODEL_PATH.iterdir()) if file.is_file()))
     place = Path(HF_HOME, "hf_fastdecode", f"embedded-{digest.hexdigest()[:12]}")
     if place.is_dir():
-        return place
+        return place if os.access(place, os.R_OK | os.W_OK | os.X_OK) else _temporary_copy()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         whole = _copy(Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent)))

@@ -29,8 +29,8 @@ def vllm_table(rows: Sequence[Row]) -> str:
         lines.append(line([*cells, " → ".join(tokens)]))
     ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("compile", "vllm"))
     where = f"{generate_where([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
-    text = 'a call (a step); compiled: `enable(model, mode="compile")`; first token: vLLM → compiled; medians'
-    return "\n".join(lines) + f"\n\n{where}; {text}.\n"
+    legend = 'compiled: `enable(model, mode="compile")`; first token: vLLM → compiled'
+    return "\n".join(lines) + f"\n\n{where}; a call (a step); {legend}; empty: not measured; medians.\n"
 
 
 def _call(row: Row | None) -> str:

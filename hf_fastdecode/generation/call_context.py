@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
+from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .model_state import ModelState
@@ -97,6 +99,8 @@ class CallContext:
             return
         except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
             what, remedy = error.what, error.remedy
+        except (BackendError, torch.OutOfMemoryError):  # no changes of transformers
+            raise
         except Exception as error:
             newer = untested_transformers()
             if newer is None or self.must_share:

@@ -59,9 +59,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise Unsupported("encoder-decoder models are not accelerated yet")
     text = config.get_text_config(decoder=True)
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if other or getattr(model, "_is_stateful", False):
-        kinds = ", ".join(sorted(other)) or "stateful"
-        raise Unsupported(f"it has layers other than attention ({kinds}), whose state rows cannot share yet")
+    if other:
+        kinds = ", ".join(sorted(other))
+        raise Unsupported(f"its layers of type {kinds} need more than keys and values of every token")
+    if getattr(model, "_is_stateful", False):
+        raise Unsupported("it keeps a state, which rows cannot share yet")
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "shares_context", False):
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
@@ -292,7 +294,9 @@ def _why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
-            shape = list(position_ids.shape)
+            made_by, shape = f"{type(model).__name__}.{name}", list(position_ids.shape)
+            if len(shape) == 2:  # as those that a caller may give
+                return f"position_ids, given or made by {made_by}, are not those of the attention mask"
             return (
                 f"{type(model).__name__} makes position_ids of its own, of shape {shape}, which are not followed yet"
             )

@@ -36,8 +36,8 @@ def test_the_page_says_what_the_comparison_finds(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Qwen3NextForCausalLM", "layers other than attention (linear_attention)"),
-        ("NemotronHForCausalLM", "layers other than attention (linear_attention"),
+        ("Qwen3NextForCausalLM", "its layers of type linear_attention need more than keys and values of every token"),
+        ("NemotronHForCausalLM", "its layers of type linear_attention"),
         ("Qwen2VLForConditionalGeneration", "makes position_ids of its own, of shape [4, 6, 71]"),
         ("BartForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
         ("BloomForCausalLM", "does not use transformers' attention interface"),

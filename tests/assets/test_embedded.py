@@ -188,6 +188,14 @@ def test_programs_may_write_beside_the_embedded_model(tmp_path, monkeypatch, kin
     assert torch.equal(load_embedded()[0].lm_head.weight, model.lm_head.weight)
 
 
+def test_a_copy_of_another_user_is_left_to_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    theirs = embedded_folder()
+    monkeypatch.setattr("hf_fastdecode.assets.os.access", lambda path, mode: Path(path) != theirs)
+    assert embedded_folder() != theirs
+    assert {file.name for file in embedded_folder().iterdir()} == {file.name for file in MODEL_PATH.iterdir()}
+
+
 def test_the_copy_of_the_embedded_model_is_made_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     copies = {embedded_folder() for _ in range(2)}

@@ -12,6 +12,7 @@ from transformers.generation import GenerationMixin
 import hf_fastdecode as fd
 from hf_fastdecode import _compat
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.generation import enabled
 from hf_fastdecode.generation.prompts import prefill
 
@@ -110,6 +111,16 @@ def test_a_given_shared_cache_is_no_call_that_could_run_stock(model, newer, monk
             return
         with pytest.raises(TypeError, match="cache_of_tomorrow"):
             model.generate(**call)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), BackendError("backend='flash' cannot run")])
+def test_what_no_release_changes_is_raised(model, newer, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(prefill, "forward_pass", fail)
+    with fd.enabled(model), pytest.raises(type(error), match=str(error)):
+        model.generate(**PROMPT, **SAMPLING)
 
 
 def test_with_a_tested_release_errors_are_raised(model, monkeypatch):

@@ -245,9 +245,9 @@ class SandboxOptions:
     wall_seconds: Annotated[
         float | None,
         typer.Option(
-            help="Time of the clock of a program. One that needs more runs again alone, with 4 times as much, and "
-            "fails as a timeout if that is too little.",
-            show_default="30 for Python, else 60",
+            help="Time of the clock of a program, over which it fails as a timeout. Where other programs kept the CPU "
+            "from it, it runs again alone, with 4 times as much.",
+            show_default="3 times the CPU time, at least 30 for Python, else 60",
             min=0.1,
             max=3600,
         ),

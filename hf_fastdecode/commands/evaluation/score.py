@@ -50,8 +50,8 @@ def score(
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
     A verdict is formed outside of the program's process, from plain data that the program returns. Equal programs run
-    once. A program has 10 s of CPU time (`--cpu-seconds`), so that a busy machine changes nothing; what meets the
-    limit on the clock (`--wall-seconds`) runs again alone. Run the same command again after an interruption, and it
+    once. A program has 10 s of CPU time (`--cpu-seconds`); what meets the limit on the clock (`--wall-seconds`)
+    because other programs kept the CPU busy runs again alone. Run the same command again after an interruption, and it
     goes on; with other limits, programs run again.
 
     A run's folder knows its tasks. For a file, `--split` is by default all of them, and `--limit` and `--task-ids`

@@ -90,9 +90,15 @@ class LanguageSupport:
     version: Callable[[], str] = lambda: ""
 
     def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
-        """The limits of each program, with other times where they are given."""
+        """The limits of each program, with other times where they are given.
+
+        Args:
+            cpu_seconds: CPU time of a program.
+            wall_seconds: Time of the clock; by default at least three times the CPU time, which it would else cut.
+        """
         own = self.limits
-        cpu, wall = cpu_seconds or own.cpu_seconds, wall_seconds or own.wall_seconds
+        cpu = cpu_seconds or own.cpu_seconds
+        wall = wall_seconds or max(own.wall_seconds, 3 * cpu)
         return replace(own, cpu_seconds=cpu, wall_seconds=wall)
 
 

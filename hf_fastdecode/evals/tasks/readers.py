@@ -13,7 +13,10 @@ _READ_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test")
 _NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
 """Harder tests of MBPP, with which nobody scores: pass@k is that of `test_list` (Austin et al. 2021)."""
 _READ_OF_MBXP: Final = ("test",)
-_HOLDS_TESTS: Final = re.compile(r"test|assert|_inputs?$|^inputs?_|^inputs?$")
+_NOT_PART_OF_MBXP: Final = ("example_test",)
+"""Tests of HumanEval-X that its prompt shows; `test` has them all."""
+_HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$|^inputs?_|^inputs?$")
+"""Contests and the latest of something are no tests."""
 
 
 def mbpp_task(record: Record) -> Task:
@@ -51,7 +54,7 @@ def mbxp_task(record: Record, language: Language) -> Task:
     Raises:
         CommandError: A field is missing or of another type, or holds tests that do not run here.
     """
-    _refuse_other_tests(record, _READ_OF_MBXP)
+    _refuse_other_tests(record, (*_READ_OF_MBXP, *_NOT_PART_OF_MBXP))
     return Task(
         task_id=record.text("task_id"),
         language=language,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class RepeatedPrompts:
         self._recent: deque[Tensor] = deque(maxlen=_RECENT)
         self._weights: object = None
         self._repeated = 0
+        self._lock = Lock()  # calls of several threads are counted together
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RepeatedPrompts:
         return RepeatedPrompts()
@@ -37,16 +39,18 @@ class RepeatedPrompts:
         """
         weight = next(model.parameters())
         weights = (weight.data_ptr(), tensor_version(weight))
-        if weights != self._weights:
-            self._weights, self._repeated = weights, 0
-            self._recent.clear()
-        tokens = groups[0].tokens[:_LONGEST]
-        self._repeated += any(_begin_alike(tokens, other, least) for other in self._recent)
-        self._recent.append(tokens.clone())
-        if self._repeated != _CALLS_TO_TELL:
+        tokens = groups[0].tokens[:_LONGEST].clone()
+        with self._lock:
+            if weights != self._weights:
+                self._weights, self._repeated = weights, 0
+                self._recent.clear()
+            self._repeated += any(_begin_alike(tokens, other, least) for other in self._recent)
+            self._recent.append(tokens)
+            repeated = self._repeated
+        if repeated != _CALLS_TO_TELL:
             return None
         return (
-            f"{self._repeated} calls had a prompt that begins like an earlier call's; "
+            f"{repeated} calls had a prompt that begins like an earlier call's; "
             "hf_fastdecode.enable(model, reuse_prefix=True) keeps prompts, so that later calls prefill new tokens only"
         )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hf_fastdecode.evals.scoring import LANGUAGES
+
 from ..command_line import refusal, run
 
 MBPP: dict[str, Any] = {
@@ -58,6 +60,18 @@ def test_mbpp_plus_runs_its_further_tests(tmp_path: Path, task: str) -> None:
     assert scored(tmp_path, MBPP | {"test": ""}, programs, task=task) == ["pass", "pass", "pass"]
 
 
+@pytest.mark.parametrize(
+    ("task", "record", "program"), [("mbpp", MBPP, MBPP["code"]), ("humaneval", HUMANEVAL, "    return 1")]
+)
+def test_fields_that_hold_no_tests_are_let_pass(
+    tmp_path: Path, task: str, record: dict[str, Any], program: str
+) -> None:
+    others = dict.fromkeys(("contest_name", "latest_commit", "greatest"), "x")
+    if task == "humaneval":
+        others["example_test"] = "y"
+    assert scored(tmp_path, record | others, ["    pass", program], task=task)[-1:] == ["pass"]
+
+
 @pytest.mark.parametrize("task", ["mbpp", "humaneval"])
 @pytest.mark.parametrize("field", ["base_input", "plus_input", "hidden_tests", "test_cases", "inputs"])
 def test_fields_with_other_tests_are_refused_by_name(tmp_path: Path, task: str, field: str) -> None:
@@ -102,6 +116,12 @@ def test_limits_of_a_program(tmp_path: Path) -> None:
         (("--cpu-seconds", 1, "--wall-seconds", 60), ["pass", "timeout"]),
     ):
         assert scored(tmp_path, HUMANEVAL, [sleeps, counts], *options, task="humaneval") == found
+
+
+def test_more_cpu_time_gets_more_of_the_clock() -> None:
+    python = LANGUAGES["python"]
+    for cpu, wall, found in ((None, None, 30), (1, None, 30), (60, None, 180), (60, 5, 5), (None, 5, 5)):
+        assert python.limits_of(cpu, wall).wall_seconds == found
 
 
 @pytest.mark.parametrize(("option", "value"), [("--cpu-seconds", 0), ("--cpu-seconds", 3601), ("--wall-seconds", -1)])
