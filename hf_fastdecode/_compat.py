@@ -54,6 +54,11 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in _CACHE_NAMES if name in arguments), None)
 
 
+def ignored_cache(arguments: Mapping[str, Any]) -> Any:
+    """What is given under the cache's name of other releases, which this one's `forward` ignores; None if nothing."""
+    return None if "cache" in _CACHE_NAMES else arguments.get("cache")
+
+
 def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Named arguments of a forward pass with this cache in the place of theirs."""
     others = {name: value for name, value in arguments.items() if name not in _CACHE_NAMES}

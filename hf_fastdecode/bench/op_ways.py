@@ -38,7 +38,7 @@ Call = Callable[[], Tensor | Unmerged]
 """Attends to one set of inputs: ``[rows, heads, 1, head_dim]``, or what a part of that leaves to be merged."""
 
 
-_INSTALL = {"Triton": "pip install triton", "FlashInfer": "pip install 'hf-fastdecode[flashinfer]'"}
+_INSTALL = {"Triton": "pip install triton", "FlashInfer": "pip install 'flashinfer-python>=0.7.2,<0.8'"}
 
 # Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512

@@ -18,7 +18,7 @@ _WAYS = {
 
 def vllm_table(rows: Sequence[Row]) -> str:
     """One line for each case: the call and, in parentheses, a step of each way; the first token, vLLM's → ours."""
-    lines = head(["model", "prompts", "n", *_WAYS.values(), "first token"])
+    lines = head(["model", "prompts", "n", *_WAYS.values(), "first token, vLLM → compiled"])
     for ways in cases_of(rows):
         first = next(iter(ways.values()))
         tree = PromptTree.of_row(first["shape"])
@@ -29,7 +29,7 @@ def vllm_table(rows: Sequence[Row]) -> str:
         lines.append(line([*cells, " → ".join(tokens)]))
     ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("compile", "vllm"))
     where = f"{generate_where([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
-    legend = 'compiled: `enable(model, mode="compile")`; first token: vLLM → compiled'
+    legend = 'compiled: `enable(model, mode="compile")`'
     return "\n".join(lines) + f"\n\n{where}; a call (a step); {legend}; empty: not measured; medians.\n"
 
 

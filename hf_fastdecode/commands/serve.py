@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import typer
 
+from ..assets import embedded_folder
 from ..command_errors import CommandError
 from ..interrupts import exit_on_interrupt
 
-_REMEDY: Final = "pip install 'hf-fastdecode[serve]'"
+_REMEDY: Final = "pip install 'transformers[serving]'"
 _BATCHING: Final = "--continuous-batching"
+EMBEDDED: Final = "embedded"
 
 
 def serve(context: typer.Context) -> None:
@@ -25,7 +27,9 @@ def serve(context: typer.Context) -> None:
 
     With `--continuous-batching` the server does not call `generate`: that is refused.
 
-    Needs the extra `serve`: `pip install 'hf-fastdecode[serve]'`.
+    Needs the server's packages: `pip install 'transformers[serving]'`, or this package's extra `serve`.
+
+    MODEL `embedded` is the model of this package. It has no chat template: ask `/v1/completions`.
 
     Examples:
 
@@ -51,6 +55,8 @@ def hand_over(words: Sequence[str]) -> None:
         if not is_serve_available():
             raise CommandError(f"transformers' server is not installed; {_REMEDY}")
         from transformers.cli.transformers import app
+    if EMBEDDED in words:
+        words = [str(embedded_folder()) if word == EMBEDDED else word for word in words]
     with enabled_models():
         app(["serve", *words], prog_name="transformers")
 

@@ -33,7 +33,15 @@ from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from .._compat import CACHE, cache_in, is_compiled_in_place, untested_transformers, with_cache
+from .._compat import (
+    CACHE,
+    TRANSFORMERS,
+    cache_in,
+    ignored_cache,
+    is_compiled_in_place,
+    untested_transformers,
+    with_cache,
+)
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
@@ -80,6 +88,8 @@ _active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_
 
 def _forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     cache = cache_in(kwargs)
+    if isinstance(ignored_cache(kwargs), SharedContextCache):
+        raise TypeError(f"transformers {TRANSFORMERS} calls this argument {CACHE}, and ignores cache=")
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
@@ -174,11 +184,12 @@ def _prepare_cache_for_generation(
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = inspect.signature(original)
-    given = signature.bind_partial(*args, **kwargs).arguments
     takes = _takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and _takes_any(signature))
+    takes = takes and _pass_loop_on(original)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
-        ours = may_share and takes and given.get("custom_generate") is None
-        loop = given.get("custom_generate")
+        ours = may_share and takes and loop is None
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
         token = _active_call.set(call)
         try:
@@ -200,6 +211,20 @@ def _takes_loop(signature: inspect.Signature, given: int) -> bool:
     """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
     names = list(signature.parameters)
     return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def _pass_loop_on(function: Callable[..., Any]) -> bool:
+    """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
+    inner: Callable[..., Any] | None = function
+    while inner is not None:
+        if isinstance(inner, partial):
+            inner = inner.func
+            continue
+        signature = inspect.signature(inner, follow_wrapped=False)
+        if "custom_generate" not in signature.parameters and not _takes_any(signature):
+            return False
+        inner = getattr(inner, "__wrapped__", None)
+    return True
 
 
 def _takes_any(signature: inspect.Signature) -> bool:

@@ -143,9 +143,10 @@ def test_generate_stops_by_itself_and_solves_some_tasks(sandbox: Sandbox) -> Non
     model, tokenizer = loaded()
     tasks = embedded_tasks()[:12]
     inputs = tokenizer(few_shot_prompt(tasks[0], 3), return_tensors="pt")
-    out = model.generate(**inputs, do_sample=False)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=192)
     assert out[0, -1] == tokenizer.eos_token_id
-    assert out.shape[1] - inputs.input_ids.shape[1] < model.generation_config.max_new_tokens
+    assert out.shape[1] - inputs.input_ids.shape[1] < 192
+    assert model.generation_config.max_new_tokens is None  # which would come before a caller's max_length
     counts = passing(12, 1, Drawing(temperature=0), sandbox)
     assert sum(counts) >= 2
 
@@ -193,7 +194,7 @@ def test_a_copy_of_another_user_is_left_to_them(tmp_path, monkeypatch):
     theirs = embedded_folder()
     monkeypatch.setattr("hf_fastdecode.assets.os.access", lambda path, mode: Path(path) != theirs)
     assert embedded_folder() != theirs
-    assert {file.name for file in embedded_folder().iterdir()} == {file.name for file in MODEL_PATH.iterdir()}
+    assert {file.name for file in MODEL_PATH.iterdir()} <= {file.name for file in embedded_folder().iterdir()}
 
 
 def test_the_copy_of_the_embedded_model_is_made_whole(tmp_path, monkeypatch):

@@ -306,7 +306,7 @@ def test_cases_that_flashinfer_has_no_kernels_for():
     cuda = torch.device("cuda")
     way = OP_WAYS["flashinfer-cascade"]
     if importlib.util.find_spec("flashinfer") is None:
-        reason = "it is a FlashInfer kernel; pip install 'hf-fastdecode[flashinfer]'"
+        reason = "it is a FlashInfer kernel; pip install 'flashinfer-python>=0.7.2,<0.8'"
         assert way.not_run(OP_SETS["completions"][0], cuda) == reason
     else:
         no_nodes = OP_SETS["completions"][0].suffix_only

@@ -61,6 +61,7 @@ def plan_prompts(groups: Sequence[tuple[Tokens, int]], cache: SharedContextCache
         forest=forest_of(rows),
         items=tuple(items),
         new_tokens=torch.tensor(new_tokens, dtype=torch.long),
+        matched_lengths=(),
         known_lengths=tuple(length for _, length in known),
         ends=tuple(ends),
     )

@@ -254,10 +254,45 @@ def without_kwargs(inner):
     return plain
 
 
+def wraps_without_kwargs(inner):
+    return functools.wraps(inner)(without_kwargs(inner))
+
+
+@pytest.mark.parametrize("wrap", [wrapped, functools_wrapped])
+@pytest.mark.parametrize("first", ["wrapped", "enabled"])
+def test_a_loop_of_the_caller_runs_whatever_wraps_generate(wrap, first):
+    def sevens(model, input_ids, *args, **kwargs):
+        return torch.cat([input_ids, torch.full_like(input_ids[:, :3], 7)], dim=1)
+
+    model = tiny_model()
+    if first == "enabled":
+        fd.enable(model)
+    model.generate = wrap(model.generate)
+    with fd.enabled(model):
+        tokens = model.generate(**PROMPT, **SAMPLING, custom_generate=sevens)
+    assert tokens[:, -3:].unique().tolist() == [7]
+
+
+def test_a_narrow_wrapper_of_the_class_runs_stock(monkeypatch):
+    model = tiny_model()
+    expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    inner = type(model).generate
+
+    @functools.wraps(inner)
+    def generate(self, input_ids, attention_mask, do_sample, top_k, num_return_sequences, max_new_tokens):
+        return inner(self, input_ids, attention_mask=attention_mask, **SAMPLING)
+
+    monkeypatch.setattr(type(model), "generate", generate)
+    with fd.enabled(model):
+        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING)), expected)
+        assert fd.explain(model).last_call.path == "stock"
+
+
 @pytest.mark.parametrize(
     ("wrap", "reason"),
     [
         (without_kwargs, "has no **kwargs to pass custom_generate on with; wrap generate after enable"),
+        (wraps_without_kwargs, "has no **kwargs to pass custom_generate on with; wrap generate after enable"),
         (functools.partial(wrapped, drops=True), "plain, which replaces generate, left out custom_generate"),
     ],
 )

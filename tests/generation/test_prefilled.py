@@ -53,6 +53,26 @@ def test_of_a_cache_that_is_hardly_used_the_log_tells(model, caplog):
     ]
 
 
+def test_a_loop_that_asks_for_all_logits_is_told_what_that_costs(model, caplog):
+    """Its prompt begins with all of the cache, which is not reused all the same."""
+
+    def greedy(model, input_ids, *args, **kwargs):
+        tokens, cache = input_ids, kwargs[CACHE]
+        for _ in range(2):
+            logits = model(tokens, **{CACHE: cache}).logits[:, -1:]
+            tokens = logits.argmax(-1)
+            input_ids = torch.cat([input_ids, tokens], dim=1)
+        return input_ids
+
+    ids = PROMPT["input_ids"]
+    with fd.enabled(model):
+        cache = fd.prefill(model, ids[:, :60])
+        shared = model.generate(ids, custom_generate=greedy, max_new_tokens=2, **{CACHE: cache})
+    assert torch.equal(shared, model.generate(ids, do_sample=False, max_new_tokens=2))
+    (said,) = caplog.messages
+    assert "60 tokens that the given cache holds are computed again; pass logits_to_keep=1" in said
+
+
 def test_one_prefix_serves_prompts_that_leave_it_anywhere(model):
     prefix = ragged_prompts(64)["input_ids"][0]
     tails = [ragged_prompts(20, seed=seed)["input_ids"][0] for seed in (1, 2)]

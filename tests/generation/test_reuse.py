@@ -182,6 +182,13 @@ def test_the_third_call_that_begins_like_an_earlier_one_says_what_would_help(mod
     ]
 
 
+def test_short_prompts_are_not_told_to_turn_on_what_is_on(model, caplog):
+    with fd.enabled(model, reuse_prefix=True):
+        run(model, ragged_prompts(20))
+    (said,) = caplog.messages
+    assert "sharing would save 20 tokens, fewer than 64 (min_saved_tokens); prompts this short are not kept" in said
+
+
 def test_calls_in_between_do_not_matter(model, caplog):
     others = [ragged_prompts(97, seed=seed) for seed in (5, 6, 7, 8)]
     with fd.enabled(model):

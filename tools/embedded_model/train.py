@@ -143,9 +143,8 @@ class Trainer:
         state = {name: value.to(torch.float16).cpu() for name, value in self.model.state_dict().items()}
         model = make_model(len(self.tokenizer), self.model.config.pad_token_id, self.done, self.settings.seed).half()
         model.load_state_dict(state)
-        model.generation_config = GenerationConfig(
-            eos_token_id=self.done, pad_token_id=self.model.config.pad_token_id, max_new_tokens=192
-        )
+        # Without a length, which would come before a caller's max_length.
+        model.generation_config = GenerationConfig(eos_token_id=self.done, pad_token_id=self.model.config.pad_token_id)
         model.save_pretrained(partial)
         self.tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)

@@ -49,8 +49,8 @@ class TaskOptions:
         str | None, typer.Option(help="Only these tasks: ids with commas between.", show_default="all")
     ] = None
 
-    def load(self) -> TaskSet:
-        """Load these tasks, and say so where they are not the published ones.
+    def load(self, *, silent: bool = False) -> TaskSet:
+        """Load these tasks, and say so where they are not the published ones, unless `silent`.
 
         Raises:
             CommandError: An option is wrong, or the tasks cannot be read, or have no tests.
@@ -59,7 +59,7 @@ class TaskOptions:
             raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part.strip() for part in self.task_ids.split(",") if part.strip()]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
-        if found.note and os.environ.get("RANK", "0") == "0":  # of one process of a launch
+        if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
             note(found.note)
         return found
 

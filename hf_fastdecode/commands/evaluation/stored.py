@@ -52,7 +52,7 @@ def _of_file(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
     from ...evals.formats import import_samples
 
     chosen = replace(options, split=options.split or "all").load()
-    every = replace(options, split="all", limit=None, task_ids=None).load()
+    every = replace(options, split="all", limit=None, task_ids=None).load(silent=True)  # chosen's note is theirs
     return chosen, import_samples(path, every.tasks, chosen.tasks)
 
 

@@ -22,7 +22,7 @@ PASS_ON: Final[dict[str, Any]] = {
 """Context settings of the command: what it does not know is lm-eval's."""
 
 LEAST: Final = "0.4.13"
-_REMEDY: Final = "pip install 'hf-fastdecode[lm-eval]'"
+_REMEDY: Final = "pip install 'lm-eval>=0.4.13,<0.5'"
 _SUBCOMMANDS: Final = ("run", "ls", "validate")
 
 
@@ -38,7 +38,7 @@ def lm_eval(context: typer.Context) -> None:
     `mode`, `sampler` and `reuse_prefix` of `hf_fastdecode.enable`. With lm-eval's default of `--batch_size 1`,
     `reuse_prefix` is on: then the examples are kept from call to call.
 
-    Needs the extra `lm-eval`: `pip install 'hf-fastdecode[lm-eval]'`.
+    Needs lm-eval: `pip install 'lm-eval>=0.4.13,<0.5'`, or this package's extra `lm-eval`.
 
     Examples:
 

@@ -36,13 +36,15 @@ class PromptPlan:
         forest: The rows' paths over stored and new spans.
         items: Runs of tokens to prefill, parents first, contiguous in the new segment.
         new_tokens: ``[length]`` ids of the new segment.
-        known_lengths: Number of cached tokens of each group.
+        matched_lengths: Number of tokens of each group that the cache holds.
+        known_lengths: Of these, the number that are not computed again.
         ends: Index of each group's last token among the new tokens; None if it is cached.
     """
 
     forest: Forest
     items: tuple[PrefillItem, ...]
     new_tokens: Tensor
+    matched_lengths: tuple[int, ...]
     known_lengths: tuple[int, ...]
     ends: tuple[int | None, ...]
 
@@ -92,10 +94,11 @@ def plan_prompts(
         recompute: Number of last tokens per prompt to compute even if cached, for their logits.
     """
     prompts = [group.tokens for group in groups]
-    known = []
-    for tokens in prompts:
-        path, matched = stored.longest_match(tokens)
-        known.append((path, min(matched, max(0, len(tokens) - recompute))))
+    matches = [stored.longest_match(tokens) for tokens in prompts]
+    known = [
+        (path, min(matched, max(0, len(tokens) - recompute)))
+        for (path, matched), tokens in zip(matches, prompts, strict=True)
+    ]
     shared = [common_prefix(left, right) for left, right in pairwise(tokens.numpy() for tokens in prompts)]
     tree = prefix_tree([len(tokens) for tokens in prompts], shared, least=min_shared_tokens)
     paths: dict[SharedRange | None, Path] = {None: ()}
@@ -122,6 +125,7 @@ def plan_prompts(
         forest=Forest.from_paths(row_paths),
         items=tuple(items),
         new_tokens=tokens,
+        matched_lengths=tuple(matched for _, matched in matches),
         known_lengths=tuple(known_length for _, known_length in known),
         ends=tuple(ends.get(run) for run in tree.deepest),
     )

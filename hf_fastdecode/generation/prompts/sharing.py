@@ -80,7 +80,13 @@ def find_shared(
     if base is not None:
         call.report.known_tokens = plan.known_lengths
     if given is not None:
-        _warn_if_short_match(given, groups, plan.known_lengths)
+        _warn_if_short_match(given, groups, plan.matched_lengths)
+        again = max(matched - known for matched, known in zip(plan.matched_lengths, plan.known_lengths, strict=True))
+        if again > 1:
+            call.state.log_once(
+                f"the first pass asks for logits of all prompt tokens, so {again} tokens that the given cache holds "
+                "are computed again; pass logits_to_keep=1 for those of the last token alone"
+            )
     return Shared(cache, groups, plan, base is not None)
 
 
@@ -105,7 +111,7 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_s
         if may_save < least:
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
-                _what_helps(found.groups),
+                _what_helps(found.groups, options.reuse_prefix),
             )
         if not options.reuse_prefix and (choice := plain_is_faster(call.model, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
@@ -117,8 +123,10 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_s
     report.cache = ref(found.cache)
 
 
-def _what_helps(groups: list[PromptGroup]) -> str:
+def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
     """What would make calls like one of these prompts save more."""
+    if reuse_prefix:
+        return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
     if len(groups) > 1:
         return "rows share what neighbours begin with: put prompts that begin alike next to each other"
     if groups[0].count > 1:
