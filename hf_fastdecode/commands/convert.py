@@ -201,6 +201,11 @@ def convert_checkpoint(
         print(json.dumps(report))
     else:
         Console().print(conversion_text(report))
+    if left_out := report.get("left_out"):
+        names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+        note(
+            f"hf-fastdecode: left out {names}, which transformers does not load either: the model has no such tensors"
+        )
     if not dry_run:
         note(f"hf-fastdecode: wrote {target}")
     sys.stdout.flush()
