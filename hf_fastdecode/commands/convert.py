@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def convert_checkpoint(
                 if settings.target.expanduser().exists():
                     raise CommandError(f"{target} exists; name another folder, or remove it first")
                 staging = unfinished(settings.target.expanduser())
-            if resume and staging is not None and not staging.exists():
+            if resume and staging is not None and not os.path.lexists(staging):
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
