@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def convert_checkpoint(
                 if settings.target.expanduser().exists():
                     raise CommandError(f"{target} exists; name another folder, or remove it first")
                 staging = unfinished(settings.target.expanduser())
-            if resume and staging is not None and not staging.exists():
+            if resume and staging is not None and not os.path.lexists(staging):
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
@@ -201,6 +202,11 @@ def convert_checkpoint(
         print(json.dumps(report))
     else:
         Console().print(conversion_text(report))
+    if left_out := report.get("left_out"):
+        names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+        note(
+            f"hf-fastdecode: left out {names}, which transformers does not load either: the model has no such tensors"
+        )
     if not dry_run:
         note(f"hf-fastdecode: wrote {target}")
     sys.stdout.flush()

@@ -130,11 +130,15 @@ def fit_layer(
     cached_tokens = len(inputs if key_inputs is None else key_inputs)
     if cached_tokens < 2:
         raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {cached_tokens}")
+    is_narrow = torch.finfo(model_dtype).max < torch.finfo(torch.bfloat16).max  # whose range is fp32's
     if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
-        raise ValueError(
-            f"the layer's inputs on the calibration text hold inf or nan in {model_dtype}, whose largest number is "
-            f"{torch.finfo(model_dtype).max:.5g}; convert the model in a dtype of wider range, such as bfloat16"
-        )
+        reason = "; repair the weights of the layers before, or the calibration input"
+        if is_narrow:
+            reason = (
+                f", whose largest number is {torch.finfo(model_dtype).max:.5g}; convert the model in a dtype of wider "
+                "range, such as bfloat16"
+            )
+        raise ValueError(f"the layer's inputs on the calibration text hold inf or nan in {model_dtype}{reason}")
     if not tolerance >= 1:
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     if cache_dtype is None:
@@ -156,7 +160,7 @@ def fit_layer(
         raise ValueError(
             "on the calibration text the layer gives inf or nan with an ordinary cache in "
             f"{dtype_name(model_dtype)}: its weights hold some, or its keys and values do not fit; "
-            "repair the weights, or convert in a wider dtype"
+            f"repair the weights{', or convert in a wider dtype' if is_narrow else ''}"
         )
     candidates = [ordinary]
     refused: dict[PlanName, str] = {}

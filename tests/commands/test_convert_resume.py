@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hf_fastdecode import __version__
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
-from hf_fastdecode.conversion.checkpoint.shards import ShardWriter
+from hf_fastdecode.conversion.checkpoint.shards import ShardWriter, _digest
 
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import refusal, run
@@ -79,7 +80,7 @@ def test_odd_states_are_not_resumed(interrupted: Path, source: Path, edit: Calla
     assert contents(interrupted) == before
 
 
-@pytest.mark.parametrize("harm", ["missing", "cut off", "another"])
+@pytest.mark.parametrize("harm", ["missing", "cut off", "another", "one bit"])
 @pytest.mark.parametrize("kind", ["shard-00001", "carried-*"])
 def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str, harm: str) -> None:
     (file,) = interrupted.glob(f"{kind}.safetensors")
@@ -87,10 +88,74 @@ def test_harmed_files_are_not_resumed(interrupted: Path, source: Path, kind: str
         file.unlink()
     elif harm == "cut off":
         file.write_bytes(file.read_bytes()[:100])
+    elif harm == "one bit":
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
     else:
         save_file({"other": torch.ones(1)}, file)
     message = refused(source, interrupted.with_name("slim"), *RESUME)
     assert f"{file} of the interrupted conversion is missing or damaged; remove {interrupted}" in message
+
+
+def test_a_harmed_shard_with_its_final_name_is_not_resumed(
+    interrupted: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failed verification, which renames shards before."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "publish", stop)
+        assert run("convert-checkpoint", source, interrupted.with_name("slim"), *RESUME).exit_code == 130
+    file = next(interrupted.glob("model-00002-of-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"{file} of the interrupted conversion is missing or damaged; remove {interrupted}" in message
+
+
+def other_version(state: dict[str, Any]) -> str:
+    state["version"] = "0.0.9"
+    return "version 0.0.9"
+
+
+def no_version(state: dict[str, Any]) -> str:
+    """As states were before they had one; nor had they hashes of shards."""
+    del state["version"], state["hashes"], state["carried_sha256"]
+    return "an older version"
+
+
+@pytest.mark.parametrize("edit", [other_version, no_version])
+def test_conversions_of_other_versions_are_not_resumed(
+    interrupted: Path, source: Path, edit: Callable[[dict[str, Any]], str]
+) -> None:
+    """Their layers may be measured in another way: fp32 once, where now the model's dtype is."""
+    file = interrupted / "conversion.json"
+    state = json.loads(file.read_text())
+    del state["sha256"]
+    told = edit(state)
+    file.write_text(json.dumps({**state, "sha256": _digest(state)}))
+    before = contents(interrupted)
+    message = refused(source, interrupted.with_name("slim"), *RESUME)
+    assert f"the interrupted conversion in {interrupted} was begun by {told} of hf-fastdecode, and this is" in message
+    assert f"this is {__version__}; continue with that one, or remove the folder" in message
+    assert contents(interrupted) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_in_place_of_the_folder(source: Path, tmp_path: Path, kind: str) -> None:
+    staging = tmp_path / ".slim.converting"
+    if kind == "file":
+        staging.write_text("mine")
+    else:
+        staging.symlink_to("nowhere")
+    for options in ((), ("--resume",)):
+        message = refused(source, tmp_path / "slim", *options)
+        assert message == f"hf-fastdecode: {staging} is no folder, and a conversion needs one; delete or rename it\n"
+    assert [one.name for one in tmp_path.iterdir()] == [staging.name]
 
 
 def test_an_interrupted_conversion_is_resumed(interrupted: Path, source: Path) -> None:

@@ -116,8 +116,22 @@ def test_cross_attention_and_bad_arguments() -> None:
         plan_layer(layer(), text(1))
     with pytest.raises(ValueError, match=r"tolerance must be at least 1 .* got 0\.5"):
         plan_layer(layer(), text(126), tolerance=0.5)
-    with pytest.raises(ValueError, match="inf or nan"):
-        plan_layer(layer(), text(126) * torch.nan)
+    for dtype, remedy in (
+        (torch.float32, "; repair the weights of the layers before, or the calibration input"),
+        (torch.bfloat16, "; repair the weights of the layers before, or the calibration input"),
+        (
+            torch.float16,
+            "whose largest number is 65504; convert the model in a dtype of wider range, such as bfloat16",
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=f"inputs on the calibration text hold inf or nan in {dtype}(, )?{remedy}$"
+        ):
+            plan_layer(layer(), text(126) * torch.nan, model_dtype=dtype)
+    broken = replace(layer(), output=layer().output * torch.nan)
+    for dtype, remedy in ((torch.float32, "repair the weights$"), (torch.float16, "convert in a wider dtype$")):
+        with pytest.raises(ValueError, match=f"gives inf or nan with an ordinary cache .*{remedy}"):
+            plan_layer(broken, text(126), model_dtype=dtype)
     with pytest.raises(ValueError, match="RoPE in cross-attention"):
         plan_layer(layer(), text(7), text(126), rotation=rope(7))
 

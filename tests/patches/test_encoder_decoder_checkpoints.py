@@ -181,6 +181,22 @@ def test_features_from_a_file(tmp_path: Path) -> None:
     assert "holds no tensor input_features" in refused.stderr
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_features_that_are_not_finite(tmp_path: Path, value: float) -> None:
+    model = with_tokenizer("whisper", tmp_path / "source")
+    model.save_pretrained(tmp_path / "source")
+    features, file = torch.zeros(1, 8, 48), tmp_path / "sound.safetensors"
+    features[0, 3, :2] = value
+    save_file({"input_features": features}, file)
+    refused = run("convert-checkpoint", tmp_path / "source", "--dry-run", "--calibration", file)
+    assert refused.exit_code == 2
+    assert (
+        refused.stderr == f"hf-fastdecode: {file} holds 2 inf or nan in input_features; extract the features again\n"
+    )
+    with pytest.raises(ValueError, match=r"calibration features hold 2 inf or nan; extract them again"):
+        to_slim(model, TEXT, features=features)
+
+
 def test_features_with_their_text(tmp_path: Path) -> None:
     """Whisper's decoder reads what is said, as `to_slim` has it."""
     source, sound, said = tmp_path / "source", tmp_path / "sound.safetensors", tmp_path / "said.txt"

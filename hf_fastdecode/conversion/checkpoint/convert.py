@@ -128,7 +128,10 @@ def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecod
 def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDecoder, Stream, Tensor | None]:
     model_type, family = _family(source.config, settings)
     source.rename(family.model_name)
-    source.check(family.auto)
+    if isinstance(family, Family):
+        source.check(family.auto, family.layers, family.left_out)
+    else:
+        source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
@@ -289,6 +292,8 @@ def _describe(
         "calibration_tokens": 0 if ids is None else len(ids),
         "calibration_sha256": "" if ids is None else _sha256(ids.numpy().tobytes()),
     }
+    if source.left_out:
+        report["left_out"] = source.left_out
     if isinstance(family, EncoderDecoder):
         report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
         if family.audio:

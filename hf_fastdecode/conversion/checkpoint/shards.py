@@ -1,7 +1,8 @@
 """Write a checkpoint atomically: to a staging folder beside the target, which is renamed at the end.
 
 The staging folder holds shards, a state file for resuming, and at the very end the config, without which transformers
-loads nothing. It survives an interruption, and a resumed conversion writes the same bytes as an uninterrupted one.
+loads nothing. It survives an interruption, and a resumed conversion writes the same bytes as an uninterrupted one:
+resuming reads all shards, whose hashes the state has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from hf_fastdecode import __version__
 
 from .source import CheckpointError
 
@@ -43,8 +46,9 @@ class ShardWriter:
         resume: Whether to continue an interrupted conversion, if there is one.
 
     Raises:
-        CheckpointError: The target exists; another process writes it now; or an interrupted conversion is there and
-            not to be resumed, of other settings, or not as it was left.
+        CheckpointError: The target exists; another process writes it now; a file is in place of the staging folder; or
+            an interrupted conversion is there and not to be resumed, of other settings or of another version of this
+            package (as those without a version in their state are), or not as it was left.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -53,17 +57,22 @@ class ShardWriter:
         self.target, self.limit = target, limit
         self.folder = unfinished(target)
         self.state: dict[str, Any] = {
+            "version": __version__,
             "settings": json.loads(json.dumps(settings)),
             "groups": 0,
             "shards": [],
+            "hashes": [],
             "reports": [],
             "carried": [],
+            "carried_sha256": "",
         }
         self._pending: dict[str, Tensor] = {}
         self._pending_groups = 0
         self._pending_reports: list[Any] = []
         self._before: dict[str, Tensor] = {}
-        begun = self.folder.exists()
+        begun = os.path.lexists(self.folder)
+        if begun and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is no folder, and a conversion needs one; delete or rename it")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
@@ -89,11 +98,9 @@ class ShardWriter:
         if not (names := self.state["carried"]):
             return {}
         file = self._carried_file(self.groups)
-        try:
-            with safe_open(file, "pt") as handle:
-                return {name: handle.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise self._incomplete(file) from error
+        self._require_whole(file, self.state["carried_sha256"])
+        with safe_open(file, "pt") as handle:
+            return {name: handle.get_tensor(name) for name in names}
 
     def add(self, tensors: Mapping[str, Tensor], report: Any, carried: Mapping[str, Tensor]) -> None:
         """Add a group.
@@ -116,6 +123,7 @@ class ShardWriter:
             file, _ = self._shard_files(len(self.state["shards"]) + 1)
             _save(part, file)
             self.state["shards"].append({name: _nbytes(tensor) for name, tensor in part.items()})
+            self.state["hashes"].append(_file_sha256(file))
         self.state["groups"] += self._pending_groups
         self.state["reports"] += self._pending_reports
         self._pending, self._pending_groups, self._pending_reports = {}, 0, []
@@ -169,6 +177,12 @@ class ShardWriter:
             state = None
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
             raise CheckpointError(f"{self.folder} holds no conversion that could be resumed; remove it")
+        if (version := state.get("version")) != __version__:
+            begun_by = "an older version" if version is None else f"version {version}"
+            raise CheckpointError(
+                f"the interrupted conversion in {self.folder} was begun by {begun_by} of hf-fastdecode, and this is "
+                f"{__version__}; continue with that one, or remove the folder"
+            )
         if state["settings"] != self.state["settings"]:
             names = sorted(
                 name for name, value in self.state["settings"].items() if state["settings"].get(name) != value
@@ -182,29 +196,29 @@ class ShardWriter:
         for pattern in (".tmp*", "*.partial"):  # files of safetensors and of this module that were being written
             for file in self.folder.glob(pattern):
                 file.unlink()
-        for number, names in enumerate(state["shards"], 1):
+        for number, sha256 in enumerate(state["hashes"], 1):
             written, final = self._shard_files(number)
-            file = final if final.exists() else written
-            try:
-                with safe_open(file, "pt") as handle:
-                    whole = set(handle.keys()) == set(names)
-            except (OSError, SafetensorError):
-                whole = False
-            if not whole:
-                raise self._incomplete(file)
+            self._require_whole(final if final.exists() else written, sha256)
 
-    def _incomplete(self, file: Path) -> CheckpointError:
-        return CheckpointError(f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}")
+    def _require_whole(self, file: Path, sha256: str) -> None:
+        try:
+            whole = _file_sha256(file) == sha256
+        except OSError:
+            whole = False
+        if not whole:
+            raise CheckpointError(f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}")
 
     def _save_state(self, carried: Mapping[str, Tensor]) -> None:
         """Write the state last: until then, what it names was there before."""
+        file = self._carried_file(self.groups)
         if carried:
-            _save(dict(carried), self._carried_file(self.groups))
+            _save(dict(carried), file)
         self.state["carried"] = sorted(carried)
+        self.state["carried_sha256"] = _file_sha256(file) if carried else ""
         write_json(self.folder / _STATE, self.state | {"sha256": _digest(self.state)})
-        for file in self.folder.glob("carried-*.safetensors"):
-            if file != self._carried_file(self.groups):
-                file.unlink()
+        for other in self.folder.glob("carried-*.safetensors"):
+            if other != file:
+                other.unlink()
 
     def _shard_files(self, number: int) -> tuple[Path, Path]:
         """Names of a shard: while more may follow, and the final one."""
@@ -240,6 +254,11 @@ def _lock(folder: Path) -> int | None:
 
 def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _file_sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -32,6 +32,8 @@ _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _DTYPES_OF_SAFETENSORS: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
 """Names of the dtypes that weights may be stored in."""
+_UNREAD: Final = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Names of buffers that old checkpoints hold and models no longer read, which transformers does not tell of either."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 """Number of a layer in a tensor's name."""
 
@@ -107,6 +109,7 @@ class Checkpoint:
 
     Attributes:
         tied: Names of tensors that the config's model takes from others, and of those; as `check` found them.
+        left_out: Names of tensors that the config's model does not have, nor had in old releases; as `check` found.
 
     Raises:
         CheckpointError: A file is missing or damaged, or a weight that the config wants is missing or of another
@@ -118,6 +121,7 @@ class Checkpoint:
         self.files = self._files()
         self.stored = {name: name for name in self.files}
         self.tied: dict[str, str] = {}
+        self.left_out: list[str] = []
         self._open: tuple[str, Any] | None = None
         self._stack = ExitStack()
 
@@ -130,11 +134,15 @@ class Checkpoint:
         self.stored = {model_name(name): stored for name, stored in self.stored.items()}
         self.files = {model_name(name): file for name, file in self.files.items()}
 
-    def check(self, auto: Any) -> None:
+    def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
         """Name tensors as transformers names them when it loads, and compare with what a model of the config has.
+
+        Tensors that the model does not have are left out, as transformers does, but for those of the layers.
 
         Args:
             auto: Auto class of the model.
+            layers: Prefix of layers that are refused where they have tensors that the model's have not; None for none.
+            unread: Ends of names in such layers that old checkpoints hold and models no longer read.
 
         Raises:
             CheckpointError: As of the class.
@@ -147,6 +155,7 @@ class Checkpoint:
                 f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); mend it"
             ) from error
         self.rename(partial(loaded_name, loading_names(model)))
+        is_base = self._rename_base(model)
         self.tied = dict(model.all_tied_weights_keys)
         self._swap_tied()
         tied = set(self.tied)
@@ -155,14 +164,15 @@ class Checkpoint:
         )
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(
-                f"{self.folder} lacks {missing[0]}{more}, which its config wants; a file is missing, or config.json "
-                "is of another model"
-            )
+            reason = "a file is missing, or config.json is of another model"
+            if is_base and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+                reason = "it is of the base model alone, so save the whole model, with its head"
+            raise CheckpointError(f"{self.folder} lacks {missing[0]}{more}, which its config wants; {reason}")
         if surplus := self._surplus_layer(model):
             raise CheckpointError(
                 f"{self.folder} holds {surplus}, of a layer that its config lacks; config.json is of another model"
             )
+        self._leave_out(model, layers, unread)
         for name, expected in model.state_dict().items():
             if name not in self.files:
                 continue
@@ -177,6 +187,41 @@ class Checkpoint:
                     f"{name} in {self.folder} is of shape {shape}, and its config wants {list(expected.shape)}; "
                     "config.json is of another model"
                 )
+
+    def _rename_base(self, model: Any) -> bool:
+        """Give names of the base model's own checkpoints its prefix, or take it away, as transformers does.
+
+        Returns:
+            Whether there are such names.
+        """
+        expected, prefix = set(model.state_dict()), f"{model.base_model_prefix}."
+
+        def model_name(name: str) -> str:
+            others = (prefix + name, name.removeprefix(prefix)) if name not in expected else ()
+            return next((other for other in others if other in expected and other not in self.files), name)
+
+        before = self.names()
+        self.rename(model_name)
+        return self.names() != before
+
+    def _leave_out(self, model: Any, layers: str | None, unread: tuple[str, ...]) -> None:
+        """Forget tensors that the model does not have.
+
+        Raises:
+            CheckpointError: A layer has some.
+        """
+        ignored = [re.compile(one) for one in (*_UNREAD, *(model._keys_to_ignore_on_load_unexpected or ()))]
+        for name in sorted(self.names() - set(model.state_dict()) - set(self.tied)):
+            if layers is not None and name.startswith(layers):
+                if not name.endswith(unread):
+                    index, _, own = name.removeprefix(layers).partition(".")
+                    raise CheckpointError(
+                        f"layer {index} has a tensor {own}, which layers of {self.config.model_type} have not: the "
+                        "checkpoint is of another architecture, whose classes come with it"
+                    )
+            elif not any(one.search(name) for one in ignored):
+                self.left_out.append(name)
+            del self.files[name], self.stored[name]
 
     def _swap_tied(self) -> None:
         """Where of two tied tensors the other one is stored, take it for both, as transformers does."""

@@ -99,11 +99,6 @@ class SlimStream:
         """Run the text through a layer; gives what its projections saw, ``[tokens, d]``."""
         with torch.device("meta"):
             layer = self.family.decoder_layer(self.config, index)
-        if unknown := sorted(tensors.keys() - layer.state_dict().keys()):
-            raise CheckpointError(
-                f"layer {index} has a tensor {unknown[0]}, which layers of {self.config.model_type} have not: the "
-                "checkpoint is of another architecture, whose classes come with it"
-            )
         layer.load_state_dict(tensors, assign=True)
         self.family.fill_buffers(layer, self.config)
         seen: list[Tensor] = []
@@ -128,10 +123,10 @@ def outside_layers(source: Checkpoint, family: Family, dtype: torch.dtype) -> di
 
 
 def layer_tensors(source: Checkpoint, family: Family, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a layer, cast; without what old checkpoints hold and models no longer read."""
+    """The weights of a layer, cast."""
     prefix = family.layer_prefix(index)
     names = sorted(name for name in source.names() if name.startswith(prefix))
-    return {name: cast(name, source.tensor(name), dtype) for name in names if not name.endswith(family.left_out)}
+    return {name: cast(name, source.tensor(name), dtype) for name in names}
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

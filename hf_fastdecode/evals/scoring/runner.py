@@ -102,6 +102,16 @@ class LanguageSupport:
         return replace(own, cpu_seconds=cpu, wall_seconds=wall)
 
 
+def require_tests(task: Task) -> None:
+    """Refuse a task without tests.
+
+    Raises:
+        ValueError: It has none, or empty ones only.
+    """
+    if not any(test.strip() for test in task.tests):
+        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+
+
 @cache
 def command_version(command: str) -> str:
     """The first line that a command says of its version; empty where it is missing or says nothing."""

@@ -52,6 +52,21 @@ def refused(folder: Path, record: dict[str, Any], *, task: str) -> str:
     return refusal("eval", "score", samples, *place, "--sandbox", "none", "--allow-unsafe-code")
 
 
+def refused_tests(folder: Path, record: dict[str, Any], *, task: str) -> str:
+    """The line that `eval check` and `eval score` end with; those before it tell of the data and the machine."""
+    data, samples = folder / "data.jsonl", folder / "samples.jsonl"
+    data.write_text(json.dumps(record) + "\n")
+    samples.write_text(json.dumps({"task_id": record["task_id"], "completion": ""}) + "\n")
+    place = ("--task", task, "--data", data, "--split", "all", "--sandbox", "none", "--allow-unsafe-code")
+    lines = []
+    for command in (("check",), ("score", samples, "--out", folder / "out.jsonl")):
+        done = run("eval", *command, *place)
+        assert done.exit_code == 2, done.output
+        lines.append(done.stderr.splitlines()[-1])
+    assert lines[0] == lines[1]
+    return lines[0]
+
+
 @pytest.mark.parametrize("task", ["mbpp", "mbpp-sanitized"])
 def test_mbpp_plus_runs_its_further_tests(tmp_path: Path, task: str) -> None:
     programs = [MBPP["code"], "def is_odd(n):\n    return True\n", "def is_odd(n):\n    return n in (1, 3)\n"]
@@ -86,13 +101,115 @@ def test_tests_that_import_what_sandboxes_lack_are_refused(tmp_path: Path, task:
     """Those of MBPP+ and HumanEval+ on the hub do."""
     record = MBPP | {"test": f"import numpy as np\n{PLUS}"} if task == "mbpp" else HUMANEVAL
     record = record | ({} if task == "mbpp" else {"test": f"import numpy as np\n{HUMANEVAL['test']}"})
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps(record) + "\n")
-    place = ("--task", task, "--data", data, "--split", "all")
-    done = run("eval", "check", *place, "--sandbox", "none", "--allow-unsafe-code")
-    assert done.exit_code == 2
-    line = " ".join(done.stderr.split())
+    line = refused_tests(tmp_path, record, task=task)
     assert f"the tests of task {record['task_id']} import numpy, and sandboxes have the standard library only" in line
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "if True:\n    def check(candidate):\n        assert candidate() == 1",
+        "from functools import partial\ndef _c(candidate, n):\n    assert candidate() == n\ncheck = partial(_c, n=1)",
+        "def check(candidate):\n    assert candidate() == 1\nif __name__ == '__main__':\n    check(one)",
+        "def check(candidate):\n    assert candidate() == 1\ntry:\n    check(one)\nfinally:\n    pass",
+        "import asyncio\nasync def check(candidate):\n    assert candidate() == 1\nasyncio.run(check(one))",
+        "def test_one():\n    assert one() == 1\ntest_one()",
+        "def test_it():\n    assert one() == 1\n[eval(name)() for name in [*globals()] if name[:5] == 'test_']",
+    ],
+)
+def test_tests_run_however_they_are_defined(tmp_path: Path, test: str) -> None:
+    record, programs = HUMANEVAL | {"test": test}, ["    return 1", "    return 2"]
+    assert scored(tmp_path, record, programs, task="humaneval") == ["pass", "fail"]
+
+
+NOTHING = "run nothing that could fail; every program would pass"
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("", "task mine/0 has no tests; every program would pass"),
+        ("\n\nMETADATA = {}\n", NOTHING),
+        ("import math\n'Tests.'\npass", NOTHING),
+        ("def check(candidate):\n    pass", NOTHING),
+        ("def check(candidate):\n    def inner():\n        assert candidate() == 1", "define inner and never call it"),
+        ("def test_one():\n    assert one() == 1", "define test_one and never call it"),
+        ("METADATA = dict()\ndef test_one():\n    assert one() == 1", "define test_one and never call it"),
+        (
+            "def check(candidate):\n    def test():\n        pass\n    assert candidate()",
+            "define test and never call it",
+        ),
+        (
+            "import unittest\nclass TestCases(unittest.TestCase):\n    def test_1(self):\n        assert one() == 1",
+            "define TestCases and never call it",
+        ),
+        ("async def check(candidate):\n    assert candidate() == 1", "define check as a coroutine or a generator"),
+        (
+            "def check(candidate):\n    yield\n    assert candidate() == 1",
+            "define check as a coroutine or a generator",
+        ),
+    ],
+)
+def test_tests_that_would_never_run_are_refused(tmp_path: Path, test: str, message: str) -> None:
+    line = refused_tests(tmp_path, HUMANEVAL | {"test": test}, task="humaneval")
+    assert message in line
+    assert "task mine/0" in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"test_list": [""]}, "task 1 has no tests; every program would pass"),
+        ({"test_list": ["  # later"]}, NOTHING),
+        ({"test_list": ["pass"]}, NOTHING),
+        ({"test_list": ["assert 1 + 1 == 2"]}, "use nothing that a program defines"),
+        ({"test": "def test_odd():\n    assert is_odd(5)\n"}, "define test_odd and never call it"),
+        ({"test": "def further():\n    assert is_odd(5)\n"}, "define further and never call it"),
+        ({"test": "def check(candidate):\n    assert candidate(5)\n"}, "define check and never call it"),
+    ],
+)
+def test_tests_of_mbpp_that_would_never_run_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    assert message in refused_tests(tmp_path, MBPP | fields, task="mbpp")
+
+
+GUARDED = """
+def close(a):
+    try:
+        import numpy
+    except ImportError:
+        return a
+    return numpy.all(a)
+assert close(is_odd(5))
+"""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"test": "def check(candidate):\n    assert candidate(5)\nif __name__ == '__main__':\n    check(is_odd)\n"},
+        {"test_list": ["def odd(n):\n    assert is_odd(n)", "", "odd(3)\nodd(5)"]},
+        {"test": GUARDED},
+    ],
+)
+def test_helpers_of_tests_are_let_pass(tmp_path: Path, fields: dict[str, Any]) -> None:
+    programs = [MBPP["code"], "def is_odd(n):\n    return n == 3\n"]
+    assert scored(tmp_path, MBPP | fields, programs, task="mbpp") == ["pass", "fail"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"test_imports": ["import numpy as np"]},
+        {"test_setup_code": "from numpy import allclose"},
+        {"test": "def close(a):\n    import numpy as np\n    return np.all(a)\nassert close(is_odd(3))"},
+        {"test": "if True:\n    import numpy.linalg\nassert is_odd(3)"},
+        {"test": "try:\n    import numpy\nexcept ValueError:\n    pass\nassert is_odd(3)"},
+    ],
+)
+def test_imports_anywhere_in_setup_and_tests_are_found(tmp_path: Path, fields: dict[str, Any]) -> None:
+    line = refused_tests(tmp_path, MBPP | fields, task="mbpp")
+    assert "the tests of task 1 import numpy" in line
+    assert "sandboxes have the standard library only" in line
 
 
 def test_problems_in_the_form_of_human_eval(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def test_tasks_that_cannot_be_run(runner: Runner) -> None:
     check_task(DOUBLE)
     for task, message in (
         (replace(DOUBLE, tests=()), "task MBJP/1 has no tests; every program would pass"),
+        (replace(DOUBLE, tests=("", " \n")), "task MBJP/1 has no tests; every program would pass"),
         (replace(DOUBLE, stem="class A {"), "a stem in Java must end with the signature of a static method"),
     ):
         with pytest.raises(ValueError, match=message):

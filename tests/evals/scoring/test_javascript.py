@@ -138,6 +138,8 @@ def test_tasks_that_cannot_be_run(runner: Runner) -> None:
     check_task(DOUBLE)
     for task, message in (
         (replace(DOUBLE, tests=()), "task MBJSP/1 has no tests; every program would pass"),
+        (replace(DOUBLE, tests=("", " \n")), "task MBJSP/1 has no tests; every program would pass"),
+        (replace(DOUBLE, tests=("// later",)), "the tests of task MBJSP/1 never call twice"),
         (replace(DOUBLE, entry_point=""), "task MBJSP/1 must name the function under test, got ''"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -145,7 +147,7 @@ def test_tasks_that_cannot_be_run(runner: Runner) -> None:
         with pytest.raises(ValueError, match=message):
             runner.check(task, RIGHT)
     with pytest.raises(SandboxError, match="the tests cannot be run: SyntaxError"):
-        runner.check(replace(DOUBLE, tests=("if (",)), RIGHT)
+        runner.check(replace(DOUBLE, tests=("if (twice",)), RIGHT)
     assert runner.check(DOUBLE, RIGHT) == Result("pass")
 
 

@@ -356,7 +356,10 @@ def test_large_results_are_not_kept_for_their_outputs(any_sandbox: Sandbox) -> N
 
 def test_a_setup_that_lacks_a_module_is_no_failure_of_the_program(any_sandbox: Sandbox) -> None:
     task = asserts("assert f() == 1", setup="import nosuchmodule")
-    with pytest.raises(SandboxError, match="the tests cannot be run: No module named 'nosuchmodule'; install it"):
+    with pytest.raises(ValueError, match="the tests of task 1 import nosuchmodule, and sandboxes have"):
         check(any_sandbox, task, "def f(): return 1")
+    hidden = asserts("assert f() == 1", setup="__import__('nosuchmodule')")
+    with pytest.raises(SandboxError, match="No module named 'nosuchmodule', and sandboxes have the standard library"):
+        check(any_sandbox, hidden, "def f(): return 1")
     blamed = asserts("assert f() == 1", setup="f()")
     assert check(any_sandbox, blamed, "def f(): raise ImportError('not here')").status == "fail"

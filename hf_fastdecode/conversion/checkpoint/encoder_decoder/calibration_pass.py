@@ -77,26 +77,35 @@ def read_features(file: Path) -> Tensor:
     """Features from a safetensors file with a tensor ``input_features``.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or its numbers are not finite.
     """
     try:
-        return load_file(file)["input_features"].float()
+        features = load_file(file)["input_features"].float()
     except Exception as error:  # no file, another format, another tensor
         raise ValueError(
             f"{file} holds no tensor input_features, [1, bands, frames], in safetensors ({type(error).__name__})"
         ) from error
+    if bad := _not_finite(features):
+        raise ValueError(f"{file} holds {bad} inf or nan in input_features; extract the features again")
+    return features
 
 
 def check_features(config: Any, features: Tensor) -> Tensor:
-    """Return the features if their shape is right.
+    """Return the features if their shape is right and their numbers are finite.
 
     Raises:
-        ValueError: Their shape is not what the encoder reads.
+        ValueError: Their shape is not what the encoder reads, or they hold inf or nan.
     """
     expected = [1, config.num_mel_bins, 2 * config.max_source_positions]
     if list(features.shape) != expected:
         raise ValueError(f"calibration features must be of shape {expected}, got {list(features.shape)}")
+    if bad := _not_finite(features):
+        raise ValueError(f"calibration features hold {bad} inf or nan; extract them again")
     return features
+
+
+def _not_finite(features: Tensor) -> int:
+    return int(features.isfinite().logical_not().sum())
 
 
 def record(model: PreTrainedModel, family: EncoderDecoder, inputs: dict[str, Tensor]) -> Recorded:

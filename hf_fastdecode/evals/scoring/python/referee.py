@@ -84,7 +84,7 @@ def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
         _run(source, "setup", scope)
     except ImportError as error:
         if link.requests == requests:  # else it may be the program's
-            raise Unrunnable(f"{error}; install it, or leave the task out") from None
+            raise Unrunnable(f"{error}, and sandboxes have the standard library only; leave the task out") from None
         raise
 
 
