@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache.fingerprint import Fingerprint
+from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .generation.enabled import install, report_on, uninstall
 from .generation.model_state import state_of
@@ -174,11 +175,12 @@ def prefill(
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        check_model(inner)
+        layout = ModelLayout.of(inner)
+        check_model(inner, layout)
         check_state(inner)
     input_ids, mask = padded_ids(inputs)
     with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-        check_prompts(inner, input_ids, mask, longest=input_ids.shape[1])
+        check_prompts(inner, layout, input_ids, mask, longest=input_ids.shape[1])
     limit = rope_limit(inner.config.get_text_config(decoder=True))
     longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
     if limit is not None and longest >= limit:

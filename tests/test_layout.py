@@ -6,8 +6,10 @@ import ast
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,12 @@ def test_no_modules_import_each_other():
         for name in leaves:
             del left[name]
     assert not left
+
+
+@pytest.mark.parametrize("layer", ["attention", "cache", "generation"])
+def test_the_core_names_no_layout_of_a_cache_and_no_layer_that_stands_for_all(layer):
+    for path in sorted((PACKAGE / layer).rglob("*.py")):
+        with tokenize.open(path) as file:
+            names = {one.string for one in tokenize.generate_tokens(file.readline) if one.type == tokenize.NAME}
+        assert not [name for name in names if "slim" in name.lower()], path
+        assert not re.search(r"layers\[(0|-1)\]|next\(iter\(\w*\.?(attention_)?layers", path.read_text()), path

@@ -60,6 +60,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    # Layers differ in KV heads, head_dim and window; in KV heads and window, with narrower values; in query heads.
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **_ALTERNATING,
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+        },
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            **_ALTERNATING,
+            **{"num_key_value_heads": 1, "head_dim": 32, "v_head_dim": 16},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        },
+    ),
+    "laguna": ("laguna", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_attention_heads_per_layer": [8, 4]}),
 }
 """Name -> model type and config arguments. The README's table of architectures lists these model types."""
 

@@ -31,7 +31,7 @@ programs nodes get while suffixes run beside them.
 
 Where to add:
     A cache layout: a subclass of `cache.storage.TokenStorage` with `parts_of` and `keys_and_values`, or, like
-        `cache.slim_storage`, with suffixes of another layout than nodes, for layers that attend by themselves. If the
+        `cache.layers.own`, with suffixes of another layout than nodes, for layers that attend by themselves. If the
         GPU is to read the stored form, also `launch.addresses` and a kernel, or `captured_in_place`.
     An architecture: usually nothing. Else an argument of its attention function in `interface._WITHOUT_EFFECT`; a
         score option in `scoring.Scoring`, the reference and all operators; a kind of mask in

@@ -31,14 +31,16 @@ from .scoring import Scoring
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
 
-# Further arguments of attention classes, without an effect on causal attention, or on that of these classes: a slim
-# model's layers that keep keys and values get the rotation of the others.
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("position_ids", "cache_position", "use_cache", "logits_to_keep", "slim_rotation"),
-        *("output_hidden_states", "output_router_logits"),
-    }
-)
+_WITHOUT_EFFECT = {
+    *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
+    *("output_hidden_states", "output_router_logits"),
+}
+"""Further arguments of attention classes, without an effect on causal attention."""
+
+
+def register_without_effect(argument: str) -> None:
+    """Register an argument that some layers of a model read and others, of the attention interface, only get."""
+    _WITHOUT_EFFECT.add(argument)
 
 
 class NotATensorError(Unsupported, AttributeError):
@@ -63,9 +65,14 @@ class _NotATensor:
 
 
 class SharedKV(_NotATensor, ABC):
-    """Returned by ``update`` of a shared-context cache layer instead of key and value tensors."""
+    """Returned by ``update`` of a shared-context cache layer instead of key and value tensors.
+
+    Attributes:
+        stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
+    """
 
     _what = "keys and values"
+    stored_window: int | None
 
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -239,13 +246,11 @@ def shared_context_attention(
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
-    if window is None and lengths is not None:
-        stored = _window_of_every_layer(getattr(module, "config", None))
-        if lengths.keep_if_binding(stored) is not None:
-            raise Unsupported(
-                f"the config names a sliding window of {stored} tokens, beyond which transformers' cache forgets, but "
-                f"{type(module).__name__} attends without one"
-            )
+    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
+        raise Unsupported(
+            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
+            f"forgets, but {type(module).__name__} attends without one"
+        )
     ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
     if ignored and lengths is not None and _switch.before(module.config) == "sdpa":
         raise Unsupported(
@@ -314,14 +319,6 @@ def shared_context_mask(
             "attention, only sliding windows are supported"
         )
     return SlidingWindow(window)
-
-
-def _window_of_every_layer(config: Any) -> int | None:
-    """The window that transformers' cache applies to every layer, for configs without ``layer_types``."""
-    if getattr(config, "layer_types", None) is not None:
-        return None
-    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:

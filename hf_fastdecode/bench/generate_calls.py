@@ -19,7 +19,7 @@ from transformers import (
 
 import hf_fastdecode as fd
 
-from ..cache.accounting import KVShape
+from ..cache.accounting import KVSizes
 from ..measurement.shapes import SHAPES, random_model
 from ..measurement.status import NotAvailableError
 from ..patches.slim_layers import SlimLayer
@@ -71,7 +71,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
     config = copy.copy(model.config)
     config.slim_layers = None
-    return KVShape.from_config(config).bytes_per_token(model.dtype.itemsize)
+    return KVSizes.from_config(config).bytes_per_token(model.dtype.itemsize)
 
 
 class RowsFinish(StoppingCriteria):

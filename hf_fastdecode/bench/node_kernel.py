@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.launch.addresses import node_addresses
-from ..attention.launch.plan import Layout, Plan
+from ..attention.launch.plan import HeadShape, Plan
 from ..attention.partial import Partial, empty_partial, merge
 from ..attention.scoring import Scoring
 from ..kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
@@ -19,8 +19,8 @@ from .op_inputs import OpInputs
 
 def plan_of(inputs: OpInputs) -> Plan:
     """How the kernels go over a case's forest."""
-    layout = Layout.of(inputs.query, inputs.new.keys, Scoring(inputs.scale))
-    return Plan(inputs.forest, layout, inputs.query.device)
+    shape = HeadShape.of(inputs.query, inputs.new.keys, Scoring(inputs.scale))
+    return Plan(inputs.forest, shape, inputs.query.device)
 
 
 class NodeKernel:
@@ -35,7 +35,7 @@ class NodeKernel:
         query, device = inputs.query, inputs.query.device
         plan = plan_of(inputs)
         # Launches that overlap would hide a part of each in the one before.
-        self.config, self.kv_heads = replace(plan.config, overlap=False), plan.layout.kv_heads
+        self.config, self.kv_heads = replace(plan.config, overlap=False), plan.shape.kv_heads
         self.schedule = plan.schedule(plan.programs(0))
         self.addresses = node_addresses(inputs.forest, [inputs.segment]).to(device)
         self.lengths = torch.zeros(len(query), dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..attention.kv import SuffixLengths
 from ..attention.launch.dispatch import KERNELS, Choices, Heads
 from ..attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
+from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import decode_ops
@@ -106,12 +107,10 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
     """
     first, case, device = sets[0], sets[0].case, sets[0].query.device
     dominate = own_nodes_dominate(first.forest, case.suffix - 1)
-    group = case.heads // case.kv_heads
-    chosen = (
-        choose_own_nodes(case.rows, case.kv_heads, group, device, dominate=dominate) if own_nodes else NO_OWN_NODES
-    )
-    tables = StepTables(case.rows, len(sets), first.forest, device, chosen)
     scoring = Scoring(first.scale)
+    shape = HeadShape.of(first.query, first.new.keys, scoring)
+    chosen = choose_own_nodes(case.rows, shape, device, dominate=dominate) if own_nodes else NO_OWN_NODES
+    tables = StepTables(case.rows, range(len(sets)), first.forest, device, chosen)
     before, stored = SuffixLengths.of(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
     tables.follow(first.forest, before, stored)
 

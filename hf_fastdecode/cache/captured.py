@@ -13,9 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.interface import SharedKV
 from ..attention.kv import Segment
 from ..attention.launch.step_tables import StepTables
+from ..attention.launch.tables_by_shape import TablesByShape
 from ..attention.partial import Partial
 from ..attention.scoring import Scoring
-from .layer import SharedContextLayer, require_dtype
+from .layers.attention import SharedContextLayer, require_dtype
+from .layers.empty import EmptyLayer
 from .shared import SharedContextCache
 from .storage import TokenStorage
 
@@ -40,17 +42,19 @@ class CapturedCache(Cache):
     before: Tensor
     after: Tensor
 
-    def __init__(self, tables: StepTables, cache: SharedContextCache):
+    def __init__(self, tables: TablesByShape, cache: SharedContextCache):
         layers = [_captured_layer(tables, layer) for layer in cache.layers]
         super().__init__(layers=layers)
-        self.tables, self.has_nodes = tables, bool(cache.forest.nodes)
-        self.capacity = max((one.capacity for one in layers if isinstance(one, InPlaceLayer)), default=0)
+        in_place = [one for one in layers if isinstance(one, InPlaceLayer)]
+        self.has_nodes = bool(cache.forest.nodes)
+        self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
+        self._lengths = in_place[0].tables.lengths if in_place else None  # the same for all of them
 
     def begin(self) -> None:
         """Begin a pass: read the suffixes' lengths on the device, once for all layers."""
-        if self.capacity:
-            self.before, self.after = self.tables.lengths.long(), self.tables.lengths + 1
+        if self._lengths is not None:
+            self.before, self.after = self._lengths.long(), self._lengths + 1
 
     def constant(self, name: str, make: Callable[[], Any]) -> Any:
         """Tensors that do not change between steps, made in the first pass, which is not captured."""
@@ -84,8 +88,9 @@ class CapturedCache(Cache):
         Raises:
             ValueError: The nodes have another dtype than the query.
         """
-        require_dtype(query.dtype, self._in_place(layer).storage.node_example)
-        return self.tables.attend_nodes(layer, query, scale)
+        found = self._in_place(layer)
+        require_dtype(query.dtype, found.storage.node_example)
+        return found.tables.attend_nodes(layer, query, scale)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -100,16 +105,17 @@ class CapturedCache(Cache):
 class _CapturedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, tables: StepTables, index: int, storage: TokenStorage):
+    def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):
         super().__init__()
         self.tables, self.index, self.storage, self.is_initialized = tables, index, storage, True
+        self.stored_window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: the batch's own cache allocates storage."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        handle = _CapturedKV(self.tables, self.index, self.storage.keys_and_values(parts))
+        handle = _CapturedKV(self, self.storage.keys_and_values(parts))
         return handle, handle
 
     # Positions are passed as tensors: lengths read here would be constants in the graph.
@@ -130,29 +136,32 @@ class InPlaceLayer(_CapturedLayer):
         tables: Of the step.
         index: Index of the layer.
         storage: The batch's own, with capacity for the step.
+        window: Of the layer, see `SharedKV.stored_window`.
     """
 
-    def __init__(self, tables: StepTables, index: int, storage: TokenStorage):
-        super().__init__(tables, index, storage)
+    def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):
+        super().__init__(tables, index, storage, window)
         assert storage.suffix is not None
         self.suffix, self.capacity = storage.suffix, storage.capacity
 
 
 def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
     """Versions of the storages of layers whose suffixes are captured in place."""
-    return tuple(layer.storage.version for layer in cache.layers if layer.storage.captured_in_place)
+    return tuple(layer.storage.version for layer in cache.attention_layers if layer.storage.captured_in_place)
 
 
-def _captured_layer(tables: StepTables, layer: SharedContextLayer) -> _CapturedLayer:
-    index, storage = layer.stored.index, layer.storage
+def _captured_layer(tables: TablesByShape, layer: SharedContextLayer | EmptyLayer) -> _CapturedLayer | EmptyLayer:
+    if isinstance(layer, EmptyLayer):
+        return layer
+    index, storage, window = layer.stored.index, layer.storage, layer.store.window
     if storage.captured_in_place:
-        return InPlaceLayer(tables, index, storage)
-    return _CapturedLayer(tables, index, storage.empty())
+        return InPlaceLayer(tables.of(index), index, storage, window)
+    return _CapturedLayer(tables.of(index), index, storage.empty(), window)
 
 
 class _CapturedKV(SharedKV):
-    def __init__(self, tables: StepTables, index: int, new: Segment):
-        self.tables, self.index, self.new = tables, index, new
+    def __init__(self, layer: _CapturedLayer, new: Segment):
+        self.layer, self.new, self.stored_window = layer, new, layer.stored_window
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self.tables.attend(self.index, query, *self.new, scoring).transpose(1, 2)
+        return self.layer.tables.attend(self.layer.index, query, *self.new, scoring).transpose(1, 2)

@@ -49,10 +49,10 @@ def consolidate(cache: SharedContextCache) -> None:
 
     forest = Forest.from_paths([tuple(map(place, path)) for path in cache.forest.paths])
     tokens = [cache.segment_tokens[old] for old in numbers]
-    storage = [{new: layer.storage.segments[old] for old, new in numbers.items()} for layer in cache.layers]
+    storage = [{new: layer.storage.segments[old] for old, new in numbers.items()} for layer in cache.attention_layers]
     if moved:
         tokens.append(cache.path_tokens(tuple(moved)))
-        for segments, layer in zip(storage, cache.layers, strict=True):
+        for segments, layer in zip(storage, cache.attention_layers, strict=True):
             segments[len(numbers)] = layer.storage.copied(moved)
     cache.replace_storage(forest, tokens, storage, protected=sum(old < cache.protected_segments for old in numbers))
 

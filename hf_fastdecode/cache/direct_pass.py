@@ -86,6 +86,6 @@ def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
     expected = next_positions(cache, queries) if cache.rows else torch.arange(queries, device="cpu")
     if bool((position_ids != expected.to(position_ids.device)).any()):
         raise ValueError(
-            "a slim model counts the positions of cached tokens, so position_ids must follow each row's tokens and "
+            "this model counts the positions of cached tokens, so position_ids must follow each row's tokens and "
             "rise by 1, and these do not; omit them, or run the ordinary model"
         )

@@ -11,6 +11,7 @@ from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
+from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.scoring import Scoring
 from ..attention.torch_operators import decode_ops
@@ -18,6 +19,7 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
 from ..kernels.forest_decode.limits import refusal
 from ..unsupported import Unsupported
+from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
 
@@ -29,6 +31,7 @@ class StoredLayer:
         state: State shared by all layers of the cache.
         storage: The layer's token storage.
         index: Index of the layer in the cache.
+        store: What the model's layout says of the layer.
 
     Attributes:
         window: Window of the last pass, where it hid any token.
@@ -37,8 +40,8 @@ class StoredLayer:
         ran_for: The forest and operators that ``ran["decode"]`` describes.
     """
 
-    def __init__(self, state: SharedState, storage: TokenStorage, index: int):
-        self.state, self.storage, self.index = state, storage, index
+    def __init__(self, state: SharedState, storage: TokenStorage, index: int, store: Store):
+        self.state, self.storage, self.index, self.store = state, storage, index, store
         self.window: int | None = None
         self.report_note = ""
         self.ran: dict[str, str] = {}
@@ -89,7 +92,6 @@ class StoredLayer:
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
         self.window, self.report_note = scoring.window, scoring.report_note
-        self.state.windowed |= scoring.window is not None
 
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
@@ -107,6 +109,7 @@ class DecodeKV(SharedKV):
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
         self.keys, self.values = layer.storage.keys_and_values(parts)
+        self.stored_window = layer.store.window
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
@@ -124,7 +127,7 @@ class DecodeKV(SharedKV):
 
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer, suffixes = self.layer, self.layer.state.suffixes
-        tables, origins = self._tables(query), suffixes.origins
+        tables, origins = self._tables(query, scoring), suffixes.origins
         tables.follow(layer.forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
         if self._is_new("triton"):
             nodes, rows = len(layer.forest.nodes), layer.forest.rows
@@ -132,18 +135,17 @@ class DecodeKV(SharedKV):
         table = None if origins is None else origins.table(query.device)
         return tables.attend(layer.index, query, self.keys, self.values, scoring, table)
 
-    def _tables(self, query: Tensor) -> StepTables:
-        """The tables of this cache on the query's device, made anew when they no longer suit the batch."""
+    def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
+        """The tables of layers like this one on the query's device, made anew when they no longer suit the batch."""
         state, forest, device = self.layer.state, self.layer.forest, query.device
-        known, dominate = state.tables.get(device), state.own_nodes_dominate
+        shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
+        known = state.tables.get((device, shape))
         same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
         if known is not None and same and known.tables.fits(forest):
             return known.tables
-        # All layers share the tables, whatever their heads, so that the first one decides.
-        kv_heads, group = self.keys.shape[1], query.shape[1] // self.keys.shape[1]
-        own_nodes = choose_own_nodes(forest.rows, kv_heads, group, device, dominate=dominate)
-        tables = StepTables(forest.rows, self.layer.index + 1, forest, device, own_nodes)
-        state.tables[device] = MadeTables(tables, dominate)
+        own_nodes = choose_own_nodes(forest.rows, shape, device, dominate=dominate)
+        tables = StepTables(forest.rows, [self.layer.index], forest, device, own_nodes)
+        state.tables[device, shape] = MadeTables(tables, dominate)
         return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -209,6 +211,7 @@ class PrefillKV(SharedKV):
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer = layer
         self.keys, self.values = layer.storage.keys_and_values(parts)
+        self.stored_window = layer.store.window
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)

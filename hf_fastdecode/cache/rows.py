@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest
-from .layer import SharedContextLayer
+from .layers.attention import SharedContextLayer
+from .layers.empty import EmptyLayer
 from .state import SharedState
 from .storage import TokenStorage
 
@@ -25,7 +26,7 @@ class CacheRows(Cache):
     """
 
     state: SharedState
-    layers: list[SharedContextLayer]
+    layers: list[SharedContextLayer | EmptyLayer]
 
     @property
     def forest(self) -> Forest:
@@ -36,6 +37,11 @@ class CacheRows(Cache):
     def rows(self) -> int:
         """Number of rows (sequences)."""
         return self.forest.rows
+
+    @property
+    def attention_layers(self) -> list[SharedContextLayer]:
+        """The layers with keys and values of every token, in order."""
+        return [layer for layer in self.layers if isinstance(layer, SharedContextLayer)]
 
     @property
     def is_empty(self) -> bool:
@@ -166,4 +172,4 @@ class CacheRows(Cache):
 
     @property
     def _storages(self) -> list[TokenStorage]:
-        return [layer.storage for layer in self.layers]
+        return [layer.storage for layer in self.attention_layers]

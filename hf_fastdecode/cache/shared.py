@@ -15,12 +15,15 @@ from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
 from ..attention.kv import Segment
 from ..attention.torch_operators.backends import BACKENDS
+from ..unsupported import Unsupported
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
-from .layer import SharedContextLayer, no_tensor
+from .layers.attention import REMEDY, SharedContextLayer, no_tensor
+from .layers.empty import EmptyLayer
+from .layers.of_model import layers_of
+from .layout import ModelLayout, Store
 from .rows import CacheRows
 from .state import PrefillItem, SharedState
-from .storage import TokenStorage
 from .suffixes import Suffixes
 
 
@@ -58,7 +61,8 @@ class SharedContextCache(CacheRows):
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
-        super().__init__(layers=[])  # made by `update`
+        super().__init__(layers=[])  # made by `meet`
+        self.stores: tuple[tuple[Store, ...], ...] | None = None  # of the model that was met
         self.segment_tokens: list[Tensor] = []
         self.protected_segments = 0  # leading segments shared with other caches, which `consolidate` leaves in place
         self.fingerprint: Fingerprint | None = None  # of the model that filled the cache, if known
@@ -71,6 +75,19 @@ class SharedContextCache(CacheRows):
         if self.state.packed:
             return max(item.position + item.span.length for item in self.state.packed) + room
         return self.state.longest_row_bound + max(queries, room)
+
+    def meet(self, layout: ModelLayout) -> None:
+        """Make the layers of a model, or check that the cache's are its.
+
+        Args:
+            layout: Of the model.
+
+        Raises:
+            ValueError: The cache holds tokens of a model with other layers.
+        """
+        if self.stores is not layout.layers:  # as it is in all but the first pass of a call
+            held = self.layers if self.rows or self.segment_tokens else ()
+            self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
 
     def add_segment(self, tokens: Tensor) -> int:
         """Register a segment, to be filled by prefill.
@@ -128,7 +145,7 @@ class SharedContextCache(CacheRows):
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
         self.state.forest, self.state.suffixes = forest, Suffixes()
         self.state.padded_length = longest if length is None else length
-        for layer in self.layers:
+        for layer in self.attention_layers:
             layer.storage.drop_suffixes()
 
     def replace_storage(
@@ -139,17 +156,17 @@ class SharedContextCache(CacheRows):
         Args:
             forest: The rows' paths over the new segments.
             tokens: Token ids of each segment, ``[length]`` int64, on the CPU.
-            storage: Segments of each layer, by number.
+            storage: Segments of each of `attention_layers`, by number.
             protected: Number of leading segments shared with other caches.
         """
-        for layer, segments in zip(self.layers, storage, strict=True):
+        for layer, segments in zip(self.attention_layers, storage, strict=True):
             layer.storage.replace_segments(segments)
         self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
 
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
-        moved = [layer.reserve(tokens) for layer in self.layers]
+        moved = [layer.reserve(tokens) for layer in self.attention_layers]
         return any(moved)
 
     def record_captured_step(self, input_ids: Tensor) -> None:
@@ -170,7 +187,7 @@ class SharedContextCache(CacheRows):
         """
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         if own := self.suffix_length:
-            for layer, twin in zip(self.layers, fork.layers, strict=True):
+            for layer, twin in zip(self.attention_layers, fork.attention_layers, strict=True):
                 suffixes = layer.storage.suffixes_as_segment(
                     own, self.state.suffixes.origins, self.forest.context_lengths
                 )
@@ -191,10 +208,13 @@ class SharedContextCache(CacheRows):
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.protected_segments = self.protected_segments
-        twin.state.forest, twin.fingerprint = forest, self.fingerprint
+        twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         for index, layer in enumerate(self.layers):
-            fresh = SharedContextLayer(twin.state, index, layer.storage.empty())
+            if isinstance(layer, EmptyLayer):
+                twin.layers.append(EmptyLayer(twin.state))
+                continue
+            fresh = SharedContextLayer(twin.state, index, layer.storage.empty(), layer.store)
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
@@ -209,31 +229,30 @@ class SharedContextCache(CacheRows):
             ValueError: The pass appended to some layers only.
         """
         state, suffixes = self.state, self.state.suffixes
-        forest, layers, before, ids = state.forest, list(self.layers), suffixes.lengths, suffixes.ids
+        forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
         try:
             yield
-            appended = {layer.appended for layer in self.layers}
+            appended = {layer.appended for layer in self.attention_layers}
             if len(appended) > 1:
                 shortest, longest = before.longest + min(appended), before.longest + max(appended)
                 raise ValueError(
                     f"after this pass the suffixes of the cache's layers differ in length, {shortest} to {longest} "
-                    "tokens: the model has other layers than the cache; make it with "
-                    "hf_fastdecode.prefill(model, ...) of this model"
+                    f"tokens: the pass left out some of the layers that filled the cache; {REMEDY}"
                 )
             if suffixes.ids is ids and any(appended):  # a pass without ids, behind which no others are known
                 suffixes.ids = ids.first(before.shortest)
             suffixes.lengths = before.plus(max(appended, default=0))
             state.padded_length += max(appended, default=0)
         except BaseException:
-            state.forest, self.layers = forest, layers
+            state.forest, (self.layers, self.stores) = forest, layers
             suffixes.restore(before, ids)
             if forest is None:  # the next pass may have other rows, dtype or device
-                for layer in layers:
+                for layer in self.attention_layers:
                     layer.storage.drop_suffixes()
                     layer.is_initialized = False
             raise
         finally:
-            for layer in self.layers:
+            for layer in self.attention_layers:
                 layer.appended = 0
 
     def adopt_state(self, other: SharedContextCache) -> None:
@@ -272,7 +291,7 @@ class SharedContextCache(CacheRows):
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and held by a stock cache for the same rows."""
-        storages = [layer.storage for layer in self.layers]
+        storages = self._storages
         nodes = self.node_tokens * sum(storage.bytes_per_token for storage in storages)
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
@@ -281,9 +300,15 @@ class SharedContextCache(CacheRows):
             allocated=nodes + allocated,
             stock=sum(
                 self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
-                for layer in self.layers
+                for layer in self.attention_layers
             ),
         )
+
+    @property
+    def computed_in(self) -> torch.dtype | None:
+        """The widest dtype of any layer's keys and values; None before the first pass."""
+        dtypes = (layer.dtype for layer in self.attention_layers if layer.is_initialized)
+        return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
     def update(
         self,
@@ -291,7 +316,6 @@ class SharedContextCache(CacheRows):
         value_states: Tensor,
         layer_idx: int,
         *args: Any,
-        token_storage: Callable[[], TokenStorage] = TokenStorage,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
@@ -301,15 +325,19 @@ class SharedContextCache(CacheRows):
             value_states: Likewise.
             layer_idx: Index of the layer.
             args: Passed on to the layer's storage.
-            token_storage: Creates the storage of a layer that the cache does not have yet.
-            kwargs: Passed on to the layer's storage.
+            kwargs: Likewise.
 
         Raises:
             NotATensorError: The model is not enabled, or a submodule was called directly.
+            Unsupported: By the model's layout the layer stores nothing.
         """
         require_active()  # fail before appending tokens that attention could not read
-        while len(self.layers) <= layer_idx:
-            self.layers.append(SharedContextLayer(self.state, len(self.layers), token_storage()))
+        if self.stores is None:  # a pass that no model runs
+            self.layers += [EmptyLayer(self.state) for _ in range(len(self.layers), layer_idx + 1)]
+            if isinstance(self.layers[layer_idx], EmptyLayer):
+                self.layers[layer_idx] = SharedContextLayer(self.state, layer_idx)
+        elif layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
+            raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:

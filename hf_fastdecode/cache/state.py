@@ -11,6 +11,7 @@ import torch
 from ..attention.forest import Forest, Path, Span
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
+from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from .suffixes import Suffixes
 
@@ -56,8 +57,7 @@ class SharedState:
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `backends.BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
-        tables: Kernel inputs other than keys and values, by device.
-        windowed: Whether a sliding window has hidden tokens from any layer.
+        tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
@@ -69,8 +69,7 @@ class SharedState:
     max_suffix: int | None = None
     backend: str = "auto"
     choices: Choices = field(default_factory=Choices)
-    tables: dict[torch.device, MadeTables] = field(default_factory=dict)
-    windowed: bool = False
+    tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
@@ -87,7 +86,7 @@ class SharedState:
     @property
     def own_nodes_dominate(self) -> bool:
         """Whether own nodes, where they are used, hold most keys."""
-        if self.forest is None or self.windowed or not self.suffixes.in_order:
+        if self.forest is None or not self.suffixes.in_order:
             return False
         return own_nodes_dominate(self.forest, self.suffixes.longest)
 

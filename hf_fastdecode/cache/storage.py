@@ -53,6 +53,9 @@ class TokenStorage:
         """
         return Segment(cast(keys), cast(values))
 
+    def describe(self, suffix: Segment) -> None:
+        """Note the parts of suffixes, ``[rows, heads, tokens, width]`` each, where nodes have others."""
+
     @staticmethod
     def keys_and_values(parts: Segment) -> Segment:
         """Keys and values of stored parts, as the attention operators take them."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 
 from ..command_errors import CommandError
 from .console import bytes_text
@@ -54,7 +54,7 @@ def _rows(rows: int, sampling: Sampling) -> str:
 
 def _kv_bytes(model: Any, prompts: int, length: int, sampling: Sampling, shared: bool) -> int:
     try:
-        shape = KVShape.from_config(model.config)
+        shape = KVSizes.from_config(model.config)
     except ValueError:  # not a cache of keys and values alone
         return 0
     stored = shape.kv_bytes(sampling.n, length, sampling.max_new_tokens, model.dtype.itemsize)

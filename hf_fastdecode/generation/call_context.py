@@ -17,6 +17,7 @@ from ..unsupported import Unsupported
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport
+from .structure import Structure
 
 # Options that a stock call fulfils anyway.
 _STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
@@ -36,6 +37,7 @@ class CallContext:
         must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
         max_prefill_tokens: Maximum tokens per prefill pass.
         report: The call's report, which is written here and never read.
+        structure: Of the model.
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
     """
@@ -49,6 +51,7 @@ class CallContext:
     must_share: bool
     max_prefill_tokens: int
     report: CallReport
+    structure: Structure
     mode: str = "eager"
     runs_stock: bool = False
 
@@ -60,6 +63,7 @@ class CallContext:
         config: GenerationConfig,
         arguments: dict[str, Any],
         report: CallReport,
+        structure: Structure,
     ) -> CallContext:
         """The context of a call with these arguments; see the attributes."""
         cache, limit = arguments.get(CACHE), state.options.max_prefill_tokens
@@ -73,6 +77,7 @@ class CallContext:
             must_share=isinstance(cache, SharedContextCache),
             max_prefill_tokens=min(config.prefill_chunk_size or limit, limit),
             report=report,
+            structure=structure,
         )
 
     @property

@@ -11,6 +11,7 @@ from functools import cache
 from transformers import PreTrainedModel
 
 from .. import _compat
+from ..cache.layout import ModelLayout
 from ..unsupported import reason_of
 from .generate_hooks import METHODS
 from .instance_patch import STATE_ATTRIBUTE
@@ -61,11 +62,11 @@ def uninstall(model: PreTrainedModel) -> None:
 
 def report_on(model: PreTrainedModel) -> Report:
     """Build the report that `hf_fastdecode.explain` returns."""
-    model_state = state_of(model)
+    model_state, layout = state_of(model), ModelLayout.of(model)
     return Report(
         model=type(model).__name__,
         enabled=model_state is not None,
-        layer_count=getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None),
-        model_reason=reason_of(check_model, model),
+        layer_count=len(layout.layers) or None,
+        model_reason=reason_of(check_model, model, layout),
         last_call=model_state.last_call if model_state else None,
     )

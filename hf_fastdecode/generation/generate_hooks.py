@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -53,7 +52,8 @@ from .model_state import ModelState
 from .prompts.first_pass import AwaitedPrompts
 from .prompts.start import start_shared
 from .report import CallReport
-from .steps.modes import choose_mode, configs_of
+from .steps.modes import choose_mode
+from .structure import Structure
 from .support import check_call, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -72,14 +72,14 @@ class _ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         loop: The user's ``custom_generate``, if any.
         report: The call's report, once created.
-        configs: The model's config objects, once collected.
+        structure: Of the model, once read.
     """
 
     model: PreTrainedModel
     loop_is_ours: bool
     loop: Callable[..., Any] | None = None
     report: CallReport | None = None
-    configs: list[PreTrainedConfig] | None = None
+    structure: Structure | None = None
 
 
 # The innermost active call of this thread.
@@ -114,7 +114,9 @@ def _forward_shared(
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
             args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
-    with active(_configs(model), RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+    structure = _structure(model)
+    with active(structure.configs, RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+        cache.meet(structure.layout)
         output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
@@ -124,14 +126,14 @@ def _forward_shared(
     return output
 
 
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """`configs_of` the model, cached per call: walking all modules takes as long as a decode step of some layers."""
+def _structure(model: PreTrainedModel) -> Structure:
+    """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return configs_of(model)
-    if call.configs is None:
-        call.configs = configs_of(model)
-    return call.configs
+        return Structure.of(model)
+    if call.structure is None:
+        call.structure = Structure.of(model)
+    return call.structure
 
 
 def _prepare_cache_for_generation(
@@ -153,9 +155,10 @@ def _prepare_cache_for_generation(
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
-    call = CallContext.of(model, model_state, generation_config, model_kwargs, report)
+    structure = _structure(model)
+    call = CallContext.of(model, model_state, generation_config, model_kwargs, report, structure)
     with call.or_stock():
-        check_call(model, generation_mode, generation_config, model_kwargs)
+        check_call(model, structure.layout, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
@@ -275,7 +278,8 @@ def _decode(
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
     report: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
     if report is not None:
-        call = CallContext.of(model, vars(model)[STATE_ATTRIBUTE], generation_config, model_kwargs, report)
+        state, structure = vars(model)[STATE_ATTRIBUTE], _structure(model)
+        call = CallContext.of(model, state, generation_config, model_kwargs, report, structure)
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         with call.or_stock():

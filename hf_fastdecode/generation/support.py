@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
-from ..cache.accounting import local_layers
+from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .foreign_code import check_code
@@ -28,8 +28,6 @@ _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", 
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
-# Layers that cache keys and values per token. Chunked ones are supported while a chunk holds every row.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model arguments of `generate` that shared context supports.
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -48,23 +46,17 @@ _NOT_IN_STEPS = {
 }
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Check that this model can decode with shared context.
+def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
+    """Check that this model, of this layout, can decode with shared context.
 
     Raises:
         Unsupported: It never can.
     """
-    config, name = model.config, type(model).__name__
-    if config.is_encoder_decoder:
+    name, text = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
-    text = config.get_text_config(decoder=True)
-    other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if other:
-        kinds = ", ".join(sorted(other))
-        raise Unsupported(f"its layers of type {kinds} need more than keys and values of every token")
-    if getattr(model, "_is_stateful", False):
-        raise Unsupported("it keeps a state, which rows cannot share yet")
-    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "shares_context", False):
+    _check_layout(layout)
+    if not getattr(model, "_supports_attention_backend", False) and not _attends_by_itself(model, layout):
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
@@ -77,14 +69,30 @@ def check_model(model: PreTrainedModel) -> None:
         raise Unsupported(
             "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
         )
-    if getattr(text, "add_cross_attention", False) or getattr(text, "cross_attention_layers", None):
+
+
+def _check_layout(layout: ModelLayout) -> None:
+    """Check that layers store keys and values of every token, or nothing."""
+    kinds, types = {store.kind for _, store in layout}, set[str]()
+    for name, stores in zip(layout.types, layout.layers, strict=True):
+        types |= {name for store in stores if store.kind in (Kind.STATE, Kind.OTHER)}
+    if types:
+        raise Unsupported(
+            f"its layers of type {', '.join(sorted(types))} need more than keys and values of every token"
+        )
+    if Kind.CROSS in kinds:
         raise Unsupported("it has cross attention")
-    if getattr(text, "kv_lora_rank", None):
+    if Kind.LATENT in kinds:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise Unsupported(f"{text.num_kv_shared_layers} of its layers take keys and values from other layers")
-    if getattr(text, "n_recurrent_loops", 1) > 1:
-        raise Unsupported(f"it runs layers {text.n_recurrent_loops} times, each time over a cache of its own")
+    if layout.borrowing:
+        raise Unsupported(f"{layout.borrowing} of its layers take keys and values from other layers")
+    if (loops := max(map(len, layout.layers), default=0)) > 1:
+        raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
+
+
+def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
+    """Whether layers attend by themselves, and those that do not, if any, use the attention interface."""
+    return layout.attends_by_itself or (bool(layout.own) and _uses_interface(model))
 
 
 def _uses_interface(model: PreTrainedModel) -> bool:
@@ -109,14 +117,18 @@ def _check_attention(name: str | None) -> None:
 
 
 def check_call(
-    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
+    model: PreTrainedModel,
+    layout: ModelLayout,
+    mode: GenerationMode,
+    config: GenerationConfig,
+    arguments: dict[str, Any],
 ) -> None:
     """Check the model and the arguments of a `generate` call.
 
     Raises:
         Unsupported: The call must run stock.
     """
-    check_model(model)
+    check_model(model, layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
@@ -247,6 +259,7 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 
 def check_prompts(
     model: PreTrainedModel,
+    layout: ModelLayout,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
@@ -257,6 +270,7 @@ def check_prompts(
 
     Args:
         model: The model.
+        layout: Of the model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
         position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
@@ -278,7 +292,7 @@ def check_prompts(
             raise Unsupported("attention_mask holds values other than 0 and 1")
         if not bool(attention_mask[:, -1].all()):
             raise Unsupported("a prompt ends in padding", "set padding_side='left' when calling the tokenizer")
-        _, window = local_layers(model.config.get_text_config(decoder=True))
+        window = layout.smallest_window
         if window is not None and longest > window and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
             raise Unsupported(
                 f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"

@@ -107,6 +107,11 @@ class SlimConfig(PreTrainedConfig):
         return True
 
     @property
+    def layers_that_attend_by_themselves(self) -> list[int]:
+        """Layers whose attention code and cache are this package's own, see `ModelLayout`."""
+        return [index for index, layer in enumerate(self.layer_plans) if layer.plan != "kv"]
+
+    @property
     def layer_plans(self) -> list[SlimLayer]:
         """Cache layout of each layer."""
         return read_layers(self.slim_layers, self.num_hidden_layers, (self.plans,))

@@ -26,7 +26,6 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-    shares_context = True  # all the same, by layers of their own
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse transformers' continuous batching (`generate_batch`), whose paged cache slim layers do not read.
@@ -88,14 +87,6 @@ class SlimRotaryDecoder(SlimDecoder):
             attention = getattr(block, self.attention)
             if isinstance(attention, SlimAttention) and not hasattr(attention, "tables"):
                 attention.tables = WeakMethod(type(self).tables, self)
-
-    @property
-    def no_captured_steps(self) -> str | None:
-        """Why steps cannot be captured, see `SlimAttention.no_captured_steps`."""
-        kind = getattr(self.rotary_emb, "rope_type", "default")
-        if self.first_slim is None or kind not in ("dynamic", "longrope"):
-            return None
-        return f"RoPE of type {kind!r} changes its frequencies with the length"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder, with the ordinary decoder's arguments, also in their order.
@@ -173,6 +164,8 @@ class SlimCausalLM(SlimPreTrainedModel):
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
         setattr(self, self.base_model_prefix, self.slim_decoder(config))
+        if not config.layers_that_attend_by_themselves:  # all are the architecture's own
+            self._supports_attention_backend = super(SlimPreTrainedModel, self)._supports_attention_backend
         self.vocab_size = config.vocab_size
         self.lm_head = self.make_head(config)
         self.post_init()

@@ -8,7 +8,7 @@ import torch
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
-from hf_fastdecode.attention.launch.plan import Layout, Plan
+from hf_fastdecode.attention.launch.plan import HeadShape, Plan
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
 from .forests import one_context
@@ -16,7 +16,7 @@ from .forests import one_context
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
-GQA = Layout(kv_heads=8, queries_per_kv_head=4, head_dim=128, windowed=False)
+GQA = HeadShape(kv_heads=8, queries_per_kv_head=4, head_dim=128, windowed=False)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(128, 8192), (512, 8192), (1024, 2048), (1024, 16384)])
@@ -120,12 +120,12 @@ def on_an_h200(monkeypatch):
     return config
 
 
-def chosen(forest: Forest, layout: Layout):
-    return plans.decode_config(forest, layout, torch.device("cuda"), forest.rows)
+def chosen(forest: Forest, shape: HeadShape):
+    return plans.decode_config(forest, shape, torch.device("cuda"), forest.rows)
 
 
-MHA = Layout(kv_heads=32, queries_per_kv_head=1, head_dim=128, windowed=False)
-MQA = Layout(kv_heads=1, queries_per_kv_head=8, head_dim=128, windowed=False)
+MHA = HeadShape(kv_heads=32, queries_per_kv_head=1, head_dim=128, windowed=False)
+MQA = HeadShape(kv_heads=1, queries_per_kv_head=8, head_dim=128, windowed=False)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(on_an_h200, l
 
 
 @pytest.mark.parametrize(
-    ("rows", "layout", "long_from"),
+    ("rows", "shape", "long_from"),
     [
         (8, GQA, 16384),
         (8, GQA._replace(head_dim=64), None),
@@ -150,9 +150,9 @@ def test_few_rows_of_many_heads_read_larger_tiles_of_long_contexts(on_an_h200, l
         (1, GQA, None),
     ],
 )
-def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, rows, layout, long_from):
+def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, rows, shape, long_from):
     for length in (2048, 8192, 16384, 32768):
-        config = chosen(one_context(rows, length), layout)
+        config = chosen(one_context(rows, length), shape)
         if long_from is not None and length >= long_from:
             assert (config.block_n, config.stages, config.suffix) == (64, 4, on_an_h200._BESIDE)
         else:
@@ -160,7 +160,7 @@ def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, ro
 
 
 @pytest.mark.parametrize(
-    ("rows", "layout", "long_from"),
+    ("rows", "shape", "long_from"),
     [
         (128, MQA, 4096),
         (65, MQA, 8192),
@@ -172,10 +172,10 @@ def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, ro
         (128, GQA, None),
     ],
 )
-def test_suffixes_of_few_heads_wait_while_long_contexts_are_read(on_an_h200, rows, layout, long_from):
+def test_suffixes_of_few_heads_wait_while_long_contexts_are_read(on_an_h200, rows, shape, long_from):
     for length in (2048, 4096, 8192, 32768):
         long = long_from is not None and length >= long_from
-        assert chosen(one_context(rows, length), layout).suffix == (on_an_h200._WAITING if long else None)
+        assert chosen(one_context(rows, length), shape).suffix == (on_an_h200._WAITING if long else None)
 
 
 def test_where_contexts_begin_to_be_long_for_wide_nodes(on_an_h200):

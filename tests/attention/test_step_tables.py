@@ -56,7 +56,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
     stored = [Segment(normal(8, 1000, 128), normal(8, 1000, 128)) for _ in range(2)]
     suffixes = [Segment(normal(rows, 8, room, 128), normal(rows, 8, room, 128)) for _ in range(2)]
     scoring = Scoring(128**-0.5)
-    tables = StepTables(rows, 2, forests[1], device)
+    tables = StepTables(rows, range(2), forests[1], device)
     storage = {layer: Stored({0: stored[layer]}, suffixes[layer]) for layer in range(2)}
 
     def step():
@@ -100,7 +100,7 @@ def test_nodes_alone():
         Forest(5, [Node(Span(0, 0, 30), 0, 5), Node(Span(0, 30, 13), 1, 3, 1)]),
         Forest(4, [Node(Span(0, 5, 41), 0, 3)]),
     ]
-    tables = StepTables(5, 2, forests[0], CPU)
+    tables = StepTables(5, range(2), forests[0], CPU)
     storage = {0: Stored({0: nodes}, suffix), 1: Stored({0: nodes}, None)}
     for forest in forests:
         tables.follow(forest, SuffixLengths.of(3), storage)
@@ -149,7 +149,7 @@ def test_captured_steps_keep_their_tiles(on_hopper):
     query, new_keys, new_values = torch.randn(rows, 4, 1, 16), torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16)
     stored = Segment(torch.randn(2, 100, 16), torch.randn(2, 100, 16))
     suffixes = Segment(torch.randn(rows, 2, room, 16), torch.randn(rows, 2, room, 16))
-    tables = StepTables(rows, 1, one_context(rows, 20), CPU)
+    tables = StepTables(rows, [0], one_context(rows, 20), CPU)
 
     def attend(length):
         tables.follow(one_context(rows, length), SuffixLengths.of(3), {0: Stored({0: stored}, suffixes)})
@@ -209,7 +209,7 @@ def stepping(monkeypatch):
     shared = Segment(torch.randn(2, context, 16), torch.randn(2, context, 16))
     suffixes = Segment(torch.randn(rows, 2, room, 16), torch.randn(rows, 2, room, 16))
     forest = one_context(rows, context)
-    tables = StepTables(rows, 1, forest, CPU, OwnNodes(used=True))
+    tables = StepTables(rows, [0], forest, CPU, OwnNodes(used=True))
 
     def step(length):
         tables.follow(forest, SuffixLengths.of(length), {0: Stored({0: shared}, suffixes)})
@@ -264,7 +264,7 @@ def test_own_nodes_of_rows_of_different_lengths(monkeypatch):
     rows, lengths = 3, torch.tensor([9, 14, 6], dtype=torch.int32)
     query, new = torch.randn(rows, 4, 1, 16), Segment(torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16))
     suffixes = Segment(torch.randn(rows, 2, 32, 16), torch.randn(rows, 2, 32, 16))
-    tables = StepTables(rows, 1, Forest(rows), CPU, OwnNodes(used=True))
+    tables = StepTables(rows, [0], Forest(rows), CPU, OwnNodes(used=True))
     for _ in range(2):  # own nodes begin with the second step
         tables.follow(Forest(rows), SuffixLengths(14, lengths, 6), {0: Stored({}, suffixes)})
         out = tables.attend(0, query, *new, Scoring(0.25))

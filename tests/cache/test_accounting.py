@@ -1,19 +1,22 @@
 """Bytes of keys and values, against hand-computed numbers and against transformers' own caches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.accounting import KVShape, memory_io
+from hf_fastdecode.cache.accounting import KVSizes, memory_io
+from hf_fastdecode.cache.layout import Kind, Store
 
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
 
 LLAMA = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 96}
 
 
-def shape(model_type: str, **arguments: object) -> KVShape:
-    return KVShape.from_config(AutoConfig.for_model(model_type, **arguments))
+def shape(model_type: str, **arguments: object) -> KVSizes:
+    return KVSizes.from_config(AutoConfig.for_model(model_type, **arguments))
 
 
 def test_equations_5_and_6_by_hand():
@@ -41,8 +44,9 @@ def test_one_row_gains_nothing_and_b_rows_at_most_b():
 )
 def test_shape_of_a_llama_config(arguments, kind, group_size, head_dim, bytes_per_token):
     found = shape("llama", **LLAMA, **arguments)
-    assert (found.layers, found.query_heads, found.kind, found.group_size) == (6, 8, kind, group_size)
-    assert found.head_dim == head_dim
+    heads = found.same
+    assert (found.layers, heads.query_heads, heads.attention, heads.group_size) == (6, 8, kind, group_size)
+    assert heads.head_dim == head_dim
     assert found.bytes_per_token(2) == bytes_per_token
 
 
@@ -61,14 +65,14 @@ def test_bytes_per_token_are_those_of_a_real_cache(name):
     with torch.no_grad():
         model(input_ids=torch.randint(3, VOCABULARY, (3, 7)), **{CACHE: cache}, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    found = KVShape.from_config(model.config)
+    found = KVSizes.from_config(model.config)
     assert found.bytes_per_token(4) * 3 * 7 == real
     assert found.kv_bytes(rows=3, context=5, decoded=2, element_bytes=4).stock == real
 
 
 def test_a_window_bounds_what_stock_reads():
     model = tiny_model("mistral", sliding_window=8)
-    found = KVShape.from_config(model.config)
+    found = KVSizes.from_config(model.config)
     assert (found.local_layers, found.window) == (2, 8)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -79,17 +83,31 @@ def test_a_window_bounds_what_stock_reads():
     assert read == found.kv_bytes(rows=3, context=8, decoded=0, element_bytes=4).stock
 
 
+WIDE = Store(Kind.FULL, 8, 8, 64, 64)
+MIXED = KVSizes((replace(WIDE, kind=Kind.SLIDING, window=100), WIDE) * 3)
+
+
+def test_layers_that_differ_in_heads_are_counted_one_by_one():
+    small = replace(WIDE, query_heads=4, kv_heads=2, head_dim=32, value_dim=16)
+    both = KVSizes((WIDE, small))
+    assert both.alike is None
+    with pytest.raises(ValueError, match="its layers differ in heads"):
+        _ = both.same
+    assert both.bytes_per_token(2) == 2 * (8 * 128 + 2 * 48)
+    assert both.kv_bytes(3, 10, 4, 2) == (3 * 14 * both.bytes_per_token(2), (10 + 3 * 4) * both.bytes_per_token(2))
+
+
 def test_local_and_wide_layers_are_counted_apart():
     types = ["sliding_attention", "full_attention"] * 3
     found = shape("llama", **LLAMA, num_key_value_heads=8)
-    mixed = KVShape(6, 8, 8, 64, local_layers=3, window=100)
+    mixed = MIXED
     assert shape("gemma2", **LLAMA, head_dim=64, num_key_value_heads=8, sliding_window=100, layer_types=types) == mixed
     wide, both = found.kv_bytes(4, 1000, 10, 2), mixed.kv_bytes(4, 1000, 10, 2)
     assert both.stock == wide.stock // 2 + wide.stock // 2 * 100 // 1010
 
 
 def test_a_step_reads_what_the_window_shows_of_the_context():
-    mixed = KVShape(6, 8, 8, 64, local_layers=3, window=100)
+    mixed = MIXED
     layer = 2 * 8 * 64 * 2 * 3  # bytes of a token in half of the layers
     stored, read = mixed.kv_bytes(4, 1000, 10, 2), mixed.step_bytes(4, 1000, 10, 2)
     assert stored.shared == 2 * layer * (1000 + 4 * 10)
@@ -109,13 +127,18 @@ def test_a_window_not_in_use_does_not_count():
     assert (found.local_layers, found.window) == (0, None)
 
 
+def test_layouts_of_their_own_are_not_counted():
+    with pytest.raises(ValueError, match=r"layer 1 of slim_llama \(full_attention\) stores a layout of its own"):
+        shape("slim_llama", num_hidden_layers=2, slim_layers=[{"plan": "kv"}, {"plan": "k"}])
+
+
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
         ("t5", "t5 is an encoder-decoder"),
-        ("deepseek_v3", "deepseek_v3 has kv_lora_rank = 512"),
-        ("mamba2", "mamba2 has num_attention_heads = None"),
-        ("qwen3_next", "qwen3_next has layers of type linear_attention"),
+        ("deepseek_v3", "layer 0 of deepseek_v3 .full_attention. stores latents"),
+        ("mamba2", "layer 0 of mamba2 .* stores a state"),
+        ("qwen3_next", "layer 0 of qwen3_next .linear_attention. stores a state; only keys and values are counted"),
     ],
 )
 def test_what_is_not_counted_is_refused(model_type, message):

@@ -88,6 +88,12 @@ def fewer_layers(model, cache):
         other(TOKENS, **{CACHE: cache})
 
 
+def layer_left_out(model, cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.layers[1], "forward", lambda hidden_states, **kwargs: hidden_states)
+        model(TOKENS, **{CACHE: cache})
+
+
 def other_heads(model, cache):
     with fd.enabled(tiny_model("llama-mha")) as other:
         other(TOKENS, **{CACHE: cache})
@@ -101,8 +107,9 @@ PASSES = {
     no_cache: (ValueError, "cannot use a SharedContextCache"),
     interrupt: (KeyboardInterrupt, None),
     other_rows: (ValueError, "holds 1 rows, got keys for 2"),
-    more_layers: (ValueError, "the model has more layers than the cache"),
-    fewer_layers: (ValueError, "differ in length, 0 to 3 tokens: the model has other layers"),
+    more_layers: (ValueError, "the cache holds 2 layers, the model has 3; make it with"),
+    fewer_layers: (ValueError, "the cache holds 2 layers, the model has 1; make it with"),
+    layer_left_out: (ValueError, "differ in length, 0 to 3 tokens: the pass left out some of the layers"),
     other_heads: (ValueError, "holds 2 KV heads of 16 numbers, the model has 4 of 16; make it with"),
 }
 

@@ -17,6 +17,7 @@ from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket, captured_state
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -389,7 +390,7 @@ def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
 
 def test_a_pass_of_another_thread_changes_no_state():
     model = tiny_model(**SMALL)
-    configs = modes.configs_of(model)
+    configs = Structure.of(model).configs
     before = captured_state(model, configs)
     with active(configs, RowLengths(0)):
         assert captured_state(model, configs) == before

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import generate_hooks as methods
-from hf_fastdecode.generation.steps.modes import configs_of
+from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
@@ -257,9 +257,9 @@ def test_mask_made_by_transformers(model):
     assert torch.equal(shared, stock)
 
 
-def test_configs_are_looked_for_once_a_call(model, monkeypatch):
-    looked = []
-    monkeypatch.setattr(methods, "configs_of", lambda *found: looked.append(1) or configs_of(*found))
+def test_modules_are_looked_through_once_a_call(model, monkeypatch):
+    looked, of = [], Structure.of
+    monkeypatch.setattr(Structure, "of", lambda *found: looked.append(1) or of(*found))
     with fd.enabled(model, mode="eager"):
         for calls in (1, 2):
             model.generate(**PROMPT, **SAMPLING)

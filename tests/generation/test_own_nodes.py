@@ -16,6 +16,7 @@ from hf_fastdecode.attention.launch.own_nodes import (
     own_tokens,
     with_own_nodes,
 )
+from hf_fastdecode.attention.launch.plan import HeadShape
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import Captures
 
@@ -121,8 +122,9 @@ def test_windows_keep_their_suffixes(short_steps):
 def test_many_rows_fill_the_gpu_by_themselves():
     """Of four multiprocessors, as which the interpreter counts."""
 
-    def chosen(rows, kv_heads, group, *, dominate=False):
-        return choose_own_nodes(rows, kv_heads, group, torch.device("cpu"), dominate=dominate)
+    def chosen(rows, kv_heads, group, *, dominate=False, windowed=False):
+        shape = HeadShape(kv_heads, group, head_dim=64, windowed=windowed)
+        return choose_own_nodes(rows, shape, torch.device("cpu"), dominate=dominate)
 
     assert chosen(8, 2, 1) == OwnNodes(used=True)
     assert chosen(17, 1, 1) == OwnNodes()
@@ -130,6 +132,7 @@ def test_many_rows_fill_the_gpu_by_themselves():
     assert chosen(3, 1, 12) == OwnNodes()
     assert chosen(3, 1, 12, dominate=True) == OwnNodes(used=True, dominate=True)
     assert chosen(9, 1, 12, dominate=True) == OwnNodes()
+    assert chosen(8, 2, 1, dominate=True, windowed=True) == OwnNodes()  # a window's layer reads no long suffixes
 
 
 def test_completions_four_times_as_long_as_what_is_shared():

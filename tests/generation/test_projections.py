@@ -15,6 +15,7 @@ from hf_fastdecode.generation.steps import compiled_projections, modes, projecti
 from hf_fastdecode.generation.steps import cuda_graph as capture
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -213,13 +214,13 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
     call = ragged_prompts(41) | SAMPLING
     ids = torch.tensor([[5, 6, 7]])
     expected, where = model(ids).logits.detach(), places(model)  # a graph would hold the weights
-    state = capture.captured_state(model, modes.configs_of(model))
+    state = capture.captured_state(model, Structure.of(model).configs)
     seen = []
 
     def train():
         attention = model.model.layers[0].self_attn
         kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
-        same = capture.captured_state(model, modes.configs_of(model)) == state
+        same = capture.captured_state(model, Structure.of(model).configs) == state
         before = len(graphs)
         logits = model(ids).logits
         logits.sum().backward()
@@ -234,7 +235,7 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
 
     monkeypatch.setattr(capture, "forward_pass", meanwhile)
     with fd.enabled(model, mode=mode, backend="triton"):
-        state = capture.captured_state(model, modes.configs_of(model))
+        state = capture.captured_state(model, Structure.of(model).configs)
         model.generate(**call)
     kinds, same, compilations, logits, trained = seen[0]
     assert kinds == (nn.Linear, True, False)

@@ -14,6 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.prompts import first_pass, sharing, start
 from hf_fastdecode.unsupported import Unsupported
 
@@ -109,12 +110,13 @@ def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
         device, dtype, config = torch.device("cuda"), torch.bfloat16, model.config
         parameters = model.parameters
 
-    choice = sharing.plain_is_faster(Gpu(), forest, 64)
+    layout = ModelLayout.of(model)
+    choice = sharing.plain_is_faster(Gpu(), layout, forest, 64)
     assert (choice is not None) == stock
     faster = times | {"kernels": 9e-6}
     monkeypatch.setattr(sharing, "choose", lambda *_: Choice("kernels", faster))
-    assert sharing.plain_is_faster(Gpu(), forest, 64) is None
-    assert sharing.plain_is_faster(model, forest, 64) is None  # on the CPU there is nothing to choose
+    assert sharing.plain_is_faster(Gpu(), layout, forest, 64) is None
+    assert sharing.plain_is_faster(model, layout, forest, 64) is None  # on the CPU there is nothing to choose
 
 
 def test_a_message_comes_once(model, caplog):
@@ -334,7 +336,7 @@ def test_a_cache_of_another_model_is_an_error(model):
     other = tiny_model("llama-mqa")
     with fd.enabled(other), fd.enabled(model):
         cache = fd.prefill(other, PROMPT)
-        with pytest.raises(ValueError, match="the cache holds 1 KV heads, the model has 2"):
+        with pytest.raises(ValueError, match="the cache holds 1 KV heads of 16 numbers, the model has 2 of 16"):
             model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
 
 

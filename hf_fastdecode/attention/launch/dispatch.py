@@ -28,7 +28,7 @@ KERNELS, LIBRARY, PLAIN = "kernels", "library", "plain"
 class Heads:
     """Head counts and sizes of a layer, from which its bytes and operations follow.
 
-    A `Layout` has only those on which schedules depend.
+    A `HeadShape` has only those on which schedules depend.
 
     Attributes:
         heads: Query heads.

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.forest_decode.limits import multiprocessors
 from ..forest import Forest, Node, Span
+from .plan import HeadShape
 
 STEP: Final = 128
 """Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
@@ -38,7 +39,7 @@ class OwnNodes(NamedTuple):
 NO_OWN_NODES: Final = OwnNodes()
 
 
-def choose_own_nodes(rows: int, kv_heads: int, group: int, device: torch.device, *, dominate: bool) -> OwnNodes:
+def choose_own_nodes(rows: int, shape: HeadShape, device: torch.device, *, dominate: bool) -> OwnNodes:
     """Whether rows gain from own nodes once their suffixes are long, and from launch parameters for these.
 
     They gain until the suffix kernel's programs, one per row and KV head, fill the GPU. Where rows share a node, its
@@ -49,12 +50,14 @@ def choose_own_nodes(rows: int, kv_heads: int, group: int, device: torch.device,
 
     Args:
         rows: Rows of the step.
-        kv_heads: KV heads of the layer.
-        group: Query heads per KV head.
+        shape: Heads of the layer; one with a sliding window gains nothing, because it does not read long suffixes.
         device: Device of the layer.
         dominate: Whether own nodes hold most keys, see `own_nodes_dominate`.
     """
-    programs, narrow = rows * kv_heads / multiprocessors(device), rows * group <= _NARROW
+    if shape.windowed:
+        return NO_OWN_NODES
+    programs = rows * shape.kv_heads / multiprocessors(device)
+    narrow = rows * shape.queries_per_kv_head <= _NARROW
     if dominate and programs <= (4 if narrow else 2):
         return OwnNodes(used=True, dominate=True)
     return OwnNodes(used=programs <= (4 if narrow else 0.5))

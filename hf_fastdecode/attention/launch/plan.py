@@ -33,8 +33,8 @@ _BY_LENGTH = ("block_n", "stages", "suffix")
 _KEY_AND_VALUE_BYTES = 4  # one number of each, in half precision: the kernels take no other on a GPU
 
 
-class Layout(NamedTuple):
-    """Head layout of a layer, as far as schedules and launch parameters depend on it: layers of one layout share them.
+class HeadShape(NamedTuple):
+    """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them.
 
     Attributes:
         kv_heads: KV heads.
@@ -49,8 +49,8 @@ class Layout(NamedTuple):
     windowed: bool
 
     @classmethod
-    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> Layout:
-        """The layout of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
+    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> HeadShape:
+        """The shape of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
         _, heads, queries, head_dim = query.shape
         kv_heads = keys.shape[1]
         return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
@@ -61,7 +61,7 @@ class Plan:
 
     Args:
         forest: The nodes.
-        layout: Head layout of the layer.
+        shape: Head shape of the layer.
         device: Device of the layer.
         rows: Rows of the step; the forest's by default, more for a captured step that serves smaller batches too.
         own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
@@ -75,23 +75,23 @@ class Plan:
     def __init__(
         self,
         forest: Forest,
-        layout: Layout,
+        shape: HeadShape,
         device: torch.device,
         *,
         rows: int | None = None,
         own_dominate: bool = False,
         config: Config | None = None,
     ):
-        self.forest, self.layout, self.device, self.rows = forest, layout, device, rows or forest.rows
-        self.config = config or decode_config(forest, layout, device, self.rows, own_dominate=own_dominate)
+        self.forest, self.shape, self.device, self.rows = forest, shape, device, rows or forest.rows
+        self.config = config or decode_config(forest, shape, device, self.rows, own_dominate=own_dominate)
         self.grid = self.config.per_sm * multiprocessors(device)
         self._last_asked = 0, self.grid
-        self._shapes = [
+        self._node_shapes = [
             NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
         ]
         self._sizes = {
-            "kv_heads": layout.kv_heads,
-            "queries": layout.queries_per_kv_head,
+            "kv_heads": shape.kv_heads,
+            "queries": shape.queries_per_kv_head,
             "block_m": self.config.block_m,
             "block_n": self.config.block_n,
         }
@@ -100,9 +100,9 @@ class Plan:
     def needed(self) -> Capacity:
         """The capacity that the schedule needs."""
         return needed_capacity(
-            self._shapes,
-            kv_heads=self.layout.kv_heads,
-            queries=self.layout.queries_per_kv_head,
+            self._node_shapes,
+            kv_heads=self.shape.kv_heads,
+            queries=self.shape.queries_per_kv_head,
             block_m=self.config.block_m,
         )
 
@@ -122,7 +122,7 @@ class Plan:
     def _seconds(self, programs: int, suffix_tokens: int) -> float:
         """Predicted seconds of a layer's attention with so many programs for nodes."""
         kernels, beside = costs_of(self.device).kernels, costs_of(self.device).beside_bandwidth
-        numbers = self.forest.rows * self.layout.kv_heads * self.layout.head_dim
+        numbers = self.forest.rows * self.shape.kv_heads * self.shape.head_dim
         suffix_bytes = _KEY_AND_VALUE_BYTES * numbers * suffix_tokens
         node_seconds = self._node_seconds[programs]
         if programs == self.grid:
@@ -131,18 +131,18 @@ class Plan:
         in_turn = node_seconds + max(0.0, suffix_bytes - read_beside) / kernels.suffix_bandwidth
         # The third launch reads partials that the second one wrote. Its own launch is not counted, because overlap
         # saves as much: suffixes need not start after the nodes.
-        merge = 8 * numbers * self.layout.queries_per_kv_head / kernels.suffix_bandwidth
+        merge = 8 * numbers * self.shape.queries_per_kv_head / kernels.suffix_bandwidth
         return max(in_turn, (self._node_bytes + suffix_bytes) / kernels.bandwidth) + merge
 
     @cached_property
     def _node_seconds(self) -> dict[int, float]:
         """Predicted seconds of the nodes alone, by number of programs: the grid, or fewer where that may be faster."""
         kernels = costs_of(self.device).kernels
-        tile = 4 * self.config.block_m * self.config.block_n * self.layout.head_dim / (kernels.rate / self.grid)
+        tile = 4 * self.config.block_m * self.config.block_n * self.shape.head_dim / (kernels.rate / self.grid)
         fewer = range(self.grid * 4 // 5 // BUNDLE * BUNDLE, self.grid // 2, -BUNDLE)
         return {
             programs: max(
-                tile * longest_share(self._shapes, **self._sizes, programs=programs),
+                tile * longest_share(self._node_shapes, **self._sizes, programs=programs),
                 self._node_bytes / kernels.bandwidth,
             )
             for programs in (self.grid, *fewer)
@@ -150,7 +150,7 @@ class Plan:
 
     @cached_property
     def _node_bytes(self) -> int:
-        numbers = self.layout.kv_heads * self.layout.head_dim * sum(shape.length for shape in self._shapes)
+        numbers = self.shape.kv_heads * self.shape.head_dim * sum(node.length for node in self._node_shapes)
         return _KEY_AND_VALUE_BYTES * numbers
 
     def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
@@ -161,7 +161,7 @@ class Plan:
             capacity: Sizes of the tables, when they must not depend on the nodes.
         """
         return make_schedule(
-            self._shapes,
+            self._node_shapes,
             self.rows,
             **self._sizes,
             programs=programs,
@@ -180,22 +180,22 @@ def differ_by_length(chosen: Config, kept: Config) -> bool:
 
 
 def decode_config(
-    forest: Forest, layout: Layout, device: torch.device, rows: int, *, own_dominate: bool = False
+    forest: Forest, shape: HeadShape, device: torch.device, rows: int, *, own_dominate: bool = False
 ) -> Config:
     """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `Plan`."""
     from ...kernels.forest_decode.api import choose_config
 
-    keys = layout.kv_heads * sum(
-        node.span.length * -(-node.row_count * layout.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
+    keys = shape.kv_heads * sum(
+        node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
     )
     return choose_config(
-        max((node.row_count for node in forest.nodes), default=1) * layout.queries_per_kv_head,
-        layout.head_dim,
-        queries_per_kv_head=layout.queries_per_kv_head,
+        max((node.row_count for node in forest.nodes), default=1) * shape.queries_per_kv_head,
+        shape.head_dim,
+        queries_per_kv_head=shape.queries_per_kv_head,
         rows=rows,
-        kv_heads=layout.kv_heads,
+        kv_heads=shape.kv_heads,
         keys=keys // multiprocessors(device),
-        windowed=layout.windowed,
+        windowed=shape.windowed,
         own_dominate=own_dominate,
         overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
         shared_memory=shared_memory(device),

@@ -1,4 +1,4 @@
-"""Tables of a decode step on the device: addresses, lengths and schedules, which all its layers' kernels read.
+"""Tables of a decode step on the device: addresses, lengths and schedules, which the kernels of like layers read.
 
 Eager and captured steps use the same tables. They are rewritten in place, so that a captured CUDA graph, which replays
 with the same pointers, serves other prompts, lengths, storage and rows as long as these fit the tables' sizes.
@@ -6,7 +6,7 @@ with the same pointers, serves other prompts, lengths, storage and rows as long 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from ..scoring import Scoring
 from .addresses import node_addresses, suffix_addresses
 from .kernel_call import run_kernels, run_node_kernels
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
-from .plan import Layout, Plan, differ_by_length
+from .plan import HeadShape, Plan, differ_by_length
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
@@ -54,7 +54,7 @@ class StoredKV(Protocol):
 
 @dataclass
 class _Scheduled:
-    """Schedule tables of one head layout, and the plan whose schedule they hold."""
+    """Schedule tables of one head shape, and the plan whose schedule they hold."""
 
     plan: Plan
     programs: int
@@ -83,26 +83,32 @@ class StepTables:
 
     Args:
         rows: Rows of the step; a batch may have fewer.
-        layers: Attention layers of the model, or those known so far; the tables grow for more.
+        layers: Indices of the layers that read the tables, or those known so far; the tables grow for more.
         forest: The forest that decides the sizes, which are rounded up.
         device: Device of the step.
         own_nodes: How to attend to long suffixes.
     """
 
     def __init__(
-        self, rows: int, layers: int, forest: Forest, device: torch.device, own_nodes: OwnNodes = NO_OWN_NODES
+        self,
+        rows: int,
+        layers: Iterable[int],
+        forest: Forest,
+        device: torch.device,
+        own_nodes: OwnNodes = NO_OWN_NODES,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
+        self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
         self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes.used else 0))
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self.nodes = torch.zeros(layers, 3, self._nodes, dtype=torch.int64, device=device)
-            self.suffixes = torch.zeros(layers, 4, dtype=torch.int64, device=device)
+            self.nodes = torch.zeros(len(self._places), 3, self._nodes, dtype=torch.int64, device=device)
+            self.suffixes = torch.zeros(len(self._places), 4, dtype=torch.int64, device=device)
             self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first forward pass.
-        self._schedules: dict[Layout, _Scheduled] = {}
+        self._schedules: dict[HeadShape, _Scheduled] = {}
         self._described: _Described | None = None  # None also after a failed update
         self._versions: dict[int, object] = {}  # of the storage whose addresses are written, by layer
 
@@ -113,7 +119,7 @@ class StepTables:
         largest = self._largest(forest)
         if forest.rows > self.rows or len(largest.levels) > self._depths or len(largest.nodes) > self._nodes:
             return False
-        return all(self._holds(largest, layout, known) for layout, known in self._schedules.items())
+        return all(self._holds(largest, shape, known) for shape, known in self._schedules.items())
 
     def follow(
         self, forest: Forest, suffixes: SuffixLengths, layers: Mapping[int, StoredKV], *, in_order: bool = True
@@ -123,7 +129,7 @@ class StepTables:
         Args:
             forest: The batch's nodes, for which `fits` holds.
             suffixes: Tokens in each row's suffix before the step.
-            layers: Storage of consecutive layers, by index; that of others is assumed not to have moved.
+            layers: Storage of layers, by index; that of others is assumed not to have moved.
             in_order: Whether each row's suffix is stored in its own slot throughout, as own nodes need.
         """
         now = _Described(forest, self._wanted_own_tokens(suffixes) if in_order else 0, suffixes)
@@ -168,7 +174,8 @@ class StepTables:
         """
 
         def run(known: _Scheduled) -> Tensor:
-            tables = (self.nodes[layer], self.suffixes[layer], self.slots, self.lengths, known.tables)
+            place = self._places[layer]
+            tables = (self.nodes[place], self.suffixes[place], self.slots, self.lengths, known.tables)
             return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
 
         return self._run(run, query, new_keys, new_values, scoring)
@@ -189,28 +196,29 @@ class StepTables:
         """
 
         def run(known: _Scheduled) -> Partial:
-            return run_node_kernels(query, self.nodes[layer], self.slots, known.tables, known.plan.config, scale)
+            nodes = self.nodes[self._places[layer]]
+            return run_node_kernels(query, nodes, self.slots, known.tables, known.plan.config, scale)
 
         return self._run(run, query, query, query, Scoring(scale, None, None, None))
 
     def _run(
         self, run: Callable[[_Scheduled], Result], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
     ) -> Result:
-        """Run kernels with the schedule of the layer's layout, made if there is none."""
-        layout = Layout.of(query, keys, scoring)
+        """Run kernels with the schedule of the layer's shape, made if there is none."""
+        shape = HeadShape.of(query, keys, scoring)
         while True:
-            if layout not in self._schedules:
+            if shape not in self._schedules:
                 if reason := refusal(query, keys, values, []):
                     raise Unsupported(reason)
-                self._schedules[layout] = self._scheduled(layout)
+                self._schedules[shape] = self._scheduled(shape)
             try:
-                return run(self._schedules[layout])
+                return run(self._schedules[shape])
             except KernelFailedError:  # the next plan chooses among the other kernels
-                del self._schedules[layout]
+                del self._schedules[shape]
 
-    def _scheduled(self, layout: Layout) -> _Scheduled:
-        plan = self._plan(self.forest, layout)
-        own = self.rows * layout.kv_heads * -(-layout.queries_per_kv_head // plan.config.block_m)
+    def _scheduled(self, shape: HeadShape) -> _Scheduled:
+        plan = self._plan(self.forest, shape)
+        own = self.rows * shape.kv_heads * -(-shape.queries_per_kv_head // plan.config.block_m)
         units = plan.needed.units + (own if self.own_nodes.used else 0)
         room = Capacity(self._depths, self._nodes, _rounded(units))
         assert self._described is not None
@@ -220,7 +228,7 @@ class StepTables:
 
     def _wanted_own_tokens(self, suffixes: SuffixLengths) -> int:
         """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
-        windowed = any(layout.windowed for layout in self._schedules)
+        windowed = any(shape.windowed for shape in self._schedules)
         wanted = self.own_nodes.used and bool(self._schedules) and not windowed
         return own_tokens(suffixes.shortest) if wanted else 0
 
@@ -237,36 +245,37 @@ class StepTables:
         length = now.suffixes.longest
         if before is not None and before.suffixes.longest // _SCHEDULE_INTERVAL == length // _SCHEDULE_INTERVAL:
             return
-        for layout, known in self._schedules.items():
+        for shape, known in self._schedules.items():
             # The tables, and the graph that reads them, are made for these launch parameters.
-            plan = self._plan(self.forest, layout, known.plan.config) if before is None else known.plan
+            plan = self._plan(self.forest, shape, known.plan.config) if before is None else known.plan
             known.load(plan, length - now.own_tokens)
 
     def _write_addresses(self, layers: Mapping[int, StoredKV], own: int) -> None:
-        """Write the addresses of all layers from the first to the last whose storage has moved, by one copy."""
+        """Write the addresses of layers whose storage has moved, and of those between them, by one copy."""
         moved = [index for index, stored in layers.items() if self._versions.get(index) is not stored.version]
         if not moved:
             return
-        first, stop = moved[0], moved[-1] + 1
-        self._grow(stop)
-        nodes = torch.zeros(stop - first, 3, self._nodes, dtype=torch.int64, device="cpu")
-        suffixes = torch.zeros(stop - first, 4, dtype=torch.int64, device="cpu")
-        for index in range(first, stop):
-            stored = layers[index]
-            nodes[index - first, :, : len(self.forest.nodes)] = node_addresses(
-                self.forest, stored.segments, stored.suffix
-            )
+        self._make_room(moved)
+        first, last = (extreme(self._places[index] for index in moved) for extreme in (min, max))
+        places = {self._places[index]: stored for index, stored in layers.items() if index in self._places}
+        nodes = torch.zeros(last + 1 - first, 3, self._nodes, dtype=torch.int64, device="cpu")
+        suffixes = torch.zeros(last + 1 - first, 4, dtype=torch.int64, device="cpu")
+        for line in range(last + 1 - first):
+            stored = places[first + line]
+            nodes[line, :, : len(self.forest.nodes)] = node_addresses(self.forest, stored.segments, stored.suffix)
             if stored.suffix is not None:
-                suffixes[index - first] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
-        self.nodes[first:stop].copy_(nodes)
-        self.suffixes[first:stop].copy_(suffixes)
-        self._versions |= {index: layers[index].version for index in range(first, stop)}
+                suffixes[line] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
+        self.nodes[first : last + 1].copy_(nodes)
+        self.suffixes[first : last + 1].copy_(suffixes)
+        self._versions |= {index: layers[index].version for index in layers if first <= self._places[index] <= last}
 
-    def _grow(self, layers: int) -> None:
-        """Make room for the addresses of so many layers; never in captured steps, which know their number."""
-        if layers > len(self.nodes):
+    def _make_room(self, layers: Iterable[int]) -> None:
+        """Make room for the addresses of new layers; never in captured steps, which know theirs."""
+        for layer in layers:
+            self._places.setdefault(layer, len(self._places))
+        if len(self._places) > len(self.nodes):
             with torch.inference_mode(False):
-                more = 2 * layers - len(self.nodes)
+                more = 2 * len(self._places) - len(self.nodes)
                 self.nodes = torch.cat([self.nodes, self.nodes.new_zeros(more, *self.nodes.shape[1:])])
                 self.suffixes = torch.cat([self.suffixes, self.suffixes.new_zeros(more, 4)])
 
@@ -274,16 +283,16 @@ class StepTables:
         """The forest with every node that it may get, own nodes among them."""
         return with_own_nodes(forest, int(self.own_nodes.used))
 
-    def _holds(self, forest: Forest, layout: Layout, known: _Scheduled) -> bool:
+    def _holds(self, forest: Forest, shape: HeadShape, known: _Scheduled) -> bool:
         """Whether the schedules of a forest fit these tables, and would have the same launch parameters."""
-        plan, kept = self._plan(forest, layout), known.plan.config
+        plan, kept = self._plan(forest, shape), known.plan.config
         if not differ_by_length(plan.config, kept):
             return False
-        return known.room.holds(self._plan(forest, layout, kept).needed)
+        return known.room.holds(self._plan(forest, shape, kept).needed)
 
-    def _plan(self, forest: Forest, layout: Layout, config: Config | None = None) -> Plan:
+    def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> Plan:
         own_dominate = self.own_nodes.dominate
-        return Plan(forest, layout, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
+        return Plan(forest, shape, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
 
 
 def _rounded(count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -10,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
-from hf_fastdecode.cache.accounting import KVShape, StockShared, memory_io
+from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
+from hf_fastdecode.cache.layout import Store
 from hf_fastdecode.conversion.cache_errors import dtype_name
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit
@@ -32,7 +34,7 @@ class Row:
         samples: Rows.
         kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
         step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
-            has no window.
+            has no window; None where layers differ in heads.
         step_bytes: Bytes of keys and values that all layers read in that step.
         stock_reason: Why such a call runs stock, or None when it shares.
         note: What else is to be known of such a call, or None.
@@ -41,7 +43,7 @@ class Row:
     context: int
     samples: int
     kv_bytes: StockShared
-    step_elements: StockShared
+    step_elements: StockShared | None
     step_bytes: StockShared
     stock_reason: str | None
     note: str | None
@@ -54,7 +56,7 @@ class Sharing:
     Attributes:
         model: As named on the command line.
         model_type: transformers' name of the architecture.
-        shape: Layers and heads.
+        sizes: Of its layers.
         dtype: Of the keys and values.
         bytes_per_token: Of one token's keys and values, in all layers.
         max_positions: Most tokens in a row, or None.
@@ -66,7 +68,7 @@ class Sharing:
 
     model: str
     model_type: str
-    shape: KVShape
+    sizes: KVSizes
     dtype: str
     bytes_per_token: int
     max_positions: int | None
@@ -78,12 +80,27 @@ class Sharing:
     def to_json(self) -> dict[str, Any]:
         """Plain dictionaries, with bytes as integers and ratios beside them."""
         fields = asdict(self)
-        shape = fields.pop("shape") | {"group_size": self.shape.group_size, "attention": self.shape.kind}
+        del fields["sizes"]
         for row, own in zip(fields["rows"], self.rows, strict=True):
             for name in ("kv_bytes", "step_elements", "step_bytes"):
-                pair: StockShared = getattr(own, name)
-                row[name] = {**pair._asdict(), "ratio": round(pair.ratio, 4)}
-        return {**fields, **shape}
+                pair: StockShared | None = getattr(own, name)
+                row[name] = None if pair is None else {**pair._asdict(), "ratio": round(pair.ratio, 4)}
+        return {**fields, **self._shape()}
+
+    def _shape(self) -> dict[str, Any]:
+        """Layers and heads; where layers differ in heads, each kind of layer beside nulls."""
+        sizes = self.sizes
+        alike = sizes.alike
+        heads = {
+            "query_heads": alike and alike.query_heads,
+            "kv_heads": alike and alike.kv_heads,
+            "head_dim": alike and alike.head_dim,
+            "group_size": alike and alike.group_size,
+            "attention": alike and alike.attention,
+        }
+        windows = {"local_layers": sizes.local_layers, "window": sizes.window, "chunked": sizes.chunked}
+        differ = {} if alike else {"kinds": [asdict(one) | {"layers": n} for one, n in Counter(sizes.stores).items()]}
+        return {"layers": sizes.layers} | heads | windows | differ
 
 
 def count_sharing(
@@ -110,7 +127,8 @@ def count_sharing(
     Raises:
         ValueError: The config is not one that can be counted.
     """
-    shape = KVShape.from_config(config)
+    sizes = KVSizes.from_config(config)
+    alike = sizes.alike
     can_share, reason = _can_share(model)
     limit = max_positions(config)
     rows = []
@@ -121,21 +139,21 @@ def count_sharing(
                 Row(
                     context=context,
                     samples=count,
-                    kv_bytes=shape.kv_bytes(count, context, new_tokens, dtype.itemsize),
-                    step_elements=memory_io(shape.kv_heads, shape.head_dim, count, context, halfway),
-                    step_bytes=shape.step_bytes(count, context, halfway, dtype.itemsize),
+                    kv_bytes=sizes.kv_bytes(count, context, new_tokens, dtype.itemsize),
+                    step_elements=_step_elements(alike, count, context, halfway),
+                    step_bytes=sizes.step_bytes(count, context, halfway, dtype.itemsize),
                     stock_reason=reason
                     if can_share is False
-                    else _stock_reason(config, shape, context, new_tokens, count),
+                    else _stock_reason(config, sizes, context, new_tokens, count),
                     note=_note(limit, context + new_tokens),
                 )
             )
     return Sharing(
         model=name,
         model_type=config.model_type,
-        shape=shape,
+        sizes=sizes,
         dtype=dtype_name(dtype),
-        bytes_per_token=shape.bytes_per_token(dtype.itemsize),
+        bytes_per_token=sizes.bytes_per_token(dtype.itemsize),
         max_positions=limit,
         new_tokens=new_tokens,
         can_share=can_share,
@@ -168,15 +186,19 @@ def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
     ]
 
 
-def _stock_reason(config: Any, shape: KVShape, context: int, new_tokens: int, samples: int) -> str | None:
+def _step_elements(alike: Store | None, samples: int, context: int, decoded: int) -> StockShared | None:
+    return None if alike is None else memory_io(alike.kv_heads, alike.head_dim, samples, context, decoded)
+
+
+def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, samples: int) -> str | None:
     """Why a call of this size runs stock although the model can share, or None."""
     longest = context + new_tokens
     rope = rope_limit(config.get_text_config(decoder=True))
     least = Options().min_saved_tokens
     if rope is not None and longest > rope:
         return f"its position embedding changes beyond {rope} tokens"
-    if shape.chunked and shape.window is not None and longest > shape.window:
-        return f"chunks of {shape.window} tokens are shorter than {longest}"
+    if sizes.chunked and sizes.window is not None and longest > sizes.window:
+        return f"chunks of {sizes.window} tokens are shorter than {longest}"
     if (saved := context * (samples - 1)) < least:
         return f"sharing would save {saved} tokens, fewer than {least}"
     return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hf_fastdecode.cache.accounting import StockShared
+from hf_fastdecode.cache.layout import Kind
 
 from ..console import bytes_text
 from .sharing import Sharing
@@ -16,15 +19,10 @@ from .sharing import Sharing
 
 def sharing_text(found: Sharing) -> RenderableType:
     """A model's shape, then a table over contexts and numbers of samples."""
-    shape = found.shape
     facts = Table.grid(padding=(0, 2))
     for label, value in (
         ("model", f"{found.model} ({found.model_type})"),
-        (
-            "attention",
-            f"{shape.kind}: {shape.layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV "
-            f"heads, p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
-        ),
+        *_attention_facts(found),
         *_window_fact(found),
         ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, K and V, all layers)"),
         ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
@@ -52,9 +50,21 @@ def sharing_text(found: Sharing) -> RenderableType:
     return Group(facts, Text(), table, *lines)
 
 
+def _attention_facts(found: Sharing) -> Iterator[tuple[str, str]]:
+    """Heads of each kind of layer."""
+    kinds = Counter(replace(store, kind=Kind.FULL, window=None) for store in found.sizes.stores)
+    for shape, layers in kinds.items():
+        yield (
+            "attention",
+            f"{shape.attention}: {layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV heads, "
+            f"p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
+        )
+
+
 def _window_fact(found: Sharing) -> Iterator[tuple[str, str]]:
-    if found.shape.window is not None:
-        yield "window", f"{found.shape.local_layers} of the layers attend to {found.shape.window:,} tokens only"
+    sizes = found.sizes
+    if sizes.window is not None:
+        yield "window", f"{sizes.local_layers} of the layers attend to {sizes.window:,} tokens only"
 
 
 def _pair(pair: StockShared, mark: str) -> tuple[Text, Text, Text]:

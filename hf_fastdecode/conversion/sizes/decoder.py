@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 
 from ..checkpoint.families.lookup import UnconvertibleError, family_of
 from ..checkpoint.family import language_config
@@ -34,19 +34,20 @@ def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int 
         matrices: Numbers in the matrices that a step reads, or None when unknown.
 
     Raises:
-        ValueError: As of `KVShape.from_config`.
+        ValueError: As of `KVSizes.from_config`.
     """
-    shape = KVShape.from_config(config)
+    counted = KVSizes.from_config(config)
     bytes_read = None if matrices is None else matrices * dtype.itemsize
-    kv = shape.kv_bytes(1, context, 0, dtype.itemsize).stock
+    kv = counted.kv_bytes(1, context, 0, dtype.itemsize).stock
     sizes = [CacheSize(KV, kv, kv, bytes_read)]
     if refusal(config) is None:
+        shape = counted.same
         inputs, width = language_config(config).hidden_size, shape.query_heads * shape.head_dim
         keys, W_V = kv // 2, inputs * width * dtype.itemsize
         ranks = {int(width * share): f"keys + {share_name(share)}" for share in RANK_SHARES}
         names = {**ranks, 0: "keys"}
         for rank, name in sorted(names.items()):
             stored = keys + keys // width * rank
-            change = shape.layers * (value_matrices(inputs, width, rank, matrix_dtype(dtype)) - W_V)
+            change = counted.layers * (value_matrices(inputs, width, rank, matrix_dtype(dtype)) - W_V)
             sizes.append(CacheSize(name, stored, stored, None if bytes_read is None else bytes_read + change))
     return [*sizes, int8_size(kv // dtype.itemsize, bytes_read)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.cache.layout import Store
 
 from ..checkpoint.slim_layer import matrix_dtype
 from ..cross_attention import cross_cache_width
@@ -40,25 +40,26 @@ def encoder_decoder_caches(
         matrices: Numbers in the decoder's matrices, cross-attention's included, or None when unknown.
 
     Raises:
-        ValueError: As of `KVShape.of_decoder`.
+        ValueError: As of `KVSizes.of_decoder`.
     """
-    shape, size = KVShape.of_decoder(config), dtype.itemsize
+    counted, size = KVSizes.of_decoder(config), dtype.itemsize
+    shape = counted.same
     text = config.get_text_config(decoder=True)
-    layers = _cross_layers(text, shape)
+    layers = _cross_layers(text, shape) * counted.layers
     inputs, width = text.hidden_size, shape.query_heads * shape.head_dim
     cross_kv, encoder = (encoder_tokens * cross_cache_width(layers, cache) * size for cache in ("kv", "encoder"))
-    self_kv = shape.kv_bytes(1, context, 0, size).stock
+    self_kv = counted.kv_bytes(1, context, 0, size).stock
     projections = sum(layer.key.numel() + layer.value.numel() for layer in layers) * size
     baseline = None if matrices is None else matrices * size - projections
 
     def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
         return CacheSize(name, stored, read, None if baseline is None else baseline + more)
 
-    solved = shape.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))  # W_KV of self-attention, for W_V
-    self_change = solved - shape.layers * inputs * width * size
+    solved = counted.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))  # W_KV of self-attention, for W_V
+    self_change = solved - counted.layers * inputs * width * size
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0
-    if shape.kind == "MHA":
+    if shape.attention == "MHA":
         stored = encoder_tokens * cross_cache_width(layers, "k") * size + self_kv // 2
         sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
         kept, own, change = "keys", self_kv // 2, self_change
@@ -69,11 +70,11 @@ def encoder_decoder_caches(
     return [*sizes, int8_size((cross_kv + self_kv) // size, baseline)]
 
 
-def _cross_layers(config: Any, shape: KVShape) -> Sequence[AttentionWeights]:
-    """Cross-attention of the decoder's layers, without memory for the weights."""
+def _cross_layers(config: Any, shape: Store) -> list[AttentionWeights]:
+    """Cross-attention of a layer of the decoder, without memory for the weights."""
     encoder_width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
     width, kv_width = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     with torch.device("meta"):
         key = torch.empty(kv_width, encoder_width)
         query, output = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width)
-    return [AttentionWeights(query, key, key, output, shape.query_heads, shape.kv_heads)] * shape.layers
+    return [AttentionWeights(query, key, key, output, shape.query_heads, shape.kv_heads)]

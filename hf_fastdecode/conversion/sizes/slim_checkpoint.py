@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.patches.attention.slim_attention import cache_dtype
 from hf_fastdecode.patches.slim_layers import SlimLayer
 from hf_fastdecode.patches.values.eight_bits import stored_bytes
@@ -44,7 +44,7 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
         config: Of a slim model.
         dtype: Of the model.
     """
-    shape, language = KVShape.of_decoder(ordinary_config(config)), language_config(config)
+    shape, language = KVSizes.of_decoder(ordinary_config(config)).same, language_config(config)
     width = shape.query_heads * shape.head_dim
     found = []
     for layer in language.layer_plans:
@@ -70,8 +70,8 @@ def checkpoint_caches(
         kv: Keys and values of the ordinary model.
     """
     caches, language = layer_caches(config, dtype), language_config(config)
-    shape = KVShape.of_decoder(ordinary_config(config))
-    kept = shape.kv_bytes(1, context, 0, 1).stock // shape.bytes_per_token(1)  # tokens, within a window
+    sizes = KVSizes.of_decoder(ordinary_config(config))
+    kept, shape = sizes.kv_bytes(1, context, 0, 1).stock // sizes.bytes_per_token(1), sizes.same  # tokens, in a window
     inputs, width = language.hidden_size, shape.query_heads * shape.head_dim
     projection, matrix_dtype = inputs * width * dtype.itemsize, getattr(torch, language.slim_matrix_dtype)
     stored = change = 0

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.devices import out_of_memory
 
@@ -275,7 +275,7 @@ def _too_large(model: PreTrainedModel, batch: Batch, new_tokens: int) -> str:
     if model.device.type != "cpu":
         return ""
     try:
-        shape = KVShape.from_config(model.config)
+        shape = KVSizes.from_config(model.config)
     except ValueError:  # not a cache of keys and values alone
         return ""
     # A layer's pass holds several hidden states and the widened ones of its MLP beside what the cache keeps.

@@ -58,7 +58,7 @@ def decode_shared(
     stopping = Stopping(criteria, input_ids.device)
     processors, log_probs = _without_recorder(processors)
     sampler, call.report.sampler_reason = choose_sampler(
-        call.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.layers[0].dtype
+        call.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.computed_in
     )
     call.report.sampler = sampler.name
 

@@ -115,8 +115,7 @@ class Loop:
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = self.make_eager(cache).feed
-        slim = any(layer.storage.captured_in_place for layer in cache.layers)
-        at_once = 1 if slim else _REPLAY  # `slim_decode` takes one query
+        at_once = 1 if self.call.structure.layout.own else _REPLAY  # whose kernel takes one query
         for first in range(0, tokens.shape[1], at_once):
             part = tokens[:, first : first + at_once]
             feed(part, positions + torch.arange(first, first + part.shape[1], device=positions.device))

@@ -154,7 +154,7 @@ def choose_sampler(
     prompts: Tensor,
     logits: Tensor,
     *,
-    computed_in: torch.dtype,
+    computed_in: torch.dtype | None,
 ) -> tuple[Sampler, str]:
     """Choose the sampler of a call, with the reason.
 
@@ -174,7 +174,7 @@ def choose_sampler(
         return stock, "sampler='hf' was requested"
     try:
         chain = _chain(processors, config, prompts, logits)
-        if asked == "auto" and computed_in.itemsize > 2:
+        if asked == "auto" and computed_in is not None and computed_in.itemsize > 2:
             raise Unsupported(f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock")
         fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
     except (Unsupported, KernelFailedError) as error:

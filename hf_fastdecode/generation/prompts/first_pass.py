@@ -94,7 +94,7 @@ class AwaitedPrompts:
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width, positions = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
-        check_prompts(model, ids, mask, positions, longest=self.longest)
+        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
         if mask is not None and positions is None and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")

@@ -116,7 +116,7 @@ class ReusedPrefixes:
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""
         parts: list[Tensor] = [
-            part for kept in self._kept for layer in kept.cache.layers for part in layer.storage.tensors()
+            part for kept in self._kept for layer in kept.cache.attention_layers for part in layer.storage.tensors()
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
 

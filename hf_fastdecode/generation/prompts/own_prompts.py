@@ -1,20 +1,21 @@
-"""Prefill of prompt tokens that no other row shares into the suffix of their row, for slim models.
+"""Prefill of prompt tokens that no other row shares into the suffix of their row, where that takes fewer bytes.
 
-Slim layers store suffixes in fewer bytes than nodes, which hold keys and values because their bytes are divided by
-the rows that read them. A node of one row divides them by nothing.
+Layers that attend by themselves store suffixes in fewer bytes than nodes, which hold keys and values because their
+bytes are divided by the rows that read them. A node of one row divides them by nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Span
+from ...cache.layers.own import AttendsByItself
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
@@ -63,7 +64,8 @@ def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
         call: The call.
         found: The sharing plan.
     """
-    reused, layers = found.known or call.options.reuse_prefix or call.must_share, _slim_layers(call.model)
+    reused = found.known or call.options.reuse_prefix or call.must_share
+    layers = _own_layers(call.structure.layout)
     if reused or not layers:
         return None
     forest = found.plan.forest
@@ -78,13 +80,11 @@ def own_prompts(call: CallContext, found: Shared) -> OwnPrompts | None:
     return own if own.total and fit else None
 
 
-def _slim_layers(model: PreTrainedModel) -> list[Any]:
-    """All attention layers, if all are slim layers whose suffixes a kernel reads; else none."""
-    modules = list(model.modules())
-    slim = [module for module in modules if hasattr(module, "suffixes_take_prompts")]
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    refused = len(slim) != layers or any(getattr(module, "no_captured_steps", None) for module in modules)
-    return [] if refused else slim
+def _own_layers(layout: ModelLayout) -> list[AttendsByItself]:
+    """All attention layers, if all attend by themselves to suffixes that a kernel reads; else none."""
+    layers = list(layout.own.values())
+    refused = not layout.attends_by_itself or any(layer.no_captured_steps for layer in layers)
+    return [] if refused else layers
 
 
 def without_own_tokens(groups: Sequence[PromptGroup], own: OwnPrompts) -> list[PromptGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from weakref import ref
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
-from ...cache.accounting import KVShape
 from ...cache.consolidate import consolidate
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...unsupported import Unsupported
 from ..call_context import CallContext
@@ -59,10 +60,7 @@ def find_shared(
     options, given = call.options, call.given
     base = given
     if given is not None:
-        _check_cache(call.model, given)
-        for module in call.model.modules():
-            if (attach := getattr(module, "attach_to", None)) is not None:
-                attach(given)
+        _check_cache(call, given)
     elif options.reuse_prefix and reuse:
         base = call.state.reused.find(call.model, groups, least=options.min_shared_tokens)
     elif reuse:
@@ -102,7 +100,7 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_s
     Raises:
         Unsupported: It does not.
     """
-    options, plan = call.options, found.plan
+    options, plan, layout = call.options, found.plan, call.structure.layout
     total = sum(plan.forest.context_lengths)
     saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
@@ -113,7 +111,7 @@ def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_s
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
                 _what_helps(found.groups, options.reuse_prefix),
             )
-        if not options.reuse_prefix and (choice := plain_is_faster(call.model, plan.forest, max_suffix)):
+        if not options.reuse_prefix and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
@@ -148,58 +146,40 @@ def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
     call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
 
 
-def plain_is_faster(model: PreTrainedModel, forest: Forest, new_tokens: int) -> Choice | None:
+def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
     """The cost model's choice if plain decoding is faster by more than sharing saves in prefill.
 
     Args:
         model: The model.
+        layout: What its layers store.
         forest: The planned nodes.
         new_tokens: Maximum new tokens per row.
     """
     if model.device.type != "cuda" or model.dtype.itemsize != 2:
         return None
-    try:
-        shape = KVShape.from_config(model.config)
-    except ValueError:  # no prediction for mixed layers
+    seconds = defaultdict[str, float](float)
+    for store, layers in layout.distinct.items():
+        if not store.numbers:  # no prediction
+            return None
+        heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
+        for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
+            seconds[name] += layers * one
+    if not seconds:
         return None
-
-    def times(window: int | None) -> dict[str, float]:
-        heads = Heads(shape.query_heads, shape.kv_heads, shape.head_dim, window=window)
-        return choose(forest, new_tokens / 2, heads, model.device).seconds
-
-    alike = [
-        (count, times(window))
-        for count, window in ((shape.layers - shape.local_layers, None), (shape.local_layers, shape.window))
-        if count
-    ]
-    seconds = {name: sum(count * own[name] for count, own in alike) / shape.layers for name in alike[0][1]}
-    choice = Choice(min(seconds, key=lambda name: seconds[name]), seconds)
+    best = min(seconds, key=lambda name: seconds[name])
+    choice = Choice(best, {name: time / len(layout.per_token) for name, time in seconds.items()})
     if choice.name != PLAIN:
         return None
-    best = min(time for name, time in seconds.items() if name != PLAIN)
-    lost = (best - seconds[PLAIN]) * shape.layers * new_tokens
+    lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
     parameters = sum(parameter.numel() for parameter in model.parameters())
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None
 
 
-def _check_cache(model: PreTrainedModel, cache: SharedContextCache) -> None:
-    """Reject a cache of another model, by shape or fingerprint."""
-    config = model.config.get_text_config(decoder=True)
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"the cache holds {len(cache.layers)} layers, the model has {config.num_hidden_layers}; make it with "
-            "hf_fastdecode.prefill(model, ...) of this model"
-        )
-    stored = cache.layers[0].storage.node_example
-    held = stored[0].shape[-3] if stored is not None else 0
-    kv_heads = getattr(config, "num_key_value_heads", None) or held
-    if stored is not None and held != kv_heads:
-        raise ValueError(
-            f"the cache holds {held} KV heads, the model has {kv_heads}; make it with "
-            "hf_fastdecode.prefill(model, ...) of this model"
-        )
-    if cache.fingerprint is not None and (other := cache.fingerprint.difference(model)):
+def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
+    """Reject a cache of another model, by its layers or fingerprint."""
+    cache.meet(call.structure.layout)
+    if cache.fingerprint is not None and (other := cache.fingerprint.difference(call.model)):
         raise ValueError(
             f"the cache was made with other {other}, of another model or before these changed; make it again with "
             "hf_fastdecode.prefill(model, ...)"

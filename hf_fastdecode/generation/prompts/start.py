@@ -53,7 +53,7 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
     """
     model, width, longest = call.model, input_ids.shape[1], int(call.config.max_length)
     mask, positions = call.arguments.get("attention_mask"), call.arguments.get("position_ids")
-    check_prompts(model, input_ids, mask, positions, longest=longest)
+    check_prompts(model, call.structure.layout, input_ids, mask, positions, longest=longest)
     max_suffix = longest - width
     found = find_shared(call, group_prompts(input_ids, mask), max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache

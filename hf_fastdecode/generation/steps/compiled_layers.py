@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..._compat import COMPILED_CALL, dynamic_module_integers, uncompiled_call
+from ...cache.layout import ModelLayout
 from ..instance_patch import own_method
 from .compiled_projections import with_concurrent_linears
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's decoder layers in order; empty if there is no such list."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = len(ModelLayout.from_config(model.config).layers)
     for module in model.modules():
         if (
             isinstance(module, nn.ModuleList)

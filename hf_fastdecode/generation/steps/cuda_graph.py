@@ -5,7 +5,7 @@ prompts, lengths and sample counts in its bucket of rows. Another capture is nee
 levels than the tables hold, a widest node that needs other launch parameters, completions that have outgrown what rows
 share, rows that outgrow a sliding window, or changes of the model's state.
 
-Suffixes of slim layers are captured in place: such a capture serves one call, until their storage moves.
+Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage moves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..._compat import ATTENTION_FIELD, CACHE
 from ...attention.interface import RowLengths, active
-from ...attention.launch.own_nodes import NO_OWN_NODES, OwnNodes, choose_own_nodes
-from ...attention.launch.step_tables import StepTables
+from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
+from ...attention.launch.plan import HeadShape
+from ...attention.launch.tables_by_shape import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.fingerprint import adapter_state, addresses, module_state
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import only_requires_grad
@@ -91,8 +93,7 @@ class CapturedStep:
         self.rows, self.options = rows, options
         fused = rows <= options.fused_rows
         self.in_place = storages_in_place(cache)
-        self.heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
-        self.tables = StepTables(rows, len(cache.layers), cache.forest, device, self._own_nodes(cache))
+        self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._follow(cache)
@@ -155,16 +156,19 @@ class CapturedStep:
 
     def suits(self, cache: SharedContextCache) -> bool:
         """Whether a capture for this batch would have the same launch parameters for own nodes."""
-        return self.tables.own_nodes == self._own_nodes(cache)
+        return self.tables.layers == self._alike(cache)
 
-    def _own_nodes(self, cache: SharedContextCache) -> OwnNodes:
-        suffix = cache.layers[0].stored.suffix
-        if self.in_place or suffix is None:  # whose layers would take own nodes for shared ones
-            return NO_OWN_NODES
-        kv_heads = suffix.keys.shape[1]
-        group = (self.heads or kv_heads) // kv_heads
-        dominate = cache.state.own_nodes_dominate
-        return choose_own_nodes(self.rows, kv_heads, group, cache.layers[0].device, dominate=dominate)
+    def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:
+        """For each layer, its heads, and how a capture for this batch would attend to long suffixes."""
+        longest, dominate, found = cache.longest_row(1), cache.state.own_nodes_dominate, dict[int, Alike]()
+        for layer in cache.attention_layers:
+            store = layer.store
+            windowed = store.window is not None and longest > store.window
+            shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
+            chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
+            # Layers that attend to suffixes by themselves would take own nodes for shared ones.
+            found[layer.stored.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
+        return found
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
         """Run one step.
@@ -189,7 +193,7 @@ class CapturedStep:
         return self.logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:
-        layers = {index: layer.stored for index, layer in enumerate(cache.layers)}
+        layers = {layer.stored.index: layer.stored for layer in cache.attention_layers}
         suffixes = cache.state.suffixes
         if not suffixes.in_order:
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
@@ -263,7 +267,7 @@ class Captures:
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
         kept = (step for step in self._steps if step.options == options)
-        return {step.rows for step in kept if step.tables.own_nodes.dominate == own_dominate}
+        return {step.rows for step in kept if step.tables.own_nodes_dominate == own_dominate}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
@@ -327,11 +331,11 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
     )
 
 
-def capture_reason(model: PreTrainedModel, backend: str, arguments: dict[str, Any]) -> str | None:
+def capture_reason(model: PreTrainedModel, layout: ModelLayout, backend: str, arguments: dict[str, Any]) -> str | None:
     """Why this model's steps cannot be captured, or None if no reason is known."""
-    reasons = (getattr(module, "no_captured_steps", None) for module in model.modules())
-    if (reason := next(filter(None, reasons), None)) is not None:  # of the model, or of its language model
-        return str(reason)
+    reasons = (layer.no_captured_steps for layer in layout.own.values())
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return reason
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

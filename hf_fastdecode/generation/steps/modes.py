@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.shared import SharedContextCache
 from ...unsupported import Unsupported
@@ -61,7 +60,7 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
     if call.mode == "eager":
         yield eager
         return
-    captures, configs, forced = call.state.captures, configs_of(model), call.options.needs_capture
+    captures, configs, forced = call.state.captures, call.structure.configs, call.options.needs_capture
     if captures.owner == threading.get_ident():
         if forced:
             raise _cannot_run(forced, "it is inside another generate call of this model")
@@ -136,12 +135,6 @@ def _is_memory_failure(reason: str) -> bool:
     return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
-def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The distinct config objects of the model and its modules."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
-
-
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a call's decode steps, with the reason.
 
@@ -154,15 +147,16 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """
     model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
-    per_call = any(getattr(module, "captured_per_call", False) for module in model.modules())
+    per_call = bool(call.structure.layout.own)  # whose suffixes are captured in place
     steps, which, pays = captures.steps_asked, "so far", _STEPS_THAT_PAY_A_CAPTURE
     if per_call:
         steps, which = min(new_tokens, _MOST_STEPS_EXPECTED), "of this call"
         pays = _STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
-    reason = capture_reason(model, options.backend, step_arguments(call.arguments))
-    if options.mode == "compile" and reason is None and not decoder_layers(model):
+    reason = capture_reason(model, call.structure.layout, options.backend, step_arguments(call.arguments))
+    layers = decoder_layers(model)
+    if options.mode == "compile" and reason is None and not layers:
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
         raise _cannot_run(forced, reason)
@@ -179,7 +173,7 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and layers:
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"

@@ -122,10 +122,10 @@ class CapturedSteps:
         self._instead: Steps | None = None  # where a capture in mid-call failed
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, configs, self._options)
-        for layer in cache.layers:
+        for layer in cache.attention_layers:
             did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
             if layer.storage.captured_in_place:
-                did = f"{len(cache.forest.nodes)} node(s) by triton, slim suffixes by slim_decode, captured"
+                did = f"{len(cache.forest.nodes)} node(s) by triton, suffixes by the layer's own code, captured"
             layer.stored.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class CapturedSteps:
     def should_compact(self, rows: int, steps_left: int) -> bool:
         if self._instead is not None:
             return self._instead.should_compact(rows, steps_left)
-        known = self._captures.sizes(self._options, own_dominate=self._step.tables.own_nodes.dominate)
+        known = self._captures.sizes(self._options, own_dominate=self._step.tables.own_nodes_dominate)
         pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._options.compiled)
         return pay and not self._oversized
 

@@ -101,11 +101,6 @@ class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
     config_class = SlimCodeGenConfig
     slim_decoder = SlimCodeGenModel
 
-    @property
-    def shares_context(self) -> bool:  # type: ignore[override]
-        """Whether no layer is ordinary: before transformers 5.24, those read tensors from caches."""
-        return CODEGEN_MAKES_TABLES_ONCE or all(layer.plan != "kv" for layer in self.config.layer_plans)
-
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
         """The projection to logits, with a bias."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
-from ...cache.slim_storage import SlimStorage
 from ..slim_layers import SlimLayer
 from ..values.input_projections import InputProjection
 from ..values.slim_values import SlimValues
@@ -49,7 +47,7 @@ class SlimAttention(SlimTokens):
 
     values_from: ClassVar[str] = "v_proj"
     output_projection: ClassVar[str] = "o_proj"
-    captured_per_call: ClassVar[bool] = True  # suffixes are captured in place
+    attends_by_itself: ClassVar[bool] = True  # see `AttendsByItself`
     attention_dropout: float
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:
@@ -131,14 +129,12 @@ class SlimAttention(SlimTokens):
     @property
     def no_captured_steps(self) -> str | None:
         """Why steps of a model with this layer cannot be captured; None if no reason is known."""
-        reason = layer_refusal(self)
-        return reason and f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
-
-    def attach_to(self, cache: SharedContextCache) -> None:
-        """Register this layer with a cache of this model, e.g. a loaded one, to make values of its suffixes."""
-        storage = cache.layers[self.layer_idx].storage if self.layer_idx < len(cache.layers) else None
-        if isinstance(storage, SlimStorage):
-            storage.layer = ref(self)
+        if (reason := layer_refusal(self)) is not None:
+            return f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
+        kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
+        if self.config.rotary and kind in ("dynamic", "longrope"):
+            return f"RoPE of type {kind!r} changes its frequencies with the length"
+        return None
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
         """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.

@@ -6,9 +6,7 @@ give partials, which merge by their log-sum-exp.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,9 +19,8 @@ from ...attention.scoring import Scoring
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...attention.torch_operators.operators import cannot_run
 from ...cache.handles import DecodeKV, PrefillKV
-from ...cache.layer import require_dtype
+from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
-from ...cache.slim_storage import SlimStorage
 from ...kernels.failures import KernelFailedError
 from ...unsupported import Unsupported
 from .rotation import Rotation, Tables, takes_kernels
@@ -67,18 +64,15 @@ def forest_attention(
     with no_autocast(query.device):
         stored_dtype = cache_dtype(dtype, layer.layer)
         stored = layer.stored(keys[:, :, new], coordinates[:, :, new], stored_dtype, rotation)
-        storage = partial(SlimStorage.of, layer, stored)
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.packed:
             nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
-            handle, _ = cache.update(
-                nodes.keys, nodes.values, layer.layer_idx, token_storage=storage, suffix_parts=stored
-            )
+            handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, suffix_parts=stored)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
-        handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx, token_storage=storage)
-        kept = cast(SlimStorage, handle.layer.storage)
-        kept.layer = ref(layer)  # a cache that was loaded or copied has none, or that of another model
-        require_dtype(dtype, kept.node_example)  # that suffixes have the right one says nothing of nodes
+        handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx)
+        require_dtype(
+            dtype, handle.layer.storage.node_example
+        )  # that suffixes have the right one says nothing of nodes
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
         by_kernel = _by_kernel(layer, to_suffix, kv, rotation, cache)

@@ -8,13 +8,16 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...attention.interface import register_without_effect
 from ...cache.captured import CapturedCache
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
 from ...kernels.slim_decode.tables import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
-"""Argument of the attention layers: a `Rotation`."""
+"""Argument of the attention layers: a `Rotation`; those that keep keys and values get it too."""
+
+register_without_effect(ROTATION)
 
 OF_SLOTS: Final = "rotary tables of slots"
 """Constant of a captured step: `RotaryTables` of all slots that suffixes captured in place may have."""

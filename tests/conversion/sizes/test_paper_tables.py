@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, WhisperConfig
 
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.conversion.sizes.cache_size import CacheSize
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
@@ -71,7 +71,7 @@ def test_whisper(name: str) -> None:
     found = encoder_decoder_caches(config, 448, 1500, torch.float16, decoder_matrices(model))
     ordinary, first, second, _, _ = found
     assert [one.name for one in found[:3]] == ["keys and values", "keys (option 1)", "E on chip, keys"]
-    self_kv = KVShape.of_decoder(config).kv_bytes(1, 448, 0, NUMBER).stock
+    self_kv = KVSizes.of_decoder(config).kv_bytes(1, 448, 0, NUMBER).stock
     parameters = model.num_parameters() / 1e6
     table = {
         "params": f"{parameters:.0f}M" if parameters < 1000 else f"{parameters / 1000:.1f}B",
@@ -175,7 +175,7 @@ def test_inputs_are_twice_the_aspect_ratio_smaller(d_kv: int, heads: int, aspect
     config = AutoConfig.for_model("t5", d_model=1024, d_kv=d_kv, num_heads=heads, d_ff=2048, num_layers=2)
     found = encoder_decoder_caches(config, 512, 512, torch.float16, decoder_matrices(empty_model(config)))
     sizes = by_name(found)
-    self_kv = KVShape.of_decoder(config).kv_bytes(1, 512, 0, NUMBER).stock
+    self_kv = KVSizes.of_decoder(config).kv_bytes(1, 512, 0, NUMBER).stock
     assert self_kv / sizes["E on chip, inputs"].read == 2 * aspect
     ordinary, keys = sizes["keys and values"].matrices, sizes["keys (option 1)"].matrices
     assert ordinary is not None and keys is not None

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.accounting import KVShape
+from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
@@ -27,7 +27,7 @@ def test_slim_models(name: str) -> None:
     """Bytes of the caches of real slim models, and of the matrices that a step of these reads."""
     model = family_model(name)
     sizes = decoder_caches(model.config, TOKENS, torch.float32, decoder_matrices(model))
-    shape = KVShape.from_config(model.config)
+    shape = KVSizes.from_config(model.config).same
     width = shape.query_heads * shape.head_dim
     for size, rank in ((sizes[1], 0), (sizes[4], width // 8)):
         assert size.name == ("keys + d/8" if rank else "keys")

@@ -1,4 +1,4 @@
-"""The transformers `CacheLayerMixin` of a shared-context cache."""
+"""A layer with keys and values of every token, in nodes and suffixes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .._compat import CACHE
-from ..attention.forest import Forest, Span, joined
-from ..attention.interface import SharedKV
-from ..attention.kv import Segment
-from .handles import DecodeKV, PrefillKV, StoredLayer
-from .state import SharedState
-from .storage import TokenStorage
+from ..._compat import CACHE
+from ...attention.forest import Forest, Span, joined
+from ...attention.interface import SharedKV
+from ...attention.kv import Segment
+from ..handles import DecodeKV, PrefillKV, StoredLayer
+from ..layout import Kind, Store
+from ..state import SharedState
+from ..storage import TokenStorage
 
-_REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
+REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
+"""What to do about a cache that another model filled."""
 
 
 def require_dtype(computed: torch.dtype, stored: Segment | None) -> None:
@@ -39,6 +41,11 @@ def no_tensor(name: str) -> str:
         f"layers of a SharedContextCache have no {name!r} tensor: they are split into nodes and suffixes; "
         f"for a decoding loop that reads them, pass {CACHE}=transformers.DynamicCache() to generate"
     )
+
+
+def other_heads(held: tuple[int, int], got: tuple[int, int]) -> str:
+    """Why a layer's tokens are not those of a model, for errors: each as KV heads, and numbers of a head."""
+    return f"the cache holds {held[0]} KV heads of {held[1]} numbers, the model has {got[0]} of {got[1]}; {REMEDY}"
 
 
 class _NoTensor:
@@ -64,6 +71,7 @@ class SharedContextLayer(CacheLayerMixin):
         state: State shared by all layers of the cache.
         index: Index of the layer in the cache.
         storage: The layer's token storage.
+        store: What the model's layout says of the layer.
 
     Attributes:
         appended: Tokens that the current forward pass has appended to each row's suffix.
@@ -74,14 +82,25 @@ class SharedContextLayer(CacheLayerMixin):
     keys = _NoTensor()
     values = _NoTensor()
 
-    def __init__(self, state: SharedState, index: int, storage: TokenStorage | None = None):
+    def __init__(
+        self,
+        state: SharedState,
+        index: int,
+        storage: TokenStorage | None = None,
+        store: Store = Store(Kind.FULL),  # noqa: B008 - it is frozen
+    ):
         super().__init__()
-        self.stored = StoredLayer(state, storage if storage is not None else TokenStorage(), index)
+        self.stored = StoredLayer(state, storage if storage is not None else TokenStorage(), index, store)
         self.appended = 0
 
     @property
     def state(self) -> SharedState:
         return self.stored.state
+
+    @property
+    def store(self) -> Store:
+        """What the model's layout says of the layer; no sizes in a cache that no model has met."""
+        return self.stored.store
 
     @property
     def storage(self) -> TokenStorage:
@@ -126,6 +145,7 @@ class SharedContextLayer(CacheLayerMixin):
             ValueError: The cache holds another dtype, number of rows, or shape.
         """
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:
             self.lazy_initialization(*self.storage.keys_and_values(parts))
         handle: SharedKV
@@ -178,18 +198,13 @@ class SharedContextLayer(CacheLayerMixin):
 
     def _check_shapes(self, parts: Segment) -> None:
         """Reject tokens whose heads or widths differ from the stored ones."""
-        if self.storage.node_example is None and self.state.forest is not None and self.state.forest.nodes:
-            raise ValueError(f"the model has more layers than the cache; {_REMEDY}")
         stored = self.storage.suffix_example
         if stored is None:
             return
         for new, old in zip(parts, stored, strict=True):
             got, held = (new.shape[-3], new.shape[-1]), (old.shape[-3], old.shape[-1])
             if got != held:
-                raise ValueError(
-                    f"the cache holds {held[0]} KV heads of {held[1]} numbers, the model has {got[0]} of {got[1]}; "
-                    f"{_REMEDY}"
-                )
+                raise ValueError(other_heads(held, got))
 
     def reserve(self, tokens: int) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved.
@@ -217,7 +232,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored = StoredLayer(self.state, self.storage.empty(), self.stored.index)
+        self.stored = StoredLayer(self.state, self.storage.empty(), self.stored.index, self.store)
         self.is_initialized = False
 
     def offload(self) -> None:

@@ -1,0 +1,68 @@
+"""Step tables of a model whose layers may differ in heads and windows: one set for all layers that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..forest import Forest
+from ..kv import SuffixLengths
+from .own_nodes import OwnNodes
+from .plan import HeadShape
+from .step_tables import StepTables, StoredKV
+
+
+class Alike(NamedTuple):
+    """What layers have in common that read the same tables.
+
+    Attributes:
+        shape: Their heads, with one query per row.
+        own_nodes: How they attend to long suffixes.
+    """
+
+    shape: HeadShape
+    own_nodes: OwnNodes
+
+
+class TablesByShape:
+    """Tables of a step for every layer, see `StepTables`.
+
+    Args:
+        rows: Rows of the step; a batch may have fewer.
+        layers: What each layer has in common with others, by index.
+        forest: The forest that decides the sizes.
+        device: Device of the step.
+
+    Attributes:
+        layers: As given.
+    """
+
+    def __init__(self, rows: int, layers: Mapping[int, Alike], forest: Forest, device: torch.device):
+        self.layers = layers
+        self._tables = {
+            alike: StepTables(
+                rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
+            )
+            for alike in dict.fromkeys(layers.values())
+        }
+
+    def of(self, layer: int) -> StepTables:
+        """The tables that a layer reads."""
+        return self._tables[self.layers[layer]]
+
+    @property
+    def own_nodes_dominate(self) -> bool:
+        """Whether launch parameters of any layers suit own nodes."""
+        return any(alike.own_nodes.dominate for alike in self._tables)
+
+    def fits(self, forest: Forest) -> bool:
+        """Whether a batch over this forest fits the tables."""
+        return all(tables.fits(forest) for tables in self._tables.values())
+
+    def follow(self, forest: Forest, suffixes: SuffixLengths, stored: Mapping[int, StoredKV]) -> None:
+        """Describe a batch's next step, see `StepTables.follow`."""
+        for alike, tables in self._tables.items():
+            own = {index: one for index, one in stored.items() if self.layers[index] == alike}
+            tables.follow(forest, suffixes, own)

@@ -1,0 +1,52 @@
+"""A layer that stores nothing: a feed-forward layer, or one that reads what others store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..state import SharedState
+
+
+class EmptyLayer(CacheLayerMixin):
+    """Takes the place of a layer that stores nothing, so that the others keep their indices.
+
+    Args:
+        state: State shared by all layers of the cache.
+
+    Attributes:
+        appended: 0, as `SharedContextLayer.appended`.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    appended = 0
+
+    def __init__(self, state: SharedState):
+        super().__init__()
+        self.state = state
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No-op: there is nothing to allocate."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse tokens, which `SharedContextCache.update` gives to another layer in this one's place.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("this cache layer stores nothing")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.padded_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.state.padded_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        """No-op: there are no tokens."""

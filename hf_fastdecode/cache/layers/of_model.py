@@ -1,0 +1,49 @@
+"""The layers of a cache, as a model's layout has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import ref
+
+from ..layout import ModelLayout
+from ..state import SharedState
+from .attention import REMEDY, SharedContextLayer, other_heads
+from .empty import EmptyLayer
+from .own import OwnStorage
+
+CacheLayer = SharedContextLayer | EmptyLayer
+
+
+def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer]) -> list[CacheLayer]:
+    """The layers of a cache for a model: new ones, or those held, which are then known to be the model's.
+
+    Args:
+        layout: Of the model.
+        state: State shared by the cache's layers.
+        held: The cache's layers so far; none in a new cache.
+
+    Raises:
+        ValueError: They hold tokens of a model with other layers.
+    """
+    if held and len(held) != len(layout.layers):
+        raise ValueError(f"the cache holds {len(held)} layers, the model has {len(layout.layers)}; {REMEDY}")
+    layers: list[CacheLayer] = []
+    for index in range(len(layout.layers)):
+        store, own, layer = layout.per_token.get(index), layout.own.get(index), held[index] if held else None
+        if store is None:
+            if isinstance(layer, SharedContextLayer):
+                raise ValueError(f"the cache holds tokens of layer {index}, where the model stores none; {REMEDY}")
+            layers.append(EmptyLayer(state))
+            continue
+        if not isinstance(layer, SharedContextLayer):
+            layer = SharedContextLayer(state, index, None if own is None else OwnStorage(ref(own)))
+        elif (node := layer.storage.node_example) is not None:
+            for part, width in zip(node, (store.head_dim, store.value_dim), strict=True):
+                got = part.shape[-3], part.shape[-1]
+                if 0 not in (store.kv_heads, width) and got != (store.kv_heads, width):
+                    raise ValueError(other_heads(got, (store.kv_heads, width)))
+        if own is not None and isinstance(layer.storage, OwnStorage):
+            layer.storage.layer = ref(own)  # a cache that was loaded or copied has none, or that of another model
+        layer.stored.store = store
+        layers.append(layer)
+    return layers

@@ -1,0 +1,118 @@
+"""Layers that attend by themselves: nodes hold keys and values, suffixes what the layer's own code caches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ...attention.kv import Segment
+from ..storage import TokenStorage
+
+
+class AttendsByItself(Protocol):
+    """An attention layer with attention code of its own, which caches suffixes in a layout of its own.
+
+    It finds nodes and suffixes through the cache that its `forward` is given: a `SharedContextCache`, or in captured
+    steps a `CapturedCache`. `ModelLayout.of` finds such layers by `attends_by_itself` and `layer_idx`.
+
+    Attributes:
+        attends_by_itself: True.
+        layer_idx: Index of the layer.
+    """
+
+    attends_by_itself: ClassVar[bool]
+    layer_idx: int
+
+    @property
+    def no_captured_steps(self) -> str | None:
+        """Why steps of a model with this layer cannot be captured; None if no reason is known."""
+        ...
+
+    def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
+        """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.
+
+        Args:
+            rows: Rows of the batch.
+            room: Tokens that all suffixes would have room for.
+            tokens: Tokens of the prompts.
+            backend: See `hf_fastdecode.enable`.
+        """
+        ...
+
+    def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
+        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``.
+
+        Args:
+            keys: ``[rows, 1, tokens, width]``: the first part of suffix tokens, as cached.
+            coordinates: ``[rows, 1, tokens, width]``: the second.
+            positions: ``[rows, tokens]`` int64, for layers that cache none.
+            dtype: Of the result; the model's when None.
+        """
+        ...
+
+
+class OwnStorage(TokenStorage):
+    """Tokens of a layer that attends by itself.
+
+    A node is read by many rows, so that its values cost little memory for a row, and making them anew in every step
+    would cost a product. What one row alone has is stored as the layer has it, in its suffix.
+
+    Args:
+        layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
+
+    Attributes:
+        layer: The layer of the latest pass.
+        example: Parts of suffixes, each ``[1, 0, width]``; None before the first pass.
+    """
+
+    captured_in_place: ClassVar[bool] = True
+
+    def __init__(self, layer: ref[AttendsByItself] | None, example: Segment | None = None):
+        super().__init__()
+        self.layer, self.example = layer, example
+
+    def empty(self) -> TokenStorage:
+        return OwnStorage(self.layer, self.example)
+
+    def describe(self, parts: Segment) -> None:
+        """Note the layout of suffix parts, ``[rows, 1, tokens, width]`` each."""
+        if self.example is None:
+            self.example = Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts))
+
+    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
+        """Convert suffix tokens to keys and values, which nodes store.
+
+        Raises:
+            ValueError: The model no longer exists in this process.
+        """
+        layer = self.layer() if self.layer is not None else None
+        if layer is None:
+            raise ValueError(
+                "the suffixes of this cache are stored without values, and the model whose layers make them is gone; "
+                "keep the model, or prefill the whole text again"
+            )
+        keys, coordinates = parts
+        positions = starts[:, None] + torch.arange(keys.shape[2], device=keys.device)
+        if dtype is None and (held := self.node_example) is not None:
+            dtype = held[0].dtype
+        return layer.as_nodes(keys, coordinates, positions, dtype)
+
+    @property
+    def node_example(self) -> Segment | None:
+        return next(iter(self.segments.values()), None)
+
+    @property
+    def suffix_example(self) -> Segment | None:
+        return self.suffix or self.example
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnStorage:
+        twin = memo[id(self)] = OwnStorage(self.layer, self.example)
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
+        return twin

@@ -1,0 +1,288 @@
+"""What each layer of a model stores for later tokens: read once, from its config and its modules.
+
+Layers of one model may differ in kind, heads, widths and windows, and some store nothing. Nothing else in this package
+reads a config for that, and no layer stands for all others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .layers.own import AttendsByItself
+
+
+class Kind(StrEnum):
+    """What a store holds.
+
+    Attributes:
+        FULL: Keys and values of every token.
+        SLIDING: The same, of which a query reads the last `Store.window` tokens.
+        CHUNKED: The same, of which a query reads its own chunk of `Store.window` tokens.
+        STATE: A state of fixed size, which every token overwrites (Mamba, gated delta nets, short convolutions).
+        LATENT: Latents of which keys and values are made (multi-head latent attention).
+        CROSS: Keys and values of another sequence, which do not grow.
+        OWN: What the layer's own code says, see `AttendsByItself`.
+        OTHER: What one architecture alone stores, such as keys of an indexer.
+    """
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    STATE = "state"
+    LATENT = "latent"
+    CROSS = "cross"
+    OWN = "own"
+    OTHER = "other"
+
+
+PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
+"""Kinds that store keys and values of every token, or of which nodes do."""
+
+STATEFUL: Final = "stateful"
+"""Type of the layers of a config that names neither types of layers nor attention heads."""
+
+# By the names of `layer_types` in configs, of every transformers release that is supported.
+_KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
+    "full_attention": (Kind.FULL,),
+    "attention": (Kind.FULL,),
+    "sliding_attention": (Kind.SLIDING,),
+    "chunked_attention": (Kind.CHUNKED,),
+    "linear_attention": (Kind.STATE,),
+    "mamba": (Kind.STATE,),
+    "conv": (Kind.STATE,),
+    STATEFUL: (Kind.STATE,),
+    "hybrid": (Kind.STATE, Kind.FULL),
+    "hybrid_sliding": (Kind.STATE, Kind.SLIDING),
+    "mlp": (),
+    "moe": (),
+}
+# Fields that layers with a window have in the place of the others'.
+_OF_WINDOWS: Final = {
+    "num_attention_heads": "swa_num_attention_heads",
+    "num_key_value_heads": "swa_num_key_value_heads",
+    "head_dim": "swa_head_dim",
+    "v_head_dim": "swa_v_head_dim",
+}
+
+
+_IN_CODE: Final = {"mimo_v2_flash": 2}
+"""Factors on the KV heads of layers with a window, by model type, that stand in modelling code and in no config."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """What a layer stores in one place. Sizes are 0 where the config does not say them.
+
+    Attributes:
+        kind: What it holds.
+        query_heads: Heads of the queries that read it, on this device.
+        kv_heads: Heads of keys and values, on this device.
+        head_dim: Numbers of a head's key; of latents, those of a token.
+        value_dim: Numbers of a head's value.
+        window: Tokens that a query reads at most; None for all.
+    """
+
+    kind: Kind
+    query_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head; 1 where the config does not say it."""
+        return max(1, self.query_heads // self.kv_heads) if self.kv_heads else 1
+
+    @property
+    def attention(self) -> str:
+        """``MHA``, ``GQA`` or ``MQA``."""
+        if self.kv_heads == self.query_heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """What each layer of a model stores.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        layers: For each layer its stores: none, one, or several.
+        types: For each layer its name in the config's ``layer_types``, given or derived.
+        borrowing: Number of last layers that read what others store.
+        own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
+            ``layers_that_attend_by_themselves``.
+    """
+
+    model_type: str
+    layers: tuple[tuple[Store, ...], ...]
+    types: tuple[str, ...]
+    borrowing: int = 0
+    own: Mapping[int, AttendsByItself] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelLayout:
+        """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
+        text = config.get_text_config(decoder=True)
+        count = _number(text, "num_hidden_layers")
+        each = getattr(text, "per_layer_config", [text] * count) if count else []
+        types = _types(text, each, count)
+        borrowing = min(count, _number(text, "num_kv_shared_layers"))
+        repeats = max(1, _number(text, "n_recurrent_loops"))
+        layers = [
+            _stores(one, kind, index) * repeats for index, (one, kind) in enumerate(zip(each, types, strict=True))
+        ]
+        if borrowing:
+            layers[count - borrowing :] = [()] * borrowing
+        for index in _field(text, "layers_that_attend_by_themselves") or ():
+            layers[index] = tuple(map(_own, layers[index]))
+        return cls(config.model_type, tuple(layers), types, borrowing)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelLayout:
+        """The layout of a model, with heads as its layers have them on this device, and its own layers."""
+        found = cls.from_config(model.config)
+        layers, own = list(found.layers), dict[int, AttendsByItself]()
+        for module in model.modules():
+            index = getattr(module, "layer_idx", None)
+            if not isinstance(index, int) or not 0 <= index < len(layers):
+                continue
+            if getattr(module, "attends_by_itself", False):
+                own[index] = module
+            elif len(layers[index]) == 1 and layers[index][0].kind in PER_TOKEN:
+                layers[index] = (_with_heads_of(module, layers[index][0]),)
+        return replace(found, layers=tuple(layers), own=own)
+
+    def __iter__(self) -> Iterator[tuple[int, Store]]:
+        """Each store with the index of its layer."""
+        return ((index, store) for index, stores in enumerate(self.layers) for store in stores)
+
+    @cached_property
+    def per_token(self) -> dict[int, Store]:
+        """By layer, the stores with keys and values of every token."""
+        return {index: store for index, store in self if store.kind in PER_TOKEN}
+
+    @cached_property
+    def distinct(self) -> Counter[Store]:
+        """The distinct stores with keys and values of every token, with their numbers of layers."""
+        return Counter(self.per_token.values())
+
+    @property
+    def smallest_window(self) -> int | None:
+        """The smallest window of any layer; None if no layer has one."""
+        return min((store.window for _, store in self if store.window is not None), default=None)
+
+    @property
+    def attends_by_itself(self) -> bool:
+        """Whether all layers do that store keys and values."""
+        return bool(self.own) and self.own.keys() == self.per_token.keys()
+
+
+def _types(config: Any, each: Any, count: int) -> tuple[str, ...]:
+    """The layers' types; without a list in the config, those that transformers' caches derive from windows."""
+    given = list(_field(config, "layer_types") or ())[:count]
+    if given:
+        return tuple(given + given[-1:] * (count - len(given)))
+    if not any(_number(one, "num_attention_heads") for one in each):  # RWKV, xLSTM
+        return (STATEFUL,) * count
+    derived = ("sliding_attention" if _window(one, Kind.SLIDING) is not None else "full_attention" for one in each)
+    return tuple(derived)
+
+
+def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
+    """What a layer stores, by its own config."""
+    if "attention" in (_field(config, "skip") or ()):
+        return ()
+    kinds = _KINDS.get(layer_type, (Kind.OTHER,))
+    if _field(config, "kv_lora_rank"):
+        kinds = tuple(Kind.LATENT if kind in PER_TOKEN else kind for kind in kinds)
+    stores = [_store(config, kind, index) for kind in kinds]
+    if _field(config, "add_cross_attention") or index in (_field(config, "cross_attention_layers") or ()):
+        stores.append(_store(config, Kind.CROSS, index))
+    return tuple(stores)
+
+
+def _store(config: Any, kind: Kind, index: int) -> Store:
+    if kind in (Kind.STATE, Kind.OTHER):
+        return Store(kind)
+    if kind is Kind.LATENT:
+        width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+        return Store(kind, _number(config, "num_attention_heads"), 1, width)
+    window = _window(config, kind)
+    if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
+        kind = Kind.FULL
+    elif kind is Kind.SLIDING and not _number(config, "sliding_window"):
+        kind = Kind.CHUNKED
+
+    def size(name: str) -> int:
+        own = _number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
+        return own or _number(config, name)
+
+    listed = _field(config, "num_attention_heads_per_layer")
+    heads = listed[index] if listed else size("num_attention_heads")
+    kv_heads = size("num_key_value_heads") * (_IN_CODE.get(config.model_type, 1) if kind is Kind.SLIDING else 1)
+    if not kv_heads:  # gpt_bigcode names the choice, not the number
+        kv_heads = 1 if _field(config, "multi_query") else heads
+    hidden = _number(config, "hidden_size")
+    head_dim = size("head_dim") or (hidden // size("num_attention_heads") if size("num_attention_heads") else 0)
+    return Store(kind, heads, kv_heads, head_dim, size("v_head_dim") or head_dim, window)
+
+
+def _window(config: Any, kind: Kind) -> int | None:
+    """The window of a layer with one, in tokens; None when the config names none, or one of no tokens."""
+    if kind not in (Kind.SLIDING, Kind.CHUNKED):
+        return None
+    names = ("sliding_window", "attention_chunk_size")
+    sizes = (_number(config, name) for name in (names if kind is Kind.SLIDING else names[::-1]))
+    return next(filter(None, sizes), None)
+
+
+def _own(store: Store) -> Store:
+    return replace(store, kind=Kind.OWN) if store.kind in PER_TOKEN else store
+
+
+def _with_heads_of(module: nn.Module, store: Store) -> Store:
+    """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ."""
+    keys, values = (_rows(getattr(module, name, None)) for name in ("k_proj", "v_proj"))
+    head_dim = getattr(module, "head_dim", None)
+    if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
+        return store
+    kv_heads = keys // head_dim
+    heads = kv_heads * (getattr(module, "num_key_value_groups", None) or store.group_size)
+    value_dim = values // kv_heads or head_dim  # some layers have no projection of values, which are their keys
+    return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+
+
+def _rows(projection: Any) -> int:
+    """Outputs of a projection on this device; 0 if it is none."""
+    rows = getattr(projection, "out_features", 0)
+    local = getattr(getattr(projection, "weight", None), "_local_tensor", None)  # of tensor parallelism
+    return int(rows if local is None else local.shape[0])
+
+
+def _field(config: Any, name: str) -> Any:
+    """A config field, or None; configs raise when layers differ in it and no layer is named."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
+def _number(config: Any, name: str) -> int:
+    """A positive whole number of a config, or 0."""
+    value = _field(config, name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
