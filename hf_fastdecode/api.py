@@ -16,7 +16,7 @@ from .cache.shared import SharedContextCache
 from .generation.enabled import install, report_on, uninstall
 from .generation.model_state import state_of
 from .generation.options import Options
-from .generation.prompts.prefill import prefill_nodes
+from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
 from .generation.prompts.stored_prompts import StoredPrompts
 from .generation.report import Report

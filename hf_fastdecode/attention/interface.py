@@ -72,7 +72,7 @@ class SharedKV(_NotATensor, ABC):
     """
 
     _what = "keys and values"
-    stored_window: int | None
+    stored_window: int | None = None
 
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:

@@ -35,6 +35,7 @@ class CapturedCache(Cache):
         before: ``[rows]`` int64: tokens in each row's suffix before the step.
         after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
+        position_planes: As of the cache.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -46,7 +47,7 @@ class CapturedCache(Cache):
         layers = [_captured_layer(tables, layer) for layer in cache.layers]
         super().__init__(layers=layers)
         in_place = [one for one in layers if isinstance(one, InPlaceLayer)]
-        self.has_nodes = bool(cache.forest.nodes)
+        self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
         self._lengths = in_place[0].tables.lengths if in_place else None  # the same for all of them

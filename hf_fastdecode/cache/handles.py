@@ -215,7 +215,9 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, segments = self.layer.state, self.layer.segments
+        state, segments, rows = self.layer.state, self.layer.segments, self.layer.state.rows_of_pass
+        if rows is not None:
+            query = packed(query, rows)
 
         def stored(span: Any) -> Segment:
             if (row := state.suffix_rows.get(span.segment)) is not None:
@@ -239,4 +241,19 @@ class PrefillKV(SharedKV):
         if state.suffix_rows:
             whose = f"{whose}, then each row's own tokens" if segments else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
-        return out.transpose(0, 1).unsqueeze(0)
+        tokens = out.transpose(0, 1)
+        if rows is None:
+            return tokens.unsqueeze(0)
+        spread = tokens.new_zeros(*rows.shape, *tokens.shape[1:])  # padding attends to nothing
+        spread[rows] = tokens
+        return spread
+
+
+def packed(part: Tensor, rows: Tensor) -> Tensor:
+    """Pack the tokens of rows into one: ``[rows, heads, width, d]`` to ``[1, heads, tokens, d]``.
+
+    Args:
+        part: Of queries, keys or values.
+        rows: ``[rows, width]`` bool: where rows have tokens.
+    """
+    return part.transpose(1, 2)[rows].transpose(0, 1).unsqueeze(0)

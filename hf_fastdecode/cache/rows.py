@@ -39,6 +39,11 @@ class CacheRows(Cache):
         return self.forest.rows
 
     @property
+    def position_planes(self) -> int:
+        """Planes of positions that the model takes, all equal; 0 for positions without planes."""
+        return self.state.position_planes
+
+    @property
     def attention_layers(self) -> list[SharedContextLayer]:
         """The layers with keys and values of every token, in order."""
         return [layer for layer in self.layers if isinstance(layer, SharedContextLayer)]

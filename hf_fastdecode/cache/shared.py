@@ -103,13 +103,18 @@ class SharedContextCache(CacheRows):
         return len(self.segment_tokens) - 1
 
     @contextmanager
-    def prefilling(self, items: Sequence[PrefillItem]) -> Iterator[None]:
-        """Context in which a forward pass over the items' tokens, packed into one row, fills their spans."""
-        self.state.packed = items
+    def prefilling(self, items: Sequence[PrefillItem], rows: Tensor | None = None) -> Iterator[None]:
+        """Context in which a forward pass over the items' tokens fills their spans.
+
+        Args:
+            items: The runs of tokens, packed into one row.
+            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
+        """
+        self.state.packed, self.state.rows_of_pass = items, rows
         try:
             yield
         finally:
-            self.state.packed = ()
+            self.state.packed, self.state.rows_of_pass = (), None
 
     @contextmanager
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
@@ -210,6 +215,7 @@ class SharedContextCache(CacheRows):
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
+        twin.state.position_planes = self.state.position_planes
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EmptyLayer):
                 twin.layers.append(EmptyLayer(twin.state))

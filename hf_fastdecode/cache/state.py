@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.launch.dispatch import Choices
@@ -61,6 +62,9 @@ class SharedState:
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
+        rows_of_pass: During prefill by rows, where the pass's rows have tokens: ``[rows, width]`` bool; None when
+            tokens are packed into one row.
+        position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
     """
 
     forest: Forest | None = None
@@ -73,6 +77,8 @@ class SharedState:
     packed: Sequence[PrefillItem] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
+    rows_of_pass: Tensor | None = None
+    position_planes: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new.

@@ -5,17 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import uncompiled_call
+from .._compat import CACHE, uncompiled_call
+from ..cache.captured import CapturedCache
+from ..cache.shared import SharedContextCache
 
 
-def forward_pass(model: PreTrainedModel, **arguments: Any) -> Any:
+def forward_pass(
+    model: PreTrainedModel, cache: SharedContextCache | CapturedCache, position_ids: Tensor, **arguments: Any
+) -> Any:
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows.
+
+    Args:
+        model: The model.
+        cache: The cache of the pass.
+        position_ids: ``[rows or 1, tokens]``; models whose positions have planes get as many equal ones.
+        arguments: Other arguments of the model, by name.
     """
-    return uncompiled_call(model, **arguments)
+    if planes := cache.position_planes:
+        position_ids = position_ids.expand(planes, -1, -1)
+    return uncompiled_call(model, position_ids=position_ids, **{CACHE: cache}, **arguments)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

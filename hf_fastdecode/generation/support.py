@@ -22,6 +22,7 @@ from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..unsupported import Unsupported
 from .foreign_code import check_code
+from .positions import Positions, reduced
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
@@ -192,6 +193,8 @@ def other_loop(
         return "output_hidden_states=True"
     if not is_nothing(arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
+    if reduced(arguments.get("position_ids"), arguments.get("attention_mask")).differ:
+        return "position_ids whose planes differ"
     return None
 
 
@@ -265,7 +268,7 @@ def check_prompts(
     position_ids: Tensor | None = None,
     *,
     longest: int,
-) -> None:
+) -> Positions:
     """Check prompts, with their masks and positions.
 
     Args:
@@ -273,8 +276,12 @@ def check_prompts(
         layout: Of the model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
-        position_ids: ``[rows or 1, length]`` as `generate` prepared or was given them, or None.
+        position_ids: ``[rows or 1, length]``, or ``[planes, rows or 1, length]``, as `generate` prepared or was given
+            them, or None.
         longest: Maximum row length, padding included; masks are checked where it exceeds a window.
+
+    Returns:
+        The positions; of equal planes, one.
 
     Raises:
         Unsupported: They cannot share context.
@@ -298,13 +305,20 @@ def check_prompts(
                 f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
             )
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
-    if position_ids is not None:
-        comparable = position_ids.dim() == 2 and position_ids.shape[1] == input_ids.shape[1]
-        if not comparable or not bool((position_ids == expected).all()):
-            raise Unsupported(_why_not_counted(model, position_ids))
+    positions = reduced(position_ids, attention_mask)
+    if position_ids is None or positions.ids is None or positions.differ:
+        return positions
+    if positions.ids.dim() != 2 or positions.ids.shape[1] != input_ids.shape[1]:
+        raise Unsupported(why_not_counted(model, position_ids))
+    right = positions.ids == expected
+    if positions.planes and attention_mask is not None:
+        right = right | (attention_mask == 0)  # where planes have numbers of their own
+    if not bool(right.all()):
+        raise Unsupported(why_not_counted(model, position_ids))
+    return positions
 
 
-def _why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
+def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):

@@ -97,18 +97,16 @@ def test_a_stock_pass_beside_ours_uses_the_function_its_config_names(monkeypatch
     assert found == [module]
 
 
-def test_a_window_that_only_the_cache_keeps_is_refused():
+def test_a_window_that_only_the_cache_keeps_is_refused(monkeypatch):
     """transformers' cache forgets what the window hides, whoever makes the mask, or none."""
-    module = Attention()
-    module.config = PreTrainedConfig()
-    module.config.sliding_window = 5
+    monkeypatch.setattr(SharedKV, "stored_window", 5)
     with active([], RowLengths(5)):
-        attend(module)
+        attend()
     message = (
         "a sliding window of 5 tokens, beyond which transformers' cache forgets, but Attention attends without one"
     )
     with active([], RowLengths(6)), pytest.raises(Unsupported, match=message):
-        attend(module)
+        attend()
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -1,4 +1,4 @@
-"""Models whose layers differ in KV heads, head_dim, query heads, values and windows: no layer stands for the others."""
+"""Models whose layers differ in KV heads, head_dim, query heads, values and windows: none stands for the others."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hf_fastdecode import _compat
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.generation import enabled
-from hf_fastdecode.generation.prompts import prefill
+from hf_fastdecode.generation.prompts import packed
 
 from ..tiny_models import ragged_prompts
 from .calls import seeded
@@ -74,7 +74,7 @@ def test_calls_that_work_are_shared(model, newer, loop):
 @pytest.mark.parametrize("loop", LOOPS, ids=["sample", "beams"])
 def test_a_call_that_fails_before_its_first_token_runs_stock(model, newer, caplog, monkeypatch, loop):
     stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop))
-    monkeypatch.setattr(prefill, "forward_pass", changed)
+    monkeypatch.setattr(packed, "forward_pass", changed)
     with fd.enabled(model):
         assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop)), stock)
         report = fd.explain(model).last_call
@@ -103,7 +103,7 @@ def test_a_call_prepared_from_other_arguments_runs_stock(model, newer, monkeypat
 
 @pytest.mark.parametrize("given", [fd.SharedContextCache, DynamicCache])
 def test_a_given_shared_cache_is_no_call_that_could_run_stock(model, newer, monkeypatch, given):
-    monkeypatch.setattr(prefill, "forward_pass", changed)
+    monkeypatch.setattr(packed, "forward_pass", changed)
     call = PROMPT | {"max_new_tokens": 2, CACHE: given()}
     with fd.enabled(model):
         if given is DynamicCache:
@@ -118,12 +118,12 @@ def test_what_no_release_changes_is_raised(model, newer, monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(prefill, "forward_pass", fail)
+    monkeypatch.setattr(packed, "forward_pass", fail)
     with fd.enabled(model), pytest.raises(type(error), match=str(error)):
         model.generate(**PROMPT, **SAMPLING)
 
 
 def test_with_a_tested_release_errors_are_raised(model, monkeypatch):
-    monkeypatch.setattr(prefill, "forward_pass", changed)
+    monkeypatch.setattr(packed, "forward_pass", changed)
     with fd.enabled(model), pytest.raises(TypeError, match="cache_of_tomorrow"):
         model.generate(**PROMPT, **SAMPLING)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Path, Span, path_slice
 from hf_fastdecode.cache.shared import SharedContextCache
-from hf_fastdecode.generation.prompts.prefill import _passes
+from hf_fastdecode.generation.prompts.packed import _passes
 from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan, group_prompts, plan_prompts
 from hf_fastdecode.generation.prompts.stored_prompts import StoredPrompts
 

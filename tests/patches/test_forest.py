@@ -110,7 +110,7 @@ def test_a_loaded_cache_has_no_model_until_a_call() -> None:
     with fd.enabled(slim):
         call = {"do_sample": False, "max_new_tokens": 3, "num_return_sequences": 1, "return_dict_in_generate": True}
         cache = pickle.loads(pickle.dumps(slim.generate(**PROMPTS, **call | {"num_beams": 2})[CACHE]))
-    with pytest.raises(ValueError, match="the slim model that makes them is gone"):
+    with pytest.raises(ValueError, match="the model whose layers make them is gone"):
         cache.fork()
 
 

@@ -13,7 +13,7 @@ from ..._compat import CACHE
 from ...attention.forest import Forest, Span, joined
 from ...attention.interface import SharedKV
 from ...attention.kv import Segment
-from ..handles import DecodeKV, PrefillKV, StoredLayer
+from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
 from ..layout import Kind, Store
 from ..state import SharedState
 from ..storage import TokenStorage
@@ -145,21 +145,23 @@ class SharedContextLayer(CacheLayerMixin):
             ValueError: The cache holds another dtype, number of rows, or shape.
         """
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        if (rows := self.state.rows_of_pass) is not None:
+            parts = Segment._make(packed(part, rows) for part in parts)
         self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:
             self.lazy_initialization(*self.storage.keys_and_values(parts))
         handle: SharedKV
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)
-            packed = Segment._make(part[0] for part in parts)
-            handle = PrefillKV(self.stored, packed)
+            new = Segment._make(part[0] for part in parts)
+            handle = PrefillKV(self.stored, new)
             spans = list(joined(item.span for item in self.state.packed))
             if self.state.suffix_rows:
                 self._fill_suffixes(spans, suffix_parts or parts)
                 return handle, handle
             for span in spans:
-                self.storage.segment(span.segment, self.state.segment_lengths[span.segment], packed)
-            self.storage.write_nodes(spans, packed)
+                self.storage.segment(span.segment, self.state.segment_lengths[span.segment], new)
+            self.storage.write_nodes(spans, new)
         else:
             require_dtype(parts[0].dtype, self.storage.suffix_example)
             self._make_room(parts)

@@ -21,10 +21,12 @@ class AttendsByItself(Protocol):
 
     Attributes:
         attends_by_itself: True.
+        suffixes_read: What reads suffixes in captured steps, for reports.
         layer_idx: Index of the layer.
     """
 
     attends_by_itself: ClassVar[bool]
+    suffixes_read: ClassVar[str]
     layer_idx: int
 
     @property

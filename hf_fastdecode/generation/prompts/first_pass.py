@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,8 +23,9 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...unsupported import Unsupported
 from ..call_context import CallContext
-from ..support import check_arguments, check_prompts
-from .prefill import prefill_passes
+from ..support import check_arguments, check_prompts, why_not_counted
+from .by_rows import Rows, plan_rows, row_passes
+from .packed import prefill_passes
 from .prompt_tree import PromptGroup, PromptPlan, group_prompts
 from .sharing import find_shared, keep_nodes, require_gain
 
@@ -93,40 +95,42 @@ class AwaitedPrompts:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width, positions = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
-        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        if mask is not None and positions is None and not bool(mask.all()):
+        mask, width, given = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
+        positions = check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
+        if mask is not None and given is None and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        groups = group_prompts(ids, mask)
+        by_rows = positions.ids if positions.differ else None
+        if by_rows is not None and (hidden or call.must_share):
+            raise Unsupported(why_not_counted(model, by_rows))
+        groups = group_prompts(ids, mask, by_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         reason = f"{self.loop} uses another decoding loop"
         report.mode_reason = report.sampler_reason = reason
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        found = find_shared(call, groups, max_suffix, recompute=recompute, reuse=embeddings is None)
+        reuse = embeddings is None and by_rows is None
+        found = find_shared(call, groups, max_suffix, recompute=recompute, reuse=reuse)
+        if by_rows is not None:
+            found.plan = plan_rows(groups, found.cache)
         require_gain(call, found, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
         cache.adopt_state(found.cache)
-        cache.checks_masks = self.checks_masks
+        cache.checks_masks, cache.state.position_planes = self.checks_masks, positions.planes if reuse else 0
         report.cache = ref(cache)
         places = _places(groups, found.plan, width, wanted)
         extra = {"output_hidden_states": True} if hidden else {}
-        passes = list(
-            prefill_passes(
-                model,
-                cache,
-                found.plan,
-                sorted(set(places[places >= 0].tolist())),
-                max_tokens=call.max_prefill_tokens,
-                length=width,
-                embeddings=embeddings,
-                **extra,
-            )
-        )
-        if embeddings is None:
+        limit = call.max_prefill_tokens
+        if by_rows is not None:
+            distinct = Rows(ids if embeddings is None else arguments["inputs_embeds"], mask, by_rows).distinct(groups)
+            passes = list(row_passes(model, cache, found.plan, distinct, keep=wanted, max_tokens=limit))
+        else:
+            tokens = sorted(set(places[places >= 0].tolist()))
+            packed = partial(prefill_passes, model, cache, found.plan, tokens, max_tokens=limit, length=width)
+            passes = list(packed(embeddings=embeddings, **extra))
+        if reuse:
             keep_nodes(call, cache)
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])

@@ -19,7 +19,7 @@ from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
-from .prefill import packed_passes
+from .packed import packed_passes
 from .prompt_tree import PromptGroup
 from .sharing import Shared
 

@@ -49,14 +49,17 @@ class PromptPlan:
     ends: tuple[int | None, ...]
 
 
-def group_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[PromptGroup]:
+def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None) -> list[PromptGroup]:
     """Group neighbouring rows with equal prompts and drop the padding.
 
     Args:
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
+        planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
+    if planes is not None and planes.shape[1] > 1:
+        same &= (planes[:, 1:] == planes[:, :-1]).all(0).all(1)
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
         same &= (attention_mask[1:] == attention_mask[:-1]).all(1)

@@ -8,13 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
+from ...unsupported import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
-from ..support import check_prompts
+from ..support import check_prompts, why_not_counted
 from .own_prompts import OwnPrompts, own_prompts, prefill_own_prompts, without_own_tokens
-from .prefill import node_logits, prefill_nodes, stacked
+from .packed import node_logits, prefill_nodes, stacked
 from .prompt_tree import PromptGroup, group_prompts, plan_prompts
 from .sharing import Shared, find_shared, keep_nodes, require_gain
 from .stored_prompts import StoredPrompts
@@ -53,10 +53,13 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
     """
     model, width, longest = call.model, input_ids.shape[1], int(call.config.max_length)
     mask, positions = call.arguments.get("attention_mask"), call.arguments.get("position_ids")
-    check_prompts(model, call.structure.layout, input_ids, mask, positions, longest=longest)
+    given = check_prompts(model, call.structure.layout, input_ids, mask, positions, longest=longest)
+    if given.differ:  # this loop gives every step a position per row
+        raise Unsupported(why_not_counted(model, cast(Tensor, positions)))
     max_suffix = longest - width
     found = find_shared(call, group_prompts(input_ids, mask), max_suffix)
     groups, plan, cache = found.groups, found.plan, found.cache
+    cache.state.position_planes = given.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     rerun_last_token = None in plan.ends or (found.known and len(plan.new_tokens) <= len(groups))
     if rerun_last_token:
@@ -77,11 +80,11 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
         device = input_device(model)
         output = forward_pass(
             model,
+            cache,
+            positions[:, None].to(device),
             input_ids=suffix_tokens.to(device),
-            position_ids=positions[:, None].to(device),
             use_cache=True,
             return_dict=True,
-            **{CACHE: cache},
         )
         return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)

@@ -5,7 +5,8 @@ prompts, lengths and sample counts in its bucket of rows. Another capture is nee
 levels than the tables hold, a widest node that needs other launch parameters, completions that have outgrown what rows
 share, rows that outgrow a sliding window, or changes of the model's state.
 
-Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage moves.
+Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage
+moves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..._compat import ATTENTION_FIELD, CACHE
+from ..._compat import ATTENTION_FIELD
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
@@ -105,14 +106,7 @@ class CapturedStep:
 
         def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
             view.begin()
-            output = forward_pass(
-                model,
-                input_ids=ids,
-                position_ids=positions,
-                return_dict=True,
-                **{CACHE: view},
-                **dict(options.arguments),
-            )
+            output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **dict(options.arguments))
             return output.logits[:, -1].contiguous()
 
         @contextmanager

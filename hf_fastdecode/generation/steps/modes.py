@@ -60,7 +60,7 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
     if call.mode == "eager":
         yield eager
         return
-    captures, configs, forced = call.state.captures, call.structure.configs, call.options.needs_capture
+    captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
     if captures.owner == threading.get_ident():
         if forced:
             raise _cannot_run(forced, "it is inside another generate call of this model")
@@ -80,10 +80,10 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
         fused_rows = _fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
             if not checked:
-                captures.refresh(model, configs)
+                captures.refresh(model, structure.configs)
                 checked = True
             return CapturedSteps(
-                model, cache, arguments, captures, configs, captured, compiled=compiled, fused_rows=fused_rows
+                model, cache, arguments, captures, structure, captured, compiled=compiled, fused_rows=fused_rows
             )
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():

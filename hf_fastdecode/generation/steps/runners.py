@@ -7,12 +7,12 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..._compat import CACHE
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
+from ..structure import Structure
 from .cuda_graph import CaptureOptions, Captures, bucket
 
 logger = logging.getLogger("hf_fastdecode")
@@ -70,14 +70,7 @@ class EagerSteps:
         device = self.model.device
         if device.type != "meta" and ids.device != device:  # prompts may be on the CPU
             ids, positions = ids.to(device), positions.to(device)
-        output = forward_pass(
-            self.model,
-            input_ids=ids,
-            position_ids=positions,
-            return_dict=True,
-            **{CACHE: self.cache},
-            **self.arguments,
-        )
+        output = forward_pass(self.model, self.cache, positions, input_ids=ids, return_dict=True, **self.arguments)
         return output.logits[:, -1]
 
     def select(self, rows: list[int]) -> Steps:
@@ -96,7 +89,7 @@ class CapturedSteps:
         cache: The batch.
         arguments: Model arguments beyond tokens, positions and cache.
         captures: The model's captured steps.
-        configs: The model's config objects.
+        structure: Of the model.
         remake: Creates the runner of a batch that was compacted, or whose storage moved. For a compacted batch that
             cannot be captured, it returns the given larger runner if that can go on.
         compiled: Compile the layers.
@@ -109,23 +102,24 @@ class CapturedSteps:
         cache: SharedContextCache,
         arguments: dict[str, Any],
         captures: Captures,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         remake: Callable[[SharedContextCache, CapturedSteps | None], Steps],
         *,
         compiled: bool,
         fused_rows: int,
     ):
         self.cache = cache
-        self._model, self._configs, self._captures, self._remake = model, configs, captures, remake
+        self._model, self._configs, self._captures, self._remake = model, structure.configs, captures, remake
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
         cache.reserve(cache.suffix_length + 1)
-        self._step = captures.find(model, cache, configs, self._options)
+        self._step = captures.find(model, cache, structure.configs, self._options)
         for layer in cache.attention_layers:
-            did = f"{len(cache.forest.nodes)} node(s) and {cache.rows} suffixes by triton, captured"
-            if layer.storage.captured_in_place:
-                did = f"{len(cache.forest.nodes)} node(s) by triton, suffixes by the layer's own code, captured"
+            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.stored.index)
+            did = f"{nodes} and {cache.rows} suffixes by triton, captured"
+            if own is not None:
+                did = f"{nodes} by triton, {own.suffixes_read}, captured"
             layer.stored.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class SlimAttention(SlimTokens):
     values_from: ClassVar[str] = "v_proj"
     output_projection: ClassVar[str] = "o_proj"
     attends_by_itself: ClassVar[bool] = True  # see `AttendsByItself`
+    suffixes_read: ClassVar[str] = "slim suffixes by slim_decode"
     attention_dropout: float
 
     def __init__(self, config: Any, layer_idx: int, layer: SlimLayer) -> None:

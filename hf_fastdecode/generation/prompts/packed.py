@@ -1,4 +1,4 @@
-"""Prefill: computes each node's keys and values once, packed into long rows."""
+"""Packed prefill: computes each node's keys and values once, all tokens end to end in long rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import CACHE, keeps_logits
+from ..._compat import keeps_logits
 from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
@@ -144,11 +144,11 @@ def packed_passes(
         with cache.prefilling(items_of_pass):
             output = forward_pass(
                 model,
+                cache,
+                _positions(items_of_pass)[None].to(device),
                 **given,
-                position_ids=_positions(items_of_pass)[None].to(device),
                 use_cache=True,
                 return_dict=True,
-                **{CACHE: cache},
                 **arguments,
                 **({"logits_to_keep": keep} if keeps else {}),
             )
