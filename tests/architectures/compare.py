@@ -86,7 +86,7 @@ def _kept(model: PreTrainedModel) -> fd.SharedContextCache:
 
 def _spoilt(cache: fd.SharedContextCache) -> fd.SharedContextCache:
     """With other values in its nodes: whoever compares must see it."""
-    for layer in cache.layers:
+    for layer in cache.attention_layers:
         for segment in layer.storage.segments.values():
             segment.values.neg_()
     return cache
