@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from .cache.fingerprint import Fingerprint
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
+from .errors import Unsupported
 from .generation.enabled import install, report_on, uninstall
 from .generation.model_state import state_of
 from .generation.options import Options
 from .generation.prompts.packed import prefill_nodes
+from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
 from .generation.prompts.stored_prompts import StoredPrompts
 from .generation.report import Report
 from .generation.support import check_model, check_prompts, check_state, rope_limit
-from .prompt_ids import padded_ids
-from .unsupported import Unsupported
 from .wrappers import unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -17,7 +17,6 @@ import typer
 from . import __version__
 from .assets import few_shot_prompt
 from .bench.app import app as bench
-from .command_errors import CommandError, forced_options
 from .command_options import EMBEDDED, check_device, check_dtype, check_options, config_file, truth
 from .commands.console import ManyValues, OneLineErrors, cpu_is_busy, note, progress_bar, quiet_libraries
 from .commands.convert import convert_checkpoint
@@ -27,6 +26,7 @@ from .commands.prompts import given_text, read_prompts
 from .commands.sampling import TEMPERATURE, TOP_P, Sampling, check_positive, sampling_from_options
 from .commands.serve import serve
 from .commands.tasks import DEFAULT_TASK, SHOTS, pick_tasks
+from .errors import CommandError, forced_options
 from .evals.harness.command import PASS_ON, lm_eval
 from .interrupts import exit_on_interrupt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from .assets import MODEL_PATH
-from .command_errors import CommandError, one_line
+from .errors import CommandError, one_line
 from .generation.options import Options
 from .measurement.shapes import SHAPES
 

@@ -9,8 +9,8 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoConfig
 
-from .command_errors import CommandError, one_line
 from .command_options import EMBEDDED, config_file
+from .errors import CommandError, one_line
 
 _HUB_TIMEOUT: Final = 10.0  # seconds
 

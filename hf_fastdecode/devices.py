@@ -1,10 +1,10 @@
-"""Devices: from a name on the command line, and errors of their memory."""
+"""Devices, from a name on the command line."""
 
 from __future__ import annotations
 
 import torch
 
-from .command_errors import CommandError, one_line
+from .errors import CommandError, one_line
 
 
 def pick_device(name: str) -> torch.device:
@@ -26,10 +26,3 @@ def pick_device(name: str) -> torch.device:
     if device.type == "meta":
         raise CommandError(f"device {name!r} holds no numbers; try auto or cpu")
     return device
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; for memory of the CPU torch raises a RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

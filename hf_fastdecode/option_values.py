@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .command_errors import CommandError
+from .errors import CommandError
 
 
 def parse_counts(name: str, text: str) -> list[int]:

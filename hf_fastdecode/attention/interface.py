@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import ATTENTION_FIELD
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .autocast import cast, no_autocast
 from .scoring import Scoring
 

@@ -17,8 +17,8 @@ from ..attention.scoring import Scoring
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
+from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
-from ..unsupported import Unsupported
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage

@@ -15,7 +15,7 @@ from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
 from ..attention.kv import Segment
 from ..attention.torch_operators.backends import BACKENDS
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .accounting import CacheBytes, within
 from .fingerprint import Fingerprint
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor

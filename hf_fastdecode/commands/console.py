@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..command_errors import CommandError, one_line
+from ..errors import CommandError, one_line
 from ..interrupts import INTERRUPTED, exit_on_interrupt
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"

@@ -13,8 +13,8 @@ import typer
 
 from hf_fastdecode.interrupts import exit_on_interrupt
 
-from ..command_errors import CommandError, one_line
 from ..command_options import check_dtype
+from ..errors import CommandError, one_line
 from .console import note, quiet_libraries
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -20,8 +20,8 @@ from hf_fastdecode.evals.sandbox import SandboxError, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
-from ..command_errors import CommandError
-from ..continuations import end_tokens_of
+from ..errors import CommandError
+from ..measurement.continuations import end_tokens_of
 from .completions import Completion, Draw, draw, encode, read_completions
 from .memory import check_memory
 from .sampling import Sampling

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_fastdecode.cache.accounting import KVSizes
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 from .console import bytes_text
 from .sampling import Sampling
 

@@ -14,12 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
-from ..command_errors import CommandError, one_line
 from ..command_options import EMBEDDED, SHAPE, check_dtype
 from ..configs import load_config
-from ..devices import out_of_memory
+from ..errors import CommandError, one_line, out_of_memory
+from ..generation.prompts.prompt_ids import has_no_vocabulary
 from ..measurement.shapes import SHAPES, random_model
-from ..prompt_ids import has_no_vocabulary
 from .completions import vocabulary_of
 from .console import note
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 
 TEMPERATURE: Final = 0.8
 TOP_P: Final = 0.95

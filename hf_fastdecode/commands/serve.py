@@ -9,7 +9,7 @@ from typing import Any, Final
 import typer
 
 from ..assets import embedded_folder
-from ..command_errors import CommandError
+from ..errors import CommandError
 from ..interrupts import exit_on_interrupt
 
 _REMEDY: Final = "pip install 'transformers[serving]'"

@@ -7,7 +7,7 @@ from typing import Final
 
 from hf_fastdecode.assets import Task, embedded_tasks, fewshot_tasks
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""

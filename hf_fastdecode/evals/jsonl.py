@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self, TypeVar, get_args
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 from .records import Sample, Status, Verdict
 
 SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)

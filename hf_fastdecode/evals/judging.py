@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 from .jsonl import JsonlWriter, read_jsonl
 from .records import Sample, Verdict
 from .run_files import exclusive, write_whole

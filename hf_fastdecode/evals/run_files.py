@@ -10,7 +10,7 @@ from typing import Final, TextIO
 
 from filelock import FileLock, Timeout
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 
 SETTINGS: Final = "settings.json"
 SAMPLES: Final = "samples.jsonl"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from filelock import FileLock
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 from .records import Way
 from .run_files import SETTINGS, VERDICTS, sample_files, write_text
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import _compat
 from ..cache.layout import ModelLayout
-from ..unsupported import reason_of
+from ..errors import reason_of
 from .generate_hooks import METHODS
 from .instance_patch import STATE_ATTRIBUTE
 from .model_state import STATE_LOCK, ModelState, state_of

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .._compat import global_forward_hooks
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .instance_patch import STATE_ATTRIBUTE
 
 # Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.

@@ -44,7 +44,7 @@ from .._compat import (
 from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .call_context import CallContext
 from .decoding.decode import decode_shared
 from .instance_patch import STATE_ATTRIBUTE

@@ -20,7 +20,7 @@ from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
-from ..unsupported import Unsupported
+from ..errors import Unsupported
 from .foreign_code import check_code
 from .positions import Positions, reduced
 

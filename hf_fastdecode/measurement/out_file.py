@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from ..command_errors import CommandError
+from ..errors import CommandError
 from .rows import partial_of, read_rows
 
 

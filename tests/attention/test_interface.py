@@ -15,7 +15,7 @@ from hf_fastdecode.attention.interface import (
     active,
     shared_context_attention,
 )
-from hf_fastdecode.unsupported import Unsupported
+from hf_fastdecode.errors import Unsupported
 
 
 class Keys(SharedKV):

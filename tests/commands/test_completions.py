@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import (
     Draw,
     TokenLogProbs,
@@ -15,7 +14,8 @@ from hf_fastdecode.commands.completions import (
     read_completions,
 )
 from hf_fastdecode.commands.sampling import Sampling
-from hf_fastdecode.continuations import end_tokens_of
+from hf_fastdecode.errors import CommandError
+from hf_fastdecode.measurement.continuations import end_tokens_of
 
 PROMPTS = ["assert length('red') == 3", "def add(a, b):\n    return"]
 

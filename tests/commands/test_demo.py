@@ -7,12 +7,12 @@ import torch
 from rich.console import Console
 
 from hf_fastdecode.assets import embedded_tasks
-from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.completions import Completion
 from hf_fastdecode.commands.demo import _rank, check_same, run_demo
 from hf_fastdecode.commands.render import demo_text
 from hf_fastdecode.commands.sampling import Sampling
 from hf_fastdecode.commands.tasks import DEFAULT_TASK, pick_tasks
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.sandbox import SandboxError
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32

@@ -9,10 +9,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
-from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.inspection.report import inspect_model
 from hf_fastdecode.commands.inspection.sharing import Sharing
 from hf_fastdecode.commands.inspection.sharing_table import sharing_text
+from hf_fastdecode.errors import CommandError
 
 LLAMA = {
     "hidden_size": 64,

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from hf_fastdecode import command_options, configs
-from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.console import quiet_libraries
 from hf_fastdecode.commands.generate import generate
 from hf_fastdecode.commands.models import load_model
 from hf_fastdecode.commands.sampling import Sampling
 from hf_fastdecode.configs import load_config
 from hf_fastdecode.devices import pick_device
+from hf_fastdecode.errors import CommandError
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
 from hf_fastdecode.commands.prompts import read_prompts
+from hf_fastdecode.errors import CommandError
 
 
 def stdin(content: bytes = b"", *, terminal: bool = False) -> io.TextIOWrapper:

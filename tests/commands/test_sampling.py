@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError, one_line
 from hf_fastdecode.commands.sampling import Sampling, sampling_from_options
+from hf_fastdecode.errors import CommandError, one_line
 
 NOTHING = {
     "n": None,

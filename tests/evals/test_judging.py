@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals import judging
 from hf_fastdecode.evals.jsonl import read_jsonl, read_verdicts
 from hf_fastdecode.evals.judging import judge

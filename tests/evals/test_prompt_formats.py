@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.task import Task
 from hf_fastdecode.evals.tasks import TaskSet, load_tasks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.run_files import exclusive, write_text, write_whole
 
 

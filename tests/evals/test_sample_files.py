@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.formats import FORMS, export_samples, import_samples
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.task import Task

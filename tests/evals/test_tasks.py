@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.tasks import TASK_NAMES, TaskIds, load_tasks
 from hf_fastdecode.evals.tasks.published import FILES
 

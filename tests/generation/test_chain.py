@@ -14,8 +14,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.decoding.processor_chain import Chain, read_chain
-from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import tiny_model
 

@@ -15,8 +15,8 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
 from hf_fastdecode.cache.layout import ModelLayout
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, sharing, start
-from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both

@@ -13,9 +13,9 @@ from hf_fastdecode.attention.interface import (
     SlidingWindow,
     shared_context_attention,
 )
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.unsupported import Unsupported
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
-from ...unsupported import Unsupported
 from ..forest import Forest
 from ..kv import Segment, SuffixLengths
 from ..partial import Partial

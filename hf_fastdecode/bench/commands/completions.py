@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ...attention.torch_operators.backends import backend_of_environment
-from ...command_errors import CommandError
 from ...command_options import check_device, check_options
+from ...errors import CommandError
 from ...interrupts import exit_on_interrupt
 from ...measurement.out_file import check_out
 from ...measurement.shapes import SHAPES

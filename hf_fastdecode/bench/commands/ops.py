@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...attention.torch_operators.backends import BACKEND_VARIABLE
-from ...command_errors import CommandError
 from ...command_options import check_device
+from ...errors import CommandError
 from ...interrupts import exit_on_interrupt
 from ...measurement.out_file import check_out
 from ..op_cases import OP_SETS, OpCase, with_dtype

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ...interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ...measurement.show import show
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ...command_errors import CommandError
 from ...command_options import check_device
+from ...errors import CommandError
 from ...interrupts import exit_on_interrupt
 from ...measurement.out_file import check_out
 from ...measurement.show import show as show_table

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ...command_errors import CommandError
 from ...command_options import check_device, check_options
+from ...errors import CommandError
 from ...measurement.out_file import check_out
 from ..generate_cases import WAYS
 from ..op_cases import OpCase

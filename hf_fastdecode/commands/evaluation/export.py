@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ...evals.formats import FORMS, Form, export_samples
 from ..console import note
 from .option_groups import expand_option_groups

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ...command_errors import forced_options
+from ...errors import forced_options
 from ...evals.generation.units import WHOLE, Shard
 from ...evals.settings import RunSettings, prompts_digest
 from ..console import note, quiet_libraries

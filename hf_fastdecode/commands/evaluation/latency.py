@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...command_errors import CommandError, forced_options
+from ...errors import CommandError, forced_options
 from ...evals.run_files import LATENCY, SETTINGS
 from ...evals.settings import read_settings
 from ...option_values import split_values

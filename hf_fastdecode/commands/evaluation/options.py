@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 
-from ...command_errors import CommandError
 from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
+from ...errors import CommandError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.task import Task

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ...evals.prompts import PromptFormat
 from ...evals.settings import Drawing
 from ...evals.tasks import TaskSet

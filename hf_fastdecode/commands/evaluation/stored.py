@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ...evals.records import Sample
 from ...evals.settings import read_settings
 from ...evals.tasks import TaskSet

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from ...attention.torch_operators.backends import backend_of_environment
-from ...command_errors import CommandError, one_line
 from ...command_options import check_options
+from ...errors import CommandError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
 from ...evals.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS

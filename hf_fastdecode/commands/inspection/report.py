@@ -18,9 +18,9 @@ from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_cache
 from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
-from ...command_errors import CommandError, one_line
 from ...command_options import check_dtype
 from ...configs import max_positions
+from ...errors import CommandError, one_line
 from .sharing import Sharing, count_sharing
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from hf_fastdecode.prompt_ids import has_no_vocabulary
+from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
 from ..cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..json_records import Record, parse_records, read_bytes
 from ..records import Sample

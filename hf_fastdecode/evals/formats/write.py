@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..records import Sample
 from ..run_files import write_text

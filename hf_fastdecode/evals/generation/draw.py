@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.api import enabled
-from hf_fastdecode.continuations import continuation, end_tokens_of
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
+from hf_fastdecode.measurement.continuations import continuation, end_tokens_of
 
 from ..prompts import PromptFormat
 from ..records import Sample

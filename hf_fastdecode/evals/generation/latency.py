@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hf_fastdecode.api import explain
-from hf_fastdecode.devices import out_of_memory
+from hf_fastdecode.errors import out_of_memory
 
 from ..prompts import PromptFormat
 from ..records import Latency, Mode

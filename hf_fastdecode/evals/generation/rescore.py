@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
-from ...command_errors import CommandError
-from ...drawing_errors import told
+from ...errors import CommandError
+from ...measurement.drawing_errors import told
 from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
 from ..records import Sample

@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ...command_errors import CommandError
-from ...drawing_errors import told
+from ...errors import CommandError
+from ...measurement.drawing_errors import told
 from ..prompts import PromptFormat
 from ..settings import RunSettings, claim_folder
 from ..task import Task

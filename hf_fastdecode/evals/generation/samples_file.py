@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ..jsonl import JsonlWriter, read_jsonl, read_samples
 from ..records import Sample
 from ..run_files import SAMPLES, exclusive, sample_files, write_text

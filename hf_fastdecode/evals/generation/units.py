@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ..run_files import SAMPLES
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import typer
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ...interrupts import exit_on_interrupt
 

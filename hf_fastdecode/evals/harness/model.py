@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from hf_fastdecode.api import enable
 from hf_fastdecode.assets import embedded_folder
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.generation.options import Options
 
 from ...command_options import EMBEDDED

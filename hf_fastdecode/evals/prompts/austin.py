@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..task import Task
 from .format import PromptFormat

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..task import Task
 from .format import PromptFormat

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..task import Task
 from .completing import function_end

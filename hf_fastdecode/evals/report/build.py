@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ..jsonl import read_samples, read_verdicts
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.duplicates import Deduplicate

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from ...command_errors import CommandError
+from ...errors import CommandError
 from ..records import Latency, Mode, Way
 
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_fastdecode.command_errors import CommandError, one_line
+from hf_fastdecode.errors import CommandError, one_line
 
 from ..json_records import Record
 from .published import PublishedFile, published_file

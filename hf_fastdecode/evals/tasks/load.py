@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..json_records import Record, parse_records, read_bytes
 from ..task import Task

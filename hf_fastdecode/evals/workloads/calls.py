@@ -20,7 +20,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.shared import cache_bytes
-from hf_fastdecode.devices import out_of_memory
+from hf_fastdecode.errors import out_of_memory
 
 from ...measurement.status import NotAvailableError, status_of
 from ...measurement.timing import percentiles, wall_samples

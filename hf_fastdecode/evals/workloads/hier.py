@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ...configs import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.command_errors import CommandError
-from hf_fastdecode.continuations import continuation, end_tokens_of
+from hf_fastdecode.errors import CommandError
+from hf_fastdecode.measurement.continuations import continuation, end_tokens_of
 
 from ...configs import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, guarded, measure_calls

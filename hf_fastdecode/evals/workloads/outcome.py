@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ...measurement.rows import Row
 from ...measurement.runner import failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.option_values import is_count, split_values
 
 

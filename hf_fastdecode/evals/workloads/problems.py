@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 
 from ..prompts import prompt_format
 from ..task import Task

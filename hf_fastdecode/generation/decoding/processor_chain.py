@@ -21,7 +21,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 
+from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
 from ...kernels.sampling import limits
-from ...unsupported import Unsupported
 from .processor_chain import Chain, read_chain
 
 

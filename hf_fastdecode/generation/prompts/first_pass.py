@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from ..._compat import CACHE
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 from ..call_context import CallContext
 from ..support import check_arguments, check_prompts, why_not_counted
 from .by_rows import Rows, plan_rows, row_passes

@@ -17,7 +17,7 @@ from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 from ..call_context import CallContext
 from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
 from .stored_prompts import StoredPrompts

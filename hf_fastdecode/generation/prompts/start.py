@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cache.shared import SharedContextCache
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
 from ..support import check_prompts, why_not_counted

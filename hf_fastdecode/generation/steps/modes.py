@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ...cache.shared import SharedContextCache
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 from ..call_context import CallContext
 from ..support import step_arguments
 from .compiled_layers import decoder_layers

@@ -10,7 +10,7 @@ from ...attention.interface import SlidingWindow
 from ...attention.kv import Segment
 from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
-from ...unsupported import Unsupported
+from ...errors import Unsupported
 from .forest_attention import check_shared
 from .rotation import OF_SLOTS, Rotation
 from .slim_attention import cache_dtype

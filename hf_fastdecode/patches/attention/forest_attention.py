@@ -21,8 +21,8 @@ from ...attention.torch_operators.operators import cannot_run
 from ...cache.handles import DecodeKV, PrefillKV
 from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
-from ...unsupported import Unsupported
 from .rotation import Rotation, Tables, takes_kernels
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
 from hf_fastdecode.evals.generation.samples_file import merged_samples, open_samples, sample_files

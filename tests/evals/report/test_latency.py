@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.records import Latency
 from hf_fastdecode.evals.report import read_latency
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.records import Sample, Verdict
 from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report.join import accuracy_within, fastest, largest_n_within, points

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.workloads.document import MOST_FACTS, is_right, make_document
 from hf_fastdecode.evals.workloads.facts import Fact, make_facts
 

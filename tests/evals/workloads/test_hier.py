@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.workloads import calls, hier
 from hf_fastdecode.evals.workloads.cases import LEVELS
 from hf_fastdecode.evals.workloads.hier import HierBench

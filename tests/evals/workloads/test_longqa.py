@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.workloads import longqa
 from hf_fastdecode.evals.workloads.calls import Measured
 from hf_fastdecode.evals.workloads.document import make_document

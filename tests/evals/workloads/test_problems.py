@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.command_errors import CommandError
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.evals.workloads.points import check_point, parse_points
 from hf_fastdecode.evals.workloads.problems import problem_prompts

@@ -8,8 +8,7 @@ from typing import Any
 
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
-from .command_errors import CommandError
-from .devices import out_of_memory
+from ..errors import CommandError, out_of_memory
 
 
 @contextmanager

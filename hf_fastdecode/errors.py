@@ -1,0 +1,68 @@
+"""What a user can set right, what is left to stock transformers, and memory that ran out. Without torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class CommandError(ValueError):
+    """Something that the user can set right, told in one line: the value, the bound and the remedy.
+
+    Args:
+        message: The line.
+        exit_code: The command's exit status: 2 for bad input, 1 for a check that failed.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def one_line(error: BaseException, width: int = 400) -> str:
+    """An error of another library in one line of at most so many letters."""
+    return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
+
+
+@contextmanager
+def forced_options() -> Iterator[None]:
+    """Within, an option that was forced and cannot be is told in one line."""
+    try:
+        yield
+    except ValueError as error:
+        if " cannot run: " not in str(error):
+            raise
+        raise CommandError(str(error)) from error
+
+
+class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from, by running stock
+    """A model, call, prompt or layer cannot run with shared context, or processors not in the sampling kernel.
+
+    Args:
+        what: What cannot, and why.
+        remedy: What to do about it, if anything.
+    """
+
+    def __init__(self, what: str, remedy: str | None = None):
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what, self.remedy = what, remedy
+
+
+def reason_of(check: Callable[..., object], *arguments: Any) -> str | None:
+    """Run a check that raises `Unsupported`; returns its reason, or None if it passes."""
+    try:
+        check(*arguments)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; for memory of the CPU torch raises a RuntimeError."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
