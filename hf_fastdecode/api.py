@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache.fingerprint import Fingerprint
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported
 from .generation.enabled import install, report_on, uninstall
+from .generation.identity import Fingerprint
 from .generation.model_state import state_of
 from .generation.options import Options
 from .generation.prompts.packed import prefill_nodes

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -96,37 +97,56 @@ def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
     assert exposed <= {"hf_fastdecode"}
 
 
-# What may import what: a layer those before it. Between the two of one set there is no way.
+# What may import what: a layer those before it. Between those of one set there is no way. Layers are files and folders
+# of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
-    *({"kernels"}, {"attention"}, {"cache"}, {"generation", "patches"}, {"api", "assets"}, {"measurement"}),
-    *({"bench", "evals", "conversion"}, {"commands"}),
+    *({"_compat", "errors", "weak_method", "wrappers"}, {"kernels"}, {"attention"}, {"cache"}, {"conversion/fit"}),
+    *({"generation", "patches"}, {"assets"}, {"api"}, {"devices", "option_values", "interrupts"}, {"measurement"}),
+    *({"command_options"}, {"configs"}, {"conversion"}, {"bench", "evals"}, {"commands"}, {"cli"}, {"__main__"}),
 )
 
 
+def layer_of(parts: Sequence[str]) -> str:
+    """The layer of a module, by the parts of its name within the package."""
+    return "conversion/fit" if list(parts[:2]) == ["conversion", "fit"] else parts[0]
+
+
 def imported_layers(path: Path) -> set[str]:
-    """Folders and files of the package, by their names without a suffix, that a file imports from."""
-    inside = path.relative_to(PACKAGE).parts
+    """Layers of the package that a file imports from, by relative and by absolute names."""
+    inside = path.relative_to(PACKAGE).with_suffix("").parts
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
+        if not isinstance(node, ast.ImportFrom):
             continue
-        base = inside[: len(inside) - node.level]
         names = node.module.split(".") if node.module else []
-        targets = [(*base, *names)] if names else [(*base, alias.name) for alias in node.names]
-        found |= {target[0] for target in targets if target}
+        if node.level:
+            names = [*inside[: len(inside) - node.level], *names]
+        elif names[0] != PACKAGE.name:
+            continue
+        else:
+            names = names[1:]
+        modules = [names] if names else [[alias.name] for alias in node.names]
+        if names and (PACKAGE / Path(*names)).is_dir():  # names of a package may be its modules
+            modules = [[*names, alias.name] for alias in node.names]
+        found |= {layer_of(module) for module in modules}
     return found
+
+
+def test_every_file_has_a_layer():
+    files = {layer_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    assert files - {"__init__"} == set.union(*LAYERS)
 
 
 @pytest.mark.parametrize("layer", sorted(set.union(*LAYERS)))
 def test_imports_point_one_way(layer):
     place = next(index for index, names in enumerate(LAYERS) if layer in names)
     above = set.union(*LAYERS[place:]) - {layer}
-    files = (
-        [PACKAGE / f"{layer}.py"] if (PACKAGE / f"{layer}.py").exists() else sorted((PACKAGE / layer).rglob("*.py"))
-    )
-    assert files
-    for path in files:
-        assert not imported_layers(path) & above, path
+    paths = [
+        path for path in PACKAGE.rglob("*.py") if layer_of(path.relative_to(PACKAGE).with_suffix("").parts) == layer
+    ]
+    assert paths
+    wrong = {str(path.relative_to(PACKAGE)): found for path in paths if (found := imported_layers(path) & above)}
+    assert not wrong
 
 
 def test_kernels_know_nothing_of_transformers():

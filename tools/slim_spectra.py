@@ -21,7 +21,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_fastdecode.bench.markdown import head, line
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
+from hf_fastdecode.conversion.fit import (
     RANK_SHARES,
     AttentionWeights,
     CacheError,
@@ -30,8 +31,7 @@ from hf_fastdecode.conversion import (
     fit_layer,
     key_statistics,
 )
-from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
-from hf_fastdecode.conversion.layer_plan import share_name
+from hf_fastdecode.conversion.fit.layer_plan import share_name
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
 from .pages import DOCS, replace_table

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
+from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
+from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
+from hf_fastdecode.conversion.fit import (
     AttentionWeights,
     CacheError,
     CacheErrors,
@@ -22,9 +25,6 @@ from hf_fastdecode.conversion import (
     fit_layer,
     key_statistics,
 )
-from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
-from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
 
 from .pages import DOCS, replace_table
 

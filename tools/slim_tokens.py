@@ -31,6 +31,8 @@ from .token_agreement import (
 PROMPTS: Final = slice(24, 60)
 """Tasks that are continued; the built-in text, on which slim models are calibrated, has none of them."""
 
+_LONGEST: Final = 192  # tokens of a solution at most
+
 
 def caches() -> Caches:
     """Predictions of a text, and of solutions of tasks, that the built-in text does not have."""
@@ -45,7 +47,7 @@ def caches() -> Caches:
         forced, greedy = (None if dtype is None else RoundedCache(full.config, dtype) for _ in range(2))
         with torch.no_grad():
             logits = one(ids, **{CACHE: forced}).logits[0]
-        generated = one.generate(**prompts, **{CACHE: greedy}, do_sample=False)
+        generated = one.generate(**prompts, **{CACHE: greedy}, do_sample=False, max_new_tokens=_LONGEST)
         end = model.generation_config.eos_token_id
         return Predictions(logits, before_end(generated[:, prompts.input_ids.shape[1] :], end))
 

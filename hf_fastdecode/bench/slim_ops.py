@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
 from ..kernels.failures import Kernel, forget
 from ..kernels.slim_decode.limits import refusal
 from ..measurement.status import NotAvailableError, status_of
 from ..measurement.timing import Times, time_operator
-from ..patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
 from .accuracy import BOUND
 from .op_cases import NodeSpec, OpCase
 from .op_inputs import sets_needed

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
@@ -17,7 +17,6 @@ from ..attention.kv import Segment
 from ..attention.torch_operators.backends import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
-from .fingerprint import Fingerprint
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
@@ -38,6 +37,14 @@ class FirstPass(Protocol):
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
+        ...
+
+
+class FilledBy(Protocol):
+    """Snapshot of the model that filled a cache."""
+
+    def difference(self, model: nn.Module) -> str | None:
+        """What of a model is other than it was then; None if its keys and values would be the same."""
         ...
 
 
@@ -65,7 +72,7 @@ class SharedContextCache(CacheRows):
         self.stores: tuple[tuple[Store, ...], ...] | None = None  # of the model that was met
         self.segment_tokens: list[Tensor] = []
         self.protected_segments = 0  # leading segments shared with other caches, which `consolidate` leaves in place
-        self.fingerprint: Fingerprint | None = None  # of the model that filled the cache, if known
+        self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
         self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
 

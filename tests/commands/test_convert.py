@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import needs_weights, refusal, run

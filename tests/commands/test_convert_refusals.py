@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 
 from ..conversion.checkpoint.checkpoints import save_multi_head
 from ..patches.encoder_decoder_models import encoder_decoder

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import compiled_projections, modes, projections
 from hf_fastdecode.generation.steps import cuda_graph as capture
@@ -214,13 +215,13 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
     call = ragged_prompts(41) | SAMPLING
     ids = torch.tensor([[5, 6, 7]])
     expected, where = model(ids).logits.detach(), places(model)  # a graph would hold the weights
-    state = capture.captured_state(model, Structure.of(model).configs)
+    state = captured_state(model, Structure.of(model).configs)
     seen = []
 
     def train():
         attention = model.model.layers[0].self_attn
         kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
-        same = capture.captured_state(model, Structure.of(model).configs) == state
+        same = captured_state(model, Structure.of(model).configs) == state
         before = len(graphs)
         logits = model(ids).logits
         logits.sum().backward()
@@ -235,7 +236,7 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
 
     monkeypatch.setattr(capture, "forward_pass", meanwhile)
     with fd.enabled(model, mode=mode, backend="triton"):
-        state = capture.captured_state(model, Structure.of(model).configs)
+        state = captured_state(model, Structure.of(model).configs)
         model.generate(**call)
     kinds, same, compilations, logits, trained = seen[0]
     assert kinds == (nn.Linear, True, False)

@@ -35,6 +35,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, Plan
 from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
 from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
@@ -43,7 +44,6 @@ from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_dec
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.limits import FP8_CAPABILITY
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
-from hf_fastdecode.patches.values.eight_bits import stored_bytes
 
 
 class Gpu(NamedTuple):

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion import CacheErrors, attention_output, key_statistics
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
-from hf_fastdecode.patches.values.eight_bits import stored_bytes
+from hf_fastdecode.conversion.fit import CacheErrors, attention_output, key_statistics
+from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import family_model

@@ -26,7 +26,6 @@ from transformers import (
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion import attention_output
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.families.lookup import FAMILIES as SUPPORTED
@@ -35,7 +34,8 @@ from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, PlanError
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
-from hf_fastdecode.patches.values.eight_bits import stored_bytes
+from hf_fastdecode.conversion.fit import attention_output
+from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
 
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts

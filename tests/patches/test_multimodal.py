@@ -25,9 +25,9 @@ from hf_fastdecode.conversion.checkpoint.families.multimodal import MULTIMODAL a
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.checkpoint.source import Checkpoint
+from hf_fastdecode.conversion.fit.stored_positions import DIGITS
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.values.stored_positions import DIGITS
 
 from ..commands.command_line import run
 from ..fresh_processes import run_fresh

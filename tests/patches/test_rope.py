@@ -20,7 +20,7 @@ from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
-from hf_fastdecode.patches.values.stored_positions import DIGITS, position_bytes, with_positions, without_positions
+from hf_fastdecode.conversion.fit.stored_positions import DIGITS, position_bytes, with_positions, without_positions
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import FAMILIES, WITH_INPUTS, family_condition, family_model, family_pair

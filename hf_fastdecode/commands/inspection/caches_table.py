@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
 
 from ..console import bytes_text

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hf_fastdecode.conversion.cache_errors import dtype_name
 from hf_fastdecode.conversion.checkpoint.families.configs import ordinary_config
 from hf_fastdecode.conversion.checkpoint.families.lookup import is_slim
+from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.cache_size import CacheSize
 from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
 from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches

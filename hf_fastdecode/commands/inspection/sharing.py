@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
 from hf_fastdecode.cache.layout import Store
-from hf_fastdecode.conversion.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit

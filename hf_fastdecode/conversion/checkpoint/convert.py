@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
-from ..cache_errors import dtype_name
+from ..fit.cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features

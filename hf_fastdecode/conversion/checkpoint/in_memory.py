@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
-from ..cache_errors import dtype_name
+from ..fit.cache_errors import dtype_name
 from .calibration import beginning, calibration_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
 from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, read_layers
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
 
-from ..cache_errors import CacheError
-from ..layer_plan import LayerPlan, in_eight_bits
+from ..fit.cache_errors import CacheError
+from ..fit.layer_plan import LayerPlan, in_eight_bits
 
 AUTO: Final = "auto"
 

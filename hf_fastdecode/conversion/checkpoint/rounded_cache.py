@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_fastdecode.patches.values.eight_bits import load, store
+from hf_fastdecode.conversion.fit.eight_bits import load, store
 
 
 class RoundedCache(DynamicCache):

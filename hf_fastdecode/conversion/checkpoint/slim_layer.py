@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hf_fastdecode.patches.slim_layers import PLANS, SlimLayer
 
-from ..biases import value_constant
-from ..cache_errors import CacheError, relative_error
-from ..layer_plan import RANK_SHARES, LayerPlan, fit_layer, in_eight_bits
-from ..rope import Rotation
-from ..stored_coordinates import StoredValueCoordinates, cached_and_read, check_range, store_value_coordinates
-from ..value_coordinates import ValueCoordinates
-from ..weights import AttentionWeights, bias_or_zero
+from ..fit.biases import value_constant
+from ..fit.cache_errors import CacheError, relative_error
+from ..fit.layer_plan import RANK_SHARES, LayerPlan, fit_layer, in_eight_bits
+from ..fit.rope import Rotation
+from ..fit.stored_coordinates import StoredValueCoordinates, cached_and_read, check_range, store_value_coordinates
+from ..fit.value_coordinates import ValueCoordinates
+from ..fit.weights import AttentionWeights, bias_or_zero
 from .plan_choice import AUTO, PlanChoice, pick
 
 

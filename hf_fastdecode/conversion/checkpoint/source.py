@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from hf_fastdecode._compat import loaded_name, loading_names
 from hf_fastdecode.assets import MODEL_PATH
 
-from ..cache_errors import dtype_name
+from ..fit.cache_errors import dtype_name
 from .pickles import PickleError, load_tensors
 
 EMBEDDED: Final = "embedded"

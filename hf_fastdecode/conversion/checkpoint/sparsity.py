@@ -17,7 +17,7 @@ from hf_fastdecode.patches.attention.sparsity import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
-from ..cache_errors import relative_error
+from ..fit.cache_errors import relative_error
 from .calibration import calibration_ids, check_ids, check_vocabulary
 from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
 
-from ..cache_errors import dtype_name
+from ..fit.cache_errors import dtype_name
 from .encoder_decoder.architecture import EncoderDecoder
 from .family import Family, language_config
 from .rounded_cache import RoundedCache

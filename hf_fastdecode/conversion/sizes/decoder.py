@@ -11,7 +11,7 @@ from hf_fastdecode.cache.accounting import KVSizes
 from ..checkpoint.families.lookup import UnconvertibleError, family_of
 from ..checkpoint.family import language_config
 from ..checkpoint.slim_layer import matrix_dtype
-from ..layer_plan import RANK_SHARES, share_name
+from ..fit.layer_plan import RANK_SHARES, share_name
 from .cache_size import KV, CacheSize, int8_size, value_matrices
 
 

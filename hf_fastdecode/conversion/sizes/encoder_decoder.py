@@ -10,8 +10,8 @@ from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.layout import Store
 
 from ..checkpoint.slim_layer import matrix_dtype
-from ..cross_attention import cross_cache_width
-from ..weights import AttentionWeights
+from ..fit.cross_attention import cross_cache_width
+from ..fit.weights import AttentionWeights
 from .cache_size import KV, CacheSize, int8_size, value_matrices
 
 OPTION_1: Final = "keys (option 1)"

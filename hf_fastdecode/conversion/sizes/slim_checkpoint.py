@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 
 from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
+from hf_fastdecode.conversion.fit.stored_positions import position_bytes
 from hf_fastdecode.patches.attention.slim_attention import cache_dtype
 from hf_fastdecode.patches.slim_layers import SlimLayer
-from hf_fastdecode.patches.values.eight_bits import stored_bytes
-from hf_fastdecode.patches.values.stored_positions import position_bytes
 
 from ..checkpoint.families.configs import ordinary_config
 from ..checkpoint.family import language_config

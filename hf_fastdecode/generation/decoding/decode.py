@@ -11,9 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..._compat import CACHE, optimized_for_decode
-from ...cache.fingerprint import Fingerprint
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
+from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..steps.modes import steps_maker
 from ..steps.runners import EagerSteps

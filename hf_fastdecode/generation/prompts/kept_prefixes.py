@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.autocast import autocast_dtype
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
-from ...cache.fingerprint import Fingerprint
 from ...cache.shared import SharedContextCache
-from ..forward_pass import input_device
+from ..identity import Fingerprint, pass_settings
 from .prompt_tree import PromptGroup
 from .stored_prompts import StoredPrompts
 
@@ -92,7 +90,7 @@ class ReusedPrefixes:
         with self._lock:
             self._drop_if_outdated(model)
             if self._fingerprint is None:
-                self._fingerprint, self._pass_settings = Fingerprint(model), _pass_settings(model)
+                self._fingerprint, self._pass_settings = Fingerprint(model), pass_settings(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -109,7 +107,7 @@ class ReusedPrefixes:
     def _drop_if_outdated(self, model: PreTrainedModel) -> None:
         if self._fingerprint is None:
             return
-        if self._pass_settings != _pass_settings(model) or self._fingerprint.difference(model) is not None:
+        if self._pass_settings != pass_settings(model) or self._fingerprint.difference(model) is not None:
             self._kept.clear()
             self._fingerprint = None
 
@@ -119,8 +117,3 @@ class ReusedPrefixes:
             part for kept in self._kept for layer in kept.cache.attention_layers for part in layer.storage.tensors()
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
-
-
-def _pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
-    """Autocast dtype and instance-level `forward`, which also affect keys and values."""
-    return autocast_dtype(input_device(model)), vars(model).get("forward")

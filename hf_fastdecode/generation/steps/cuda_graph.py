@@ -12,26 +12,25 @@ moves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..._compat import ATTENTION_FIELD
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.tables_by_shape import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
-from ...cache.fingerprint import adapter_state, addresses, module_state
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
+from ..identity import captured_state
 from ..instance_patch import own_method
 from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
 from .compiled_layers import CompiledLayers
@@ -298,31 +297,6 @@ class Captures:
             self._has_workspaces = False
             with suppress(RuntimeError):  # reported late for an earlier failed kernel
                 free_workspaces()
-
-
-def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
-
-    Args:
-        model: The model.
-        configs: The config objects of the model's modules.
-    """
-    return (
-        addresses(model.parameters()),
-        addresses(model.buffers()),
-        adapter_state(model),
-        module_state(model),
-        id(vars(model).get("forward")),
-        tuple(map(_config_state, configs)),
-    )
-
-
-def _config_state(config: PreTrainedConfig) -> Hashable:
-    return tuple(
-        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
-        for name, value in vars(config).items()
-        if name != ATTENTION_FIELD  # temporarily changed by passes of any thread
-    )
 
 
 def capture_reason(model: PreTrainedModel, layout: ModelLayout, backend: str, arguments: dict[str, Any]) -> str | None:

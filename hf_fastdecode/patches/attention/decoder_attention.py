@@ -24,8 +24,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
+from ...conversion.fit.eight_bits import load, store
 from ..slim_layers import SlimLayer
-from ..values.eight_bits import load, store
 from ..values.input_projections import InputProjection, InputValues, score_operands
 from ..values.slim_values import SlimValues
 from ..values.stored_products import wide

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention.autocast import no_autocast
+from ...conversion.fit.eight_bits import EIGHT_BITS
 from ..slim_layers import SlimLayer, check_threshold
-from ..values.eight_bits import EIGHT_BITS
 from .cached_values import CachedValues
 from .sparsity import QUERIES_AT_ONCE, averaged, without_small
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.kv import Segment
+from ...conversion.fit.eight_bits import load, store, stored_bytes
+from ...conversion.fit.stored_positions import DIGITS, with_positions, without_positions
 from ..slim_layers import SlimLayer
-from ..values.eight_bits import load, store, stored_bytes
 from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
 from ..values.slim_values import SlimValues
-from ..values.stored_positions import DIGITS, with_positions, without_positions
 from ..values.stored_products import wide
 from .cached_values import CachedValues
 from .rotation import Rotation, Tables, rotate, unrotate

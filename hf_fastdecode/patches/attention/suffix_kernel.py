@@ -8,10 +8,10 @@ from torch import Tensor, float32
 
 from ...attention.kv import Segment
 from ...attention.partial import Partial
+from ...conversion.fit.eight_bits import EIGHT_BITS, views
 from ...kernels.slim_decode.limits import refusal
 from ...kernels.slim_decode.scales import Scales
 from ...kernels.slim_decode.tables import RotaryTables
-from ..values.eight_bits import EIGHT_BITS, views
 from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
 

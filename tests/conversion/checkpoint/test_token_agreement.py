@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.stored_coordinates import rounded
+from hf_fastdecode.conversion.fit.stored_coordinates import rounded
 from tools.token_agreement import (
     EXACT,
     Predictions,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store, views
 from hf_fastdecode.kernels.slim_decode.api import (
     ClusterConfig,
     RotaryTables,
@@ -16,7 +17,6 @@ from hf_fastdecode.kernels.slim_decode.api import (
     TwoLaunchConfig,
     slim_decode,
 )
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, views
 
 from ...attention.forests import DTYPE_NAMES, assert_error_rule
 

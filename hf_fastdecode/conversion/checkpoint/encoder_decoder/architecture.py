@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
-from ...weights import AttentionWeights
+from ...fit.weights import AttentionWeights
 from ..family import longest_text, model_name
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_fastdecode.patches.slim_layers import CROSS_PLANS, PLANS, SELF_PLANS
 
-from ...cache_errors import CacheErrors
+from ...fit.cache_errors import CacheErrors
 from ..plan_choice import AUTO, PlanChoice, PlanError
 from ..slim_layer import ConvertedLayer, convert_layer
 from .architecture import EncoderDecoder

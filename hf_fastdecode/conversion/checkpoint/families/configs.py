@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from ...cache_errors import dtype_name
+from ...fit.cache_errors import dtype_name
 from ..encoder_decoder.architecture import EncoderDecoder
 from ..family import Family, language_config
 from .lookup import SLIM, UnconvertibleError, family_of_slim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.conversion import round_columns, round_columns_for, rounding_feedback
+from hf_fastdecode.conversion.fit import round_columns, round_columns_for, rounding_feedback
 
 from .layers import relative, spectrum, text
 

@@ -1,14 +1,18 @@
-"""Detects changes of a model's weights, adapters and modules since a cache was filled or a step captured."""
+"""What a model is at a moment: whether keys, values and captured steps of it still hold."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import tensor_version
+from .._compat import ATTENTION_FIELD, tensor_version
+from ..attention.autocast import autocast_dtype
+from .forward_pass import input_device
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -61,6 +65,36 @@ class Fingerprint:
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
+
+
+def pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
+    """Autocast dtype and instance-level `forward`, which also affect keys and values."""
+    return autocast_dtype(input_device(model)), vars(model).get("forward")
+
+
+def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
+    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
+
+    Args:
+        model: The model.
+        configs: The config objects of the model's modules.
+    """
+    return (
+        addresses(model.parameters()),
+        addresses(model.buffers()),
+        adapter_state(model),
+        module_state(model),
+        id(vars(model).get("forward")),
+        tuple(map(_config_state, configs)),
+    )
+
+
+def _config_state(config: PreTrainedConfig) -> Hashable:
+    return tuple(
+        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        for name, value in vars(config).items()
+        if name != ATTENTION_FIELD  # temporarily changed by passes of any thread
+    )
 
 
 def adapter_state(model: nn.Module) -> Hashable:

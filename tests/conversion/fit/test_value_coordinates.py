@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.fit import (
     attention_output,
     fold_into_output_bias,
     noisiest_directions,
@@ -14,7 +14,7 @@ from hf_fastdecode.conversion import (
     solve_key_to_value,
     value_coordinates,
 )
-from hf_fastdecode.conversion.reference_attention import attention_weights, key_heads, query_heads
+from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads
 
 from .layers import IDENTICAL, layer, relative, rope, text
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values import eight_bits
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store, stored_bytes
+from hf_fastdecode.conversion.fit import eight_bits
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes
 
 
 @pytest.mark.parametrize("width", [1, 16, 63, 100])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.conversion import round_with_feedback, rounding_feedback
+from hf_fastdecode.conversion.fit import round_with_feedback, rounding_feedback
 
 from .layers import relative, spectrum, text
 

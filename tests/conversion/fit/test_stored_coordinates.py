@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.fit import (
     AttentionWeights,
     StoredValueCoordinates,
     key_statistics,

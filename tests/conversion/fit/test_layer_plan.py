@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.fit import (
     AttentionWeights,
     CacheError,
     CacheErrors,

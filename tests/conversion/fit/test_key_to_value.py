@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.conversion import SingularKeysError, require_multi_head, solve_key_to_value
+from hf_fastdecode.conversion.fit import SingularKeysError, require_multi_head, solve_key_to_value
 
 from .layers import IDENTICAL, layer, relative, spectrum, text
 

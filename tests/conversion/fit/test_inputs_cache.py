@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.conversion import (
+from hf_fastdecode.conversion.fit import (
     absorbed_queries,
     attention_output,
     cross_cache_width,

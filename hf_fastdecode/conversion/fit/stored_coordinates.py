@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS, load, store
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store
 
 from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
 from .key_to_value import KeyToValue, solve_key_to_value

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values.eight_bits import stored_bytes
-from hf_fastdecode.patches.values.stored_positions import position_bytes
+from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
+from hf_fastdecode.conversion.fit.stored_positions import position_bytes
 
 from .biases import score_offset, value_constant
 from .key_to_value import solve_key_to_value

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.patches.values.eight_bits import EIGHT_BITS
+from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
 
 from .cache_errors import CacheError, CacheErrors, PlanName, dtype_name
 from .key_to_value import KeyToValue

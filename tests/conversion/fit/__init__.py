@@ -1,0 +1,1 @@
+"""Tests of slim attention's mathematics."""
