@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
-from ..attention.kv import Segment
 from ..attention.torch_operators.backends import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
@@ -21,8 +20,8 @@ from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
 from .layout import ModelLayout, Store
-from .rows import CacheRows
-from .state import PrefillItem, SharedState
+from .nodes import CacheNodes
+from .state import SharedState
 from .suffixes import Suffixes
 
 
@@ -48,7 +47,7 @@ class FilledBy(Protocol):
         ...
 
 
-class SharedContextCache(CacheRows):
+class SharedContextCache(CacheNodes):
     """Cache of keys and values for rows that share context.
 
     Nodes (runs of tokens shared by a contiguous range of rows) are stored once. Each row's own tokens go to a suffix,
@@ -70,8 +69,7 @@ class SharedContextCache(CacheRows):
         self.state = SharedState(max_suffix=max_suffix, backend=backend)
         super().__init__(layers=[])  # made by `meet`
         self.stores: tuple[tuple[Store, ...], ...] | None = None  # of the model that was met
-        self.segment_tokens: list[Tensor] = []
-        self.protected_segments = 0  # leading segments shared with other caches, which `consolidate` leaves in place
+        self.segment_tokens, self.protected_segments = [], 0
         self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
         self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
@@ -95,86 +93,6 @@ class SharedContextCache(CacheRows):
         if self.stores is not layout.layers:  # as it is in all but the first pass of a call
             held = self.layers if self.rows or self.segment_tokens else ()
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
-
-    def add_segment(self, tokens: Tensor) -> int:
-        """Register a segment, to be filled by prefill.
-
-        Args:
-            tokens: ``[length]`` int64 token ids, on the CPU.
-
-        Returns:
-            The segment's number, for `Span.segment`.
-        """
-        self.segment_tokens.append(tokens)
-        self.state.segment_lengths.append(len(tokens))
-        return len(self.segment_tokens) - 1
-
-    @contextmanager
-    def prefilling(self, items: Sequence[PrefillItem], rows: Tensor | None = None) -> Iterator[None]:
-        """Context in which a forward pass over the items' tokens fills their spans.
-
-        Args:
-            items: The runs of tokens, packed into one row.
-            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
-        """
-        self.state.packed, self.state.rows_of_pass = items, rows
-        try:
-            yield
-        finally:
-            self.state.packed, self.state.rows_of_pass = (), None
-
-    @contextmanager
-    def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
-        """Context in which `prefilling` writes to suffixes: prompt tokens that no other row shares.
-
-        Args:
-            prompts: For each row its tokens after its nodes, ``[length]`` int64 on the CPU; all or none are prefilled.
-
-        Yields:
-            For each row the number of a segment, by which spans refer to the row's suffix, for this time only.
-        """
-        numbers = tuple(range(len(self.segment_tokens), len(self.segment_tokens) + len(prompts)))
-        state, suffixes = self.state, Suffixes.of(prompts)
-        state.suffixes, state.suffix_rows = suffixes, {number: row for row, number in enumerate(numbers)}
-        try:
-            yield numbers
-            state.padded_length = max(state.padded_length, state.longest_row)
-        except BaseException:
-            self.set_forest(self.forest)
-            raise
-        finally:
-            state.suffix_rows = {}
-
-    def set_forest(self, forest: Forest, length: int | None = None) -> None:
-        """Set the nodes that rows attend to, and drop the suffixes.
-
-        Args:
-            forest: The nodes; their spans must be filled.
-            length: Padded length of the rows so far, as `get_seq_length` reports it; the longest row when None.
-        """
-        longest = max(forest.context_lengths, default=0)
-        if length is not None and length < longest:
-            raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
-        self.state.forest, self.state.suffixes = forest, Suffixes()
-        self.state.padded_length = longest if length is None else length
-        for layer in self.attention_layers:
-            layer.storage.drop_suffixes()
-
-    def replace_storage(
-        self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], protected: int
-    ) -> None:
-        """Replace all segments by others that hold the same tokens.
-
-        Args:
-            forest: The rows' paths over the new segments.
-            tokens: Token ids of each segment, ``[length]`` int64, on the CPU.
-            storage: Segments of each of `attention_layers`, by number.
-            protected: Number of leading segments shared with other caches.
-        """
-        for layer, segments in zip(self.attention_layers, storage, strict=True):
-            layer.storage.replace_segments(segments)
-        self.segment_tokens, self.protected_segments = tokens, protected
-        self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
 
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""

@@ -25,10 +25,11 @@ from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
 from .families.configs import require_rope
 from .families.lookup import family_of, family_of_slim
 from .family import Family, language_config, longest_text
+from .find import CheckpointError, find_checkpoint
 from .plan_choice import PlanChoice
 from .report_plot import draw_report
 from .shards import ShardWriter, write_json
-from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
+from .source import REPORT, Checkpoint
 from .to_full_stream import FullStream
 from .to_slim_stream import SlimStream
 from .verify import Verification, accumulation_error, text_logits, verify

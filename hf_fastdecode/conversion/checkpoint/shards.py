@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_fastdecode import __version__
 
-from .source import CheckpointError
+from .find import CheckpointError
 
 _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}

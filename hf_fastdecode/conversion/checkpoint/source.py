@@ -14,21 +14,17 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from hf_fastdecode._compat import loaded_name, loading_names
-from hf_fastdecode.assets import MODEL_PATH
 
 from ..fit.cache_errors import dtype_name
+from .find import BESIDE, CheckpointError, read_config
 from .pickles import PickleError, load_tensors
 
-EMBEDDED: Final = "embedded"
 REPORT: Final = "slim_report.json"
 """File name of the conversion report, beside the weights."""
 
 _WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
-_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of tokenizers' files and of the generation config."""
 _DTYPES_OF_SAFETENSORS: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
 """Names of the dtypes that weights may be stored in."""
@@ -36,58 +32,6 @@ _UNREAD: Final = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Names of buffers that old checkpoints hold and models no longer read, which transformers does not tell of either."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 """Number of a layer in a tensor's name."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or converted, with the reason."""
-
-
-def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: None) -> Path:
-    """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
-
-    Args:
-        name: Of the checkpoint.
-        check: Called with the config, before weights are downloaded; raises to refuse it.
-
-    Raises:
-        CheckpointError: There is none, it cannot be reached, or its config cannot be read.
-    """
-    folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
-    is_local = folder.is_dir()
-    if not is_local:
-        folder = _download(name, [f"*{suffix}" for suffix in _BESIDE])
-    check(read_config(folder))
-    if not is_local:
-        folder = _download(name, ["model*.safetensors"])
-        if not any(folder.glob("*.safetensors")):
-            folder = _download(name, ["pytorch_model*.bin"])
-    return folder
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # no such repository, no network, gated, no valid id
-        raise CheckpointError(
-            f"there is no folder {name}, and the Hugging Face Hub does not give it ({type(error).__name__}); name a "
-            f"folder, an id on the Hub, or {EMBEDDED!r}"
-        ) from error
-
-
-def read_config(folder: Path) -> Any:
-    """The config in a folder.
-
-    Raises:
-        CheckpointError: There is none, or transformers cannot read it.
-    """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"there is no config.json in {folder}; name a folder saved with save_pretrained")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a config class may raise anything on fields that it does not expect
-        raise CheckpointError(f"transformers cannot read {folder}/config.json: {error}") from error
 
 
 def _is_report(content: Any) -> bool:
@@ -309,7 +253,7 @@ class Checkpoint:
         """Copy the other files beside the weights: tokenizer, generation config etc., but not the config."""
         for file in sorted(self.folder.iterdir()):
             own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
-            if file.is_file() and file.suffix in _BESIDE and not own:
+            if file.is_file() and file.suffix in BESIDE and not own:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from .families.configs import slim_config, untied
 from .family import Family, attention_inputs, language_config
+from .find import CheckpointError
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype
-from .source import Checkpoint, CheckpointError
+from .source import Checkpoint
 
 
 class SlimStream:

@@ -12,7 +12,8 @@ import pytest
 
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.families.lookup import UnconvertibleError
-from hf_fastdecode.conversion.checkpoint.source import Checkpoint, CheckpointError, find_checkpoint
+from hf_fastdecode.conversion.checkpoint.find import CheckpointError, find_checkpoint
+from hf_fastdecode.conversion.checkpoint.source import Checkpoint
 
 from .checkpoints import save_multi_head
 

@@ -1,0 +1,67 @@
+"""Find a checkpoint: the embedded one, a folder, or the download of an id on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import AutoConfig
+
+from hf_fastdecode.assets import MODEL_PATH
+
+EMBEDDED: Final = "embedded"
+BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Suffixes of tokenizers' files and of the generation config."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or converted, with the reason."""
+
+
+def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: None) -> Path:
+    """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
+
+    Args:
+        name: Of the checkpoint.
+        check: Called with the config, before weights are downloaded; raises to refuse it.
+
+    Raises:
+        CheckpointError: There is none, it cannot be reached, or its config cannot be read.
+    """
+    folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
+    is_local = folder.is_dir()
+    if not is_local:
+        folder = _download(name, [f"*{suffix}" for suffix in BESIDE])
+    check(read_config(folder))
+    if not is_local:
+        folder = _download(name, ["model*.safetensors"])
+        if not any(folder.glob("*.safetensors")):
+            folder = _download(name, ["pytorch_model*.bin"])
+    return folder
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # no such repository, no network, gated, no valid id
+        raise CheckpointError(
+            f"there is no folder {name}, and the Hugging Face Hub does not give it ({type(error).__name__}); name a "
+            f"folder, an id on the Hub, or {EMBEDDED!r}"
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The config in a folder.
+
+    Raises:
+        CheckpointError: There is none, or transformers cannot read it.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"there is no config.json in {folder}; name a folder saved with save_pretrained")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a config class may raise anything on fields that it does not expect
+        raise CheckpointError(f"transformers cannot read {folder}/config.json: {error}") from error
