@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.families.llama import FAMILY
 from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
 from hf_fastdecode.conversion.fit import (
     AttentionWeights,
@@ -25,6 +24,7 @@ from hf_fastdecode.conversion.fit import (
     fit_layer,
     key_statistics,
 )
+from hf_fastdecode.patches.architectures.slim_llama import FAMILY
 
 from .pages import DOCS, replace_table
 

@@ -11,13 +11,13 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.tensors import below
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.fit import CacheError, CacheErrors, LayerPlan
+from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 

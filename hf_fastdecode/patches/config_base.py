@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from .slim_layers import PLANS, ROPES, SlimLayer, check_threshold, read_layers
@@ -115,3 +116,25 @@ class SlimConfig(PreTrainedConfig):
     def layer_plans(self) -> list[SlimLayer]:
         """Cache layout of each layer."""
         return read_layers(self.slim_layers, self.num_hidden_layers, (self.plans,))
+
+
+def slim_config(
+    model_type: str, module: str, *, base: type[SlimConfig] = SlimConfig, **fields: Any
+) -> type[SlimConfig]:
+    """Make and register the config class of a family: the ordinary one, with the cache layout of each layer.
+
+    Args:
+        model_type: transformers' name of the ordinary architecture.
+        module: Name of the module that the class will be found in.
+        base: Precedes the ordinary config among base classes.
+        fields: Class attributes that differ from those of `base`.
+    """
+    from transformers.models.auto.configuration_auto import AutoConfig  # whose import ends in that of this class
+
+    found = vars(import_module(f"transformers.models.{model_type}.configuration_{model_type}")).values()
+    ordinary = next(one for one in found if isinstance(one, type) and vars(one).get("model_type") == model_type)
+    doc = f"A config of {model_type} with the cache layout of each layer."
+    own = {"__doc__": doc, "__module__": module, "model_type": f"slim_{model_type}", **fields}
+    made: type[SlimConfig] = strict(type(f"Slim{ordinary.__name__}", (base, ordinary), own))
+    AutoConfig.register(made.model_type, made, exist_ok=True)  # this package may be imported afresh
+    return made

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.bart.configuration_bart import BartConfig
-from transformers.models.t5.configuration_t5 import T5Config
-from transformers.models.whisper.configuration_whisper import WhisperConfig
-
-from .config_base import SlimConfig
+from .config_base import SlimConfig, slim_config
 from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
 
 
@@ -41,26 +35,6 @@ class SlimEncoderDecoderConfig(SlimConfig):
         return read_layers(self.slim_layers, 2 * layers, (SELF_PLANS, CROSS_PLANS))
 
 
-@strict
-class SlimT5Config(SlimEncoderDecoderConfig, T5Config):
-    """A T5 config with the cache layout of each decoder layer."""
-
-    model_type = "slim_t5"
-
-
-@strict
-class SlimBartConfig(SlimEncoderDecoderConfig, BartConfig):
-    """A BART config with the cache layout of each decoder layer."""
-
-    model_type = "slim_bart"
-
-
-@strict
-class SlimWhisperConfig(SlimEncoderDecoderConfig, WhisperConfig):
-    """A Whisper config with the cache layout of each decoder layer."""
-
-    model_type = "slim_whisper"
-
-
-for config in (SlimT5Config, SlimBartConfig, SlimWhisperConfig):
-    AutoConfig.register(config.model_type, config, exist_ok=True)
+SlimT5Config = slim_config("t5", __name__, base=SlimEncoderDecoderConfig)
+SlimBartConfig = slim_config("bart", __name__, base=SlimEncoderDecoderConfig)
+SlimWhisperConfig = slim_config("whisper", __name__, base=SlimEncoderDecoderConfig)

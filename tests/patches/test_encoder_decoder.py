@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.architecture import EncoderDecoder
 from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
 from hf_fastdecode.conversion.checkpoint.families.lookup import ENCODER_DECODERS, family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
@@ -29,6 +28,7 @@ from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
 from hf_fastdecode.conversion.fit import attention_output, inputs_cache_output
 from hf_fastdecode.patches.attention.slim_attention import slim_attention
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
+from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from hf_fastdecode.patches.values.input_projections import InputProjection, InputValues, score_operands
 
 from ..conversion.fit.layers import layer, text

@@ -30,12 +30,12 @@ from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.families.lookup import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.family import attention_inputs, longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice, PlanError
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.conversion.fit import attention_output
 from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
+from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts

@@ -14,8 +14,8 @@ from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.family import language_config, longest_text
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.patches.layers.family import language_config, longest_text
 
 from ..commands.command_line import run
 from .encoder_decoder_models import MODELS, encoder_decoder

@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 
 from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
+from ...patches.layers.encoder_decoder import EncoderDecoder, longest_contexts
+from ...patches.layers.family import Family, language_config, longest_text
 from ..fit.cache_errors import dtype_name
 from .calibration import calibration_ids, check_vocabulary
-from .encoder_decoder.architecture import EncoderDecoder, longest_contexts
 from .encoder_decoder.calibration_pass import decoder_logits, model_inputs, read_features
 from .encoder_decoder.streams import FullDecoderStream, SlimDecoderStream
 from .families.configs import require_rope
 from .families.lookup import family_of, family_of_slim
-from .family import Family, language_config, longest_text
 from .find import CheckpointError, find_checkpoint
 from .plan_choice import PlanChoice
 from .report_plot import draw_report

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
+from ...patches.layers.encoder_decoder import EncoderDecoder
+from ...patches.layers.family import Family, attention_inputs, language_config, longest_text
 from ..fit.cache_errors import dtype_name
 from .calibration import beginning, calibration_ids, check_vocabulary
-from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.in_memory import decoder_to_slim
 from .families.configs import require_rope
 from .families.lookup import family_of
-from .family import Family, attention_inputs, language_config, longest_text
 from .plan_choice import PlanChoice
 from .slim_layer import convert_layer
 from .slim_model import build_slim_model, share_buffers

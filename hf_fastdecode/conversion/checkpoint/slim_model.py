@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .encoder_decoder.architecture import EncoderDecoder
+from ...patches.layers.encoder_decoder import EncoderDecoder
+from ...patches.layers.family import Family
 from .families.configs import slim_config, untied
-from .family import Family
 from .plan_choice import PlanChoice
 from .slim_layer import matrix_dtype
 

@@ -17,12 +17,12 @@ from hf_fastdecode.patches.attention.sparsity import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 
+from ...patches.layers.encoder_decoder import EncoderDecoder
+from ...patches.layers.family import attention_inputs, language_config, longest_text
 from ..fit.cache_errors import relative_error
 from .calibration import calibration_ids, check_ids, check_vocabulary
-from .encoder_decoder.architecture import EncoderDecoder
 from .encoder_decoder.calibration_pass import model_inputs, on_device
 from .families.lookup import family_of_slim, is_slim
-from .family import attention_inputs, language_config, longest_text
 
 
 @dataclass(frozen=True)

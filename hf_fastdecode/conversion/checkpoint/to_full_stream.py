@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...patches.layers.family import Family, language_config
 from .families.configs import full_config, untied
-from .family import Family, language_config
 from .slim_layer import recover_values
 from .source import Checkpoint
 from .to_slim_stream import cast, outside_layers

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...patches.layers.family import Family, attention_inputs, language_config
 from .families.configs import slim_config, untied
-from .family import Family, attention_inputs, language_config
 from .find import CheckpointError
 from .plan_choice import PlanChoice
 from .slim_layer import config_entries, convert_layer, matrix_dtype

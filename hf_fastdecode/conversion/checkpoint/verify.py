@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
 
+from ...patches.layers.encoder_decoder import EncoderDecoder
+from ...patches.layers.family import Family, language_config
 from ..fit.cache_errors import dtype_name
-from .encoder_decoder.architecture import EncoderDecoder
-from .family import Family, language_config
 from .rounded_cache import RoundedCache
 
 _EPS: Final = {

@@ -8,8 +8,8 @@ import torch
 
 from hf_fastdecode.cache.accounting import KVSizes
 
+from ...patches.layers.family import language_config
 from ..checkpoint.families.lookup import UnconvertibleError, family_of
-from ..checkpoint.family import language_config
 from ..checkpoint.slim_layer import matrix_dtype
 from ..fit.layer_plan import RANK_SHARES, share_name
 from .cache_size import KV, CacheSize, int8_size, value_matrices

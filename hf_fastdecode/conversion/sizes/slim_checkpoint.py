@@ -13,8 +13,8 @@ from hf_fastdecode.conversion.fit.stored_positions import position_bytes
 from hf_fastdecode.patches.attention.slim_attention import cache_dtype
 from hf_fastdecode.patches.slim_layers import SlimLayer
 
+from ...patches.layers.family import language_config
 from ..checkpoint.families.configs import ordinary_config
-from ..checkpoint.family import language_config
 from .cache_size import CacheSize, value_matrices
 from .encoder_decoder import ON_CHIP, READ
 

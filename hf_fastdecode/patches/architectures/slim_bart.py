@@ -14,6 +14,7 @@ from ..attention.decoder_attention import SlimDecoderAttention
 from ..decoder import SlimPreTrainedModel
 from ..encoder_decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimBartConfig
+from ..layers.encoder_decoder import EncoderDecoder
 
 
 class SlimBartAttention(SlimDecoderAttention, BartAttention):
@@ -40,3 +41,13 @@ class SlimBartForConditionalGeneration(SlimEncoderDecoder, SlimBartPreTrainedMod
 
 AutoModel.register(SlimBartConfig, SlimBartModel, exist_ok=True)
 AutoModelForSeq2SeqLM.register(SlimBartConfig, SlimBartForConditionalGeneration, exist_ok=True)
+
+
+FAMILY = EncoderDecoder(
+    "BartForConditionalGeneration",
+    SlimBartForConditionalGeneration,
+    SlimBartConfig,
+    embedding="model.shared.weight",
+    decoder="model.decoder.",
+    renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},
+)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.codegen.modeling_codegen import CodeGenAttention, CodeGenForCausalLM, CodeGenModel
+from transformers.models.codegen.modeling_codegen import (
+    CodeGenAttention,
+    CodeGenBlock,
+    CodeGenForCausalLM,
+    CodeGenModel,
+    create_sinusoidal_positions,
+)
 
 from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
@@ -14,6 +22,7 @@ from ..attention.attention_layer import SlimAttention
 from ..attention.cached_positions import key_positions, visible_slots
 from ..attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family, Fused
 from ..slim_configs import SlimCodeGenConfig
 from ..slim_layers import SlimLayer
 
@@ -109,3 +118,49 @@ class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
 
 AutoModel.register(SlimCodeGenConfig, SlimCodeGenModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimCodeGenConfig, SlimCodeGenForCausalLM, exist_ok=True)
+
+
+def positions_table(config: Any) -> Tensor:
+    """sin, then cos, of every position: ``[positions, rotated]``."""
+    return create_sinusoidal_positions(config.max_position_embeddings, config.rotary_dim)
+
+
+def rotary(config: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """cos and sin of positions, with an entry per rotated coordinate, as other architectures' tables have it."""
+
+    def tables(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        sin, cos = positions_table(config)[positions].repeat_interleave(2, -1).chunk(2, -1)
+        return cos, sin
+
+    return tables
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) -> Tensor:
+    """Run a layer as `family.run_layer`, with a mask: CodeGen's attention is causal by its mask alone."""
+    tokens = hidden.shape[1]
+    mask = torch.full((1, 1, tokens, tokens), torch.finfo(hidden.dtype).min).triu(1)
+    if not CODEGEN_MAKES_TABLES_ONCE:
+        alone: Tensor = layer(hidden, position_ids=positions, attention_mask=mask)[0]
+        return alone
+    cos, sin = (table[..., ::2] for table in tables)  # an entry per pair, in CodeGen's own order
+    out: Tensor = layer(hidden, position_ids=positions, position_embeddings=(sin, cos), attention_mask=mask)
+    return out
+
+
+FAMILY = Family(
+    "CodeGenForCausalLM",
+    SlimCodeGenForCausalLM,
+    SlimCodeGenConfig,
+    CodeGenBlock,
+    rotary,
+    layout="interleaved",
+    embedding="transformer.wte.weight",
+    layers="transformer.h.",
+    attention="attn.",
+    # Four parts, each of queries, values and keys of a quarter of the heads, whatever device trained it.
+    fused=Fused("qkv_proj", blocks=lambda config: 4, order="qvk"),
+    output="out_proj",
+    run_layer=run_layer,
+    buffers={"embed_positions": positions_table},
+    left_out=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
+)

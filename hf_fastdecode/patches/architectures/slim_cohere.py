@@ -6,10 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.cohere.modeling_cohere import CohereAttention, CohereForCausalLM, CohereModel
+from transformers.models.cohere.modeling_cohere import (
+    CohereAttention,
+    CohereDecoderLayer,
+    CohereForCausalLM,
+    CohereModel,
+    CohereRotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimCohereConfig
 
 
@@ -51,3 +58,22 @@ class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
 
 AutoModel.register(SlimCohereConfig, SlimCohereModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimCohereConfig, SlimCohereForCausalLM, exist_ok=True)
+
+
+def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """QK-norm of each head of a whole projection, ``[tokens, heads * head_dim]``; the weight is per head."""
+    heads = x.unflatten(-1, tuple(weight.shape))
+    centred = heads - heads.mean(-1, keepdim=True)
+    normed = centred * (centred.square().mean(-1, keepdim=True) + config.layer_norm_eps).rsqrt()
+    return (weight * normed).flatten(-2)
+
+
+FAMILY = Family(
+    "CohereForCausalLM",
+    SlimCohereForCausalLM,
+    SlimCohereConfig,
+    CohereDecoderLayer,
+    CohereRotaryEmbedding,
+    layout="interleaved",
+    norm=layer_norm,
+)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaForCausalLM, GemmaModel
+from transformers.models.gemma.modeling_gemma import (
+    GemmaAttention,
+    GemmaDecoderLayer,
+    GemmaForCausalLM,
+    GemmaModel,
+    GemmaRotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimGemmaConfig
 
 
@@ -30,3 +42,33 @@ class SlimGemmaForCausalLM(SlimCausalLM, GemmaForCausalLM):
 
 AutoModel.register(SlimGemmaConfig, SlimGemmaModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimGemmaConfig, SlimGemmaForCausalLM, exist_ok=True)
+
+
+def refusal(config: Any) -> str | None:
+    """Refuse bidirectional attention: such models cache nothing."""
+    if not config.use_bidirectional_attention:
+        return None
+    return "bidirectional attention (use_bidirectional_attention) has no cache to make slim; keep the model as it is"
+
+
+def embed_scale(config: Any) -> Tensor:
+    """Factor on embeddings."""
+    return torch.tensor(config.hidden_size**0.5)
+
+
+def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
+    """Scaled embeddings, ``[tokens, d]``; the factor is rounded to the model's dtype, as in the model."""
+    found = tensors[embedding][ids]
+    return found * embed_scale(config).to(found.dtype)
+
+
+FAMILY = Family(
+    "GemmaForCausalLM",
+    SlimGemmaForCausalLM,
+    SlimGemmaConfig,
+    GemmaDecoderLayer,
+    GemmaRotaryEmbedding,
+    refusal=refusal,
+    embed=embed,
+    buffers={"embed_scale": embed_scale},
+)

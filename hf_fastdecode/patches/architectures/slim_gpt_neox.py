@@ -6,11 +6,18 @@ from typing import Any
 
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXForCausalLM, GPTNeoXModel
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
+    GPTNeoXForCausalLM,
+    GPTNeoXLayer,
+    GPTNeoXModel,
+    GPTNeoXRotaryEmbedding,
+)
 
 from ..._compat import CACHE
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family, Fused
 from ..slim_configs import SlimGPTNeoXConfig
 
 
@@ -48,3 +55,19 @@ class SlimGPTNeoXForCausalLM(SlimCausalLM, GPTNeoXForCausalLM):
 
 AutoModel.register(SlimGPTNeoXConfig, SlimGPTNeoXModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimGPTNeoXConfig, SlimGPTNeoXForCausalLM, exist_ok=True)
+
+
+FAMILY = Family(
+    "GPTNeoXForCausalLM",
+    SlimGPTNeoXForCausalLM,
+    SlimGPTNeoXConfig,
+    GPTNeoXLayer,
+    GPTNeoXRotaryEmbedding,
+    embedding="gpt_neox.embed_in.weight",
+    layers="gpt_neox.layers.",
+    attention="attention.",
+    fused=Fused("query_key_value", blocks=lambda config: config.num_attention_heads),
+    output="dense",
+    left_out=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    renamed={"embed_out.": "lm_head."},
+)

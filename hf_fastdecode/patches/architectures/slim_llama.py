@@ -7,10 +7,17 @@ classes that would draw them at random. Any cache of transformers serves, as its
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaRotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimLlamaConfig
 
 
@@ -34,3 +41,6 @@ class SlimLlamaForCausalLM(SlimCausalLM, LlamaForCausalLM):
 
 AutoModel.register(SlimLlamaConfig, SlimLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimLlamaConfig, SlimLlamaForCausalLM, exist_ok=True)
+
+
+FAMILY = Family("LlamaForCausalLM", SlimLlamaForCausalLM, SlimLlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding)

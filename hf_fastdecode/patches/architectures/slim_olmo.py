@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoForCausalLM, OlmoModel
+from transformers.models.olmo.modeling_olmo import (
+    OlmoAttention,
+    OlmoDecoderLayer,
+    OlmoForCausalLM,
+    OlmoModel,
+    OlmoRotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimOlmoConfig
 
 
@@ -30,3 +39,20 @@ class SlimOlmoForCausalLM(SlimCausalLM, OlmoForCausalLM):
 
 AutoModel.register(SlimOlmoConfig, SlimOlmoModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimOlmoConfig, SlimOlmoForCausalLM, exist_ok=True)
+
+
+def refusal(config: Any) -> str | None:
+    """Refuse ``clip_qkv``: clipped keys do not determine the inputs."""
+    if config.clip_qkv is None:
+        return None
+    return f"keys and values are clipped to {config.clip_qkv:g} (clip_qkv), so that values do not follow from keys"
+
+
+FAMILY = Family(
+    "OlmoForCausalLM",
+    SlimOlmoForCausalLM,
+    SlimOlmoConfig,
+    OlmoDecoderLayer,
+    OlmoRotaryEmbedding,
+    refusal=refusal,
+)

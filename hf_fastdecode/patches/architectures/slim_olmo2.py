@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2ForCausalLM, Olmo2Model
+from transformers.models.olmo2.modeling_olmo2 import (
+    Olmo2Attention,
+    Olmo2DecoderLayer,
+    Olmo2ForCausalLM,
+    Olmo2Model,
+    Olmo2RotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimOlmo2Config
 
 
@@ -44,3 +53,18 @@ class SlimOlmo2ForCausalLM(SlimCausalLM, Olmo2ForCausalLM):
 
 AutoModel.register(SlimOlmo2Config, SlimOlmo2Model, exist_ok=True)
 AutoModelForCausalLM.register(SlimOlmo2Config, SlimOlmo2ForCausalLM, exist_ok=True)
+
+
+def rms_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """QK-norm of a whole projection, ``[tokens, heads * head_dim]``."""
+    return weight * x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+
+
+FAMILY = Family(
+    "Olmo2ForCausalLM",
+    SlimOlmo2ForCausalLM,
+    SlimOlmo2Config,
+    Olmo2DecoderLayer,
+    Olmo2RotaryEmbedding,
+    norm=rms_norm,
+)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoder, OPTForCausalLM, OPTModel, OPTPreTrainedModel
+from transformers.models.opt.modeling_opt import (
+    OPTAttention,
+    OPTDecoder,
+    OPTDecoderLayer,
+    OPTForCausalLM,
+    OPTModel,
+    OPTPreTrainedModel,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
+from ..layers.family import Family
 from ..slim_configs import SlimOPTConfig
 
 
@@ -56,3 +66,25 @@ class SlimOPTForCausalLM(SlimCausalLM, OPTForCausalLM):
 
 AutoModel.register(SlimOPTConfig, SlimOPTModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimOPTConfig, SlimOPTForCausalLM, exist_ok=True)
+
+
+def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
+    """Embeddings of tokens, projected where they are narrower than the layers, and of positions, from row 2 on."""
+    found = tensors[embedding][ids]
+    if (project := tensors.get("model.decoder.project_in.weight")) is not None:
+        found = F.linear(found, project)
+    return found + tensors["model.decoder.embed_positions.weight"][2 : 2 + len(ids)]
+
+
+FAMILY = Family(
+    "OPTForCausalLM",
+    SlimOPTForCausalLM,
+    SlimOPTConfig,
+    OPTDecoderLayer,
+    None,
+    embedding="model.decoder.embed_tokens.weight",
+    layers="model.decoder.layers.",
+    output="out_proj",
+    embed=embed,
+    renamed={"decoder.": "model.decoder."},
+)

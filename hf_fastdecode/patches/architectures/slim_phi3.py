@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3ForCausalLM, Phi3Model
+from transformers.models.phi3.modeling_phi3 import (
+    Phi3Attention,
+    Phi3DecoderLayer,
+    Phi3ForCausalLM,
+    Phi3Model,
+    Phi3RotaryEmbedding,
+)
 
 from ..._compat import all_tokens_without_cache
 from ..attention.attention_layer import SlimAttention
 from ..attention.rotation import Rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family, Fused
 from ..slim_configs import SlimPhi3Config
 
 
@@ -45,3 +52,14 @@ class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):
 
 AutoModel.register(SlimPhi3Config, SlimPhi3Model, exist_ok=True)
 AutoModelForCausalLM.register(SlimPhi3Config, SlimPhi3ForCausalLM, exist_ok=True)
+
+
+FAMILY = Family(
+    "Phi3ForCausalLM",
+    SlimPhi3ForCausalLM,
+    SlimPhi3Config,
+    Phi3DecoderLayer,
+    Phi3RotaryEmbedding,
+    fused=Fused("qkv_proj"),
+    longrope=True,
+)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen2RotaryEmbedding,
+)
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.family import Family
 from ..slim_configs import SlimQwen2Config
 
 
@@ -30,3 +39,20 @@ class SlimQwen2ForCausalLM(SlimCausalLM, Qwen2ForCausalLM):
 
 AutoModel.register(SlimQwen2Config, SlimQwen2Model, exist_ok=True)
 AutoModelForCausalLM.register(SlimQwen2Config, SlimQwen2ForCausalLM, exist_ok=True)
+
+
+def refusal(config: Any) -> str | None:
+    """Refuse a window in some layers: these drop slots that others keep, and positions are counted for all at once."""
+    if "sliding_attention" not in config.layer_types:
+        return None
+    return "layers with a sliding window beside others (use_sliding_window) have no slim form; convert models without"
+
+
+FAMILY = Family(
+    "Qwen2ForCausalLM",
+    SlimQwen2ForCausalLM,
+    SlimQwen2Config,
+    Qwen2DecoderLayer,
+    Qwen2RotaryEmbedding,
+    refusal=refusal,
+)

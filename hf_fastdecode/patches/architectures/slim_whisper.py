@@ -17,6 +17,7 @@ from ..attention.decoder_attention import SlimDecoderAttention
 from ..decoder import SlimPreTrainedModel
 from ..encoder_decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimWhisperConfig
+from ..layers.encoder_decoder import EncoderDecoder
 
 
 class SlimWhisperAttention(SlimDecoderAttention, WhisperAttention):
@@ -57,3 +58,14 @@ class SlimWhisperForConditionalGeneration(
 
 AutoModel.register(SlimWhisperConfig, SlimWhisperModel, exist_ok=True)
 AutoModelForSpeechSeq2Seq.register(SlimWhisperConfig, SlimWhisperForConditionalGeneration, exist_ok=True)
+
+
+FAMILY = EncoderDecoder(
+    "WhisperForConditionalGeneration",
+    SlimWhisperForConditionalGeneration,
+    SlimWhisperConfig,
+    embedding="model.decoder.embed_tokens.weight",
+    decoder="model.decoder.",
+    auto=AutoModelForSpeechSeq2Seq,
+    audio=True,
+)

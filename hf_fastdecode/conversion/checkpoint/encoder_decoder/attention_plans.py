@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hf_fastdecode.patches.slim_layers import CROSS_PLANS, PLANS, SELF_PLANS
 
+from ....patches.layers.encoder_decoder import EncoderDecoder
 from ...fit.cache_errors import CacheErrors
 from ..plan_choice import AUTO, PlanChoice, PlanError
 from ..slim_layer import ConvertedLayer, convert_layer
-from .architecture import EncoderDecoder
 from .calibration_pass import Recorded
 
 _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}

@@ -15,9 +15,9 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 
-from ..family import attention_inputs
+from ....patches.layers.encoder_decoder import EncoderDecoder
+from ....patches.layers.family import attention_inputs
 from ..rounded_cache import RoundedCache
-from .architecture import EncoderDecoder
 
 
 @dataclass(frozen=True)

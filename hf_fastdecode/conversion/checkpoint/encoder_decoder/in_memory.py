@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ....patches.layers.encoder_decoder import EncoderDecoder
 from ..plan_choice import PlanChoice
 from ..slim_model import apart, build_slim_model
-from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import model_inputs, record
 from .tensors import below

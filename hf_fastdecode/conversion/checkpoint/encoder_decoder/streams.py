@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....patches.layers.encoder_decoder import EncoderDecoder
 from ..families.configs import full_config, slim_config, untied
 from ..plan_choice import PlanChoice
 from ..slim_layer import config_entries, matrix_dtype
 from ..source import Checkpoint
 from ..to_slim_stream import cast
-from .architecture import EncoderDecoder
 from .attention_plans import AttentionPlans
 from .calibration_pass import record
 from .tensors import full_tensors

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ....patches.layers.encoder_decoder import EncoderDecoder
 from ..slim_layer import recover_values
-from .architecture import EncoderDecoder
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ....patches.layers.encoder_decoder import EncoderDecoder
+from ....patches.layers.family import Family, language_config
 from ...fit.cache_errors import dtype_name
-from ..encoder_decoder.architecture import EncoderDecoder
-from ..family import Family, language_config
 from .lookup import SLIM, UnconvertibleError, family_of_slim
 from .multimodal import MULTIMODAL
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
-from ..encoder_decoder.architecture import EncoderDecoder
-from ..family import Family, kv_heads, language_config
+from ....patches.layers.encoder_decoder import EncoderDecoder
+from ....patches.layers.family import Family, kv_heads, language_config
 from .multimodal import MULTIMODAL, multimodal_family
 
 FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", "qwen2", "gemma", "cohere", "codegen")
-"""Model types of ordinary configs, and files of this folder."""
+"""Model types of ordinary configs, each with a file among the slim architectures."""
 
 ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
-"""Model types with an encoder and a decoder, likewise files of this folder."""
+"""Model types with an encoder and a decoder, likewise."""
 
 SLIM: Final = "slim_"
 """How model types of slim configs begin, and names of their own fields."""
 
+_ARCHITECTURES: Final = "hf_fastdecode.patches.architectures"
 _NEVER: Final = {
     "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys",
 }
@@ -111,5 +112,5 @@ def is_slim(config: Any) -> bool:
 
 
 def _load(model_type: str) -> Family | EncoderDecoder:
-    family: Family | EncoderDecoder = import_module(f".{model_type}", __package__).FAMILY
+    family: Family | EncoderDecoder = import_module(f"{_ARCHITECTURES}.{SLIM}{model_type}").FAMILY
     return family

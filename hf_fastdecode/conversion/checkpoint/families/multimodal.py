@@ -12,7 +12,7 @@ from typing import Any, Final
 from transformers import AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from ..family import Family
+from ....patches.layers.family import Family
 
 MULTIMODAL: Final = {
     "llava": "model.language_model.",

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
-from ..fit.rope import RopeLayout, Rotation
-from ..fit.weights import AttentionWeights
+from ...conversion.fit.rope import RopeLayout, Rotation
+from ...conversion.fit.weights import AttentionWeights
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
-from ...fit.weights import AttentionWeights
-from ..family import longest_text, model_name
+from ...conversion.fit.weights import AttentionWeights
+from .family import longest_text, model_name
 
 
 @dataclass(frozen=True)

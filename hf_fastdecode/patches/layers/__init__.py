@@ -1,0 +1,1 @@
+"""What slim architectures share, as data: names of weights, RoPE, and how a layer runs."""
