@@ -216,6 +216,7 @@ class PrefillKV(SharedKV):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
         state, segments, rows = self.layer.state, self.layer.segments, self.layer.state.rows_of_pass
+        count, width = query.shape[0], query.shape[2]
         if rows is not None:
             query = packed(query, rows)
 
@@ -244,9 +245,8 @@ class PrefillKV(SharedKV):
         tokens = out.transpose(0, 1)
         if rows is None:
             return tokens.unsqueeze(0)
-        spread = tokens.new_zeros(*rows.shape, *tokens.shape[1:])  # padding attends to nothing
-        spread[rows] = tokens
-        return spread
+        spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
+        return spread.index_copy_(0, rows, tokens).unflatten(0, (count, width))
 
 
 def packed(part: Tensor, rows: Tensor) -> Tensor:
@@ -254,6 +254,6 @@ def packed(part: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         part: Of queries, keys or values.
-        rows: ``[rows, width]`` bool: where rows have tokens.
+        rows: ``[tokens]`` int64: places of the rows' tokens, counted row by row.
     """
-    return part.transpose(1, 2)[rows].transpose(0, 1).unsqueeze(0)
+    return part.transpose(1, 2).flatten(0, 1).index_select(0, rows).transpose(0, 1).unsqueeze(0)

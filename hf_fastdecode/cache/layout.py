@@ -158,7 +158,7 @@ class ModelLayout:
         found = cls.from_config(model.config)
         layers, own = list(found.layers), dict[int, AttendsByItself]()
         for module in model.modules():
-            index = getattr(module, "layer_idx", None)
+            index = vars(module).get("layer_idx")
             if not isinstance(index, int) or not 0 <= index < len(layers):
                 continue
             if getattr(module, "attends_by_itself", False):

@@ -46,7 +46,8 @@ class CacheNodes(CacheRows):
             items: The runs of tokens, packed into one row.
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
         """
-        self.state.packed, self.state.rows_of_pass = items, rows
+        self.state.packed = items
+        self.state.rows_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
         try:
             yield
         finally:

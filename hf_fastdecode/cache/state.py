@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.launch.dispatch import Choices
@@ -62,8 +63,9 @@ class SharedState:
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
-        rows_of_pass: During prefill by rows, where the pass's rows have tokens: ``[rows, width]`` bool; None when
-            tokens are packed into one row.
+        rows_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]`` int64;
+            None when tokens are packed into one row.
+        met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
     """
 
@@ -78,11 +80,12 @@ class SharedState:
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     rows_of_pass: Tensor | None = None
+    met: ref[nn.Module] | None = None
     position_planes: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Addresses are invalid in a copy of the cache, whose tensors are new.
-        return self.__dict__ | {"tables": {}}
+        # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
+        return self.__dict__ | {"tables": {}, "met": None}
 
     @property
     def torch_backend(self) -> str:

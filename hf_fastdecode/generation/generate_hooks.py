@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -116,7 +117,9 @@ def _forward_shared(
             args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
     structure = _structure(model)
     with active(structure.configs, RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
-        cache.meet(structure.layout)
+        if cache.state.met is None or cache.state.met() is not model:
+            cache.meet(structure.layout)
+            cache.state.met = ref(model)
         output = model_state.methods.original(model, "forward")(*args, **kwargs)
         if not cache.state.packed and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
@@ -130,9 +133,9 @@ def _structure(model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return Structure.of(model)
+        return Structure(model)
     if call.structure is None:
-        call.structure = Structure.of(model)
+        call.structure = Structure(model)
     return call.structure
 
 

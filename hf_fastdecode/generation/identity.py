@@ -28,6 +28,10 @@ _NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
 type ``dynamic`` has seen, which no cache is used beyond."""
 
 
+_OF_A_CALL = ("rope_deltas",)
+"""Attributes that each call sets anew, of models whose positions have planes; passes are given their positions."""
+
+
 class Fingerprint:
     """Snapshot of a model, to tell whether it would still compute the same keys and values.
 
@@ -123,7 +127,7 @@ def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable
             *(
                 (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
                 for name, value in vars(module).items()
-                if type(value) in _BAKED_IN and not name.startswith("_") and name not in without
+                if type(value) in _BAKED_IN and not name.startswith("_") and name not in (*without, *_OF_A_CALL)
                 if not (isinstance(value, Tensor) and _changes_frequencies(module))
             ),
         )

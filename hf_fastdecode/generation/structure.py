@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.layout import ModelLayout
 
 
-class Structure(NamedTuple):
+class Structure:
     """What passes with shared context need to know of a model.
+
+    Args:
+        model: The model as it is now; its modules may change between calls.
 
     Attributes:
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
-        layout: What each layer stores.
     """
 
-    configs: list[PreTrainedConfig]
-    layout: ModelLayout
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Structure:
-        """Read them from the model as it is now; its modules may change between calls."""
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
         found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-        configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
-        return cls(configs, ModelLayout.of(model))
+        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """What each layer stores; passes over a cache that has met the model do not need it."""
+        return ModelLayout.of(self._model)

@@ -320,6 +320,12 @@ def check_prompts(
 
 def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
+    offset = getattr(getattr(model, "model", None), "rope_deltas", None)
+    if isinstance(offset, Tensor) and bool(offset.any()):
+        return (
+            "position_ids have the offset of an earlier call with images (rope_deltas), which transformers adds to "
+            "all that continue a cache; call generate with text alone and without a cache first"
+        )
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
             made_by, shape = f"{type(model).__name__}.{name}", list(position_ids.shape)

@@ -391,7 +391,7 @@ def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
 
 def test_a_pass_of_another_thread_changes_no_state():
     model = tiny_model(**SMALL)
-    configs = Structure.of(model).configs
+    configs = Structure(model).configs
     before = captured_state(model, configs)
     with active(configs, RowLengths(0)):
         assert captured_state(model, configs) == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -85,26 +87,63 @@ def test_planes_that_differ_matter(planar):
     assert not torch.equal(*both)
 
 
-def test_a_returned_cache_and_embeddings(planar):
+def test_embeddings(planar):
     if planar.config.model_type.startswith("ernie"):
         pytest.skip("its class takes no inputs_embeds")
-    planes = planes_of(planar, differ=True)
     embeddings = planar.get_input_embeddings()(PROMPTS["input_ids"]).detach()
-    given = {"inputs_embeds": embeddings, "attention_mask": PROMPTS["attention_mask"], "position_ids": planes}
-    call = CALLS[0] | {"max_new_tokens": 6, "return_dict_in_generate": True}
-    stock = seeded(lambda: planar.generate(**given, **call))
-    with fd.enabled(planar):
-        shared = seeded(lambda: planar.generate(**given, **call))
-        assert fd.explain(planar).last_call.path == "shared", fd.explain(planar).last_call.reason
-    assert torch.equal(shared.sequences, stock.sequences)
-    assert shared[CACHE].forest.context_lengths == (70, 70, 70, 90, 90, 90, 81, 81, 81)
+    for differ in (True, False):
+        given = {"inputs_embeds": embeddings, "position_ids": planes_of(planar, differ=differ)}
+        given["attention_mask"] = PROMPTS["attention_mask"]
+        stock = seeded(lambda given=given: planar.generate(**given, **CALLS[0], max_new_tokens=6))
+        with fd.enabled(planar):
+            tokens = seeded(lambda given=given: planar.generate(**given, **CALLS[0], max_new_tokens=6))
+            assert fd.explain(planar).last_call.path == "shared", fd.explain(planar).last_call.reason
+        assert torch.equal(tokens, stock)
 
 
-def test_a_kept_cache_is_for_positions_of_text(planar):
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"return_dict_in_generate": True}, "the planes of position_ids differ, and the call's cache would be kept"),
+        ({"output_hidden_states": True}, "output_hidden_states is for positions of text"),
+    ],
+)
+def test_planes_that_differ_leave_no_cache(planar, more, reason):
+    """It would know no planes, and serve other prompts that begin alike."""
+    planes = planes_of(planar, differ=True)
     with fd.enabled(planar):
-        kept = fd.prefill(planar, PROMPTS["input_ids"][1:2, :60])
-        with pytest.raises(ValueError, match=r"makes position_ids of its own, of shape \[4, 9, 90\]"):
-            run(planar, CALLS[0], position_ids=planes_of(planar, differ=True), **{CACHE: kept})
+        run(planar, CALLS[0] | more, position_ids=planes)
+        report = fd.explain(planar).last_call
+    assert (report.path, reason in report.reason) == ("stock", True), report.reason
+
+
+def test_kept_caches_of_text(planar):
+    """Also of a model that has not run before: what a call sets anew, as an offset of positions, is no other model."""
+    model, ids = copy.deepcopy(planar), PROMPTS["input_ids"][1:2]
+    model.model.rope_deltas = None
+    call = CALLS[0] | {"max_new_tokens": 6}
+    stock = seeded(lambda: planar.generate(ids, **call))
+    with fd.enabled(model):
+        kept = fd.prefill(model, ids[:, :60])
+        for _ in range(2):
+            assert torch.equal(seeded(lambda: model.generate(ids, **call, **{CACHE: kept})), stock)
+            assert fd.explain(model).last_call.prefilled_tokens == 30
+            model.generate(ids[:, :70], max_new_tokens=2)  # sets the offset anew
+        with pytest.raises(ValueError, match="is for positions of text, and the planes of position_ids differ"):
+            run(model, CALLS[0], position_ids=planes_of(model, differ=True), **{CACHE: kept})
+        model.model.rope_deltas = torch.full((1, 1), -7)  # as an image leaves it
+        with pytest.raises(ValueError, match="the offset of an earlier call with images"):
+            model.generate(ids, max_new_tokens=2, **{CACHE: kept})
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["sample", "beams"])
+def test_a_mask_with_a_hole(planar, call):
+    mask = PROMPTS["attention_mask"].clone()
+    mask[:, 65] = 0
+    more = {"attention_mask": mask, "return_dict_in_generate": True}
+    stock = run(planar, call, **more).sequences
+    with fd.enabled(planar):
+        assert torch.equal(run(planar, call, **more).sequences, stock)
 
 
 def test_planes_that_are_equal_but_for_padding_are_one():

@@ -215,13 +215,13 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
     call = ragged_prompts(41) | SAMPLING
     ids = torch.tensor([[5, 6, 7]])
     expected, where = model(ids).logits.detach(), places(model)  # a graph would hold the weights
-    state = captured_state(model, Structure.of(model).configs)
+    state = captured_state(model, Structure(model).configs)
     seen = []
 
     def train():
         attention = model.model.layers[0].self_attn
         kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
-        same = captured_state(model, Structure.of(model).configs) == state
+        same = captured_state(model, Structure(model).configs) == state
         before = len(graphs)
         logits = model(ids).logits
         logits.sum().backward()
@@ -236,7 +236,7 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
 
     monkeypatch.setattr(capture, "forward_pass", meanwhile)
     with fd.enabled(model, mode=mode, backend="triton"):
-        state = captured_state(model, Structure.of(model).configs)
+        state = captured_state(model, Structure(model).configs)
         model.generate(**call)
     kinds, same, compilations, logits, trained = seen[0]
     assert kinds == (nn.Linear, True, False)

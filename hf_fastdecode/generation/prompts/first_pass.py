@@ -23,7 +23,7 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from ..support import check_arguments, check_prompts, why_not_counted
+from ..support import check_arguments, check_prompts
 from .by_rows import Rows, plan_rows, row_passes
 from .packed import prefill_passes
 from .prompt_tree import PromptGroup, PromptPlan, group_prompts
@@ -102,8 +102,8 @@ class AwaitedPrompts:
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         by_rows = positions.ids if positions.differ else None
-        if by_rows is not None and (hidden or call.must_share):
-            raise Unsupported(why_not_counted(model, by_rows))
+        if by_rows is not None:
+            self._check_rows(hidden)
         groups = group_prompts(ids, mask, by_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         reason = f"{self.loop} uses another decoding loop"
@@ -118,7 +118,12 @@ class AwaitedPrompts:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
         cache.adopt_state(found.cache)
-        cache.checks_masks, cache.state.position_planes = self.checks_masks, positions.planes if reuse else 0
+        if mask is not None and self.loop != "custom_generate" and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            self.checks_masks = False  # transformers' loop repeats the holes of a prompt's mask at every step
+        cache.checks_masks, cache.state.position_planes = (
+            self.checks_masks,
+            0 if positions.differ else positions.planes,
+        )
         report.cache = ref(cache)
         places = _places(groups, found.plan, width, wanted)
         extra = {"output_hidden_states": True} if hidden else {}
@@ -144,6 +149,19 @@ class AwaitedPrompts:
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )
         return type(passes[-1].output)(**fields)
+
+    def _check_rows(self, hidden: bool) -> None:
+        """Check a call whose planes of positions differ: its cache must not outlive it, as it knows no planes.
+
+        Raises:
+            Unsupported: It would, or hidden states are wanted, which are of packed tokens.
+        """
+        if self.call.must_share:
+            raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")
+        if hidden:
+            raise Unsupported("output_hidden_states is for positions of text, and the planes of position_ids differ")
+        if self.checks_masks:
+            raise Unsupported("the planes of position_ids differ, and the call's cache would be kept")
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
