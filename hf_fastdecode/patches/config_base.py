@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -138,3 +139,10 @@ def slim_config(
     made: type[SlimConfig] = strict(type(f"Slim{ordinary.__name__}", (base, ordinary), own))
     AutoConfig.register(made.model_type, made, exist_ok=True)  # this package may be imported afresh
     return made
+
+
+def families_in(module: ModuleType) -> tuple[str, ...]:
+    """transformers' names of the ordinary architectures whose slim configs a module makes, in its order."""
+    made = (one for one in vars(module).values() if isinstance(one, type) and issubclass(one, SlimConfig))
+    own = (one for one in made if "model_type" in vars(one) and one.__module__ == module.__name__)
+    return tuple(one.model_type.removeprefix("slim_") for one in own)

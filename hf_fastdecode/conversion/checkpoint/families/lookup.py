@@ -5,18 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
+from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
+from hf_fastdecode.patches.config_base import families_in
+
 from ....patches.layers.encoder_decoder import EncoderDecoder
 from ....patches.layers.family import Family, kv_heads, language_config
 from .multimodal import MULTIMODAL, multimodal_family
 
-FAMILIES: Final = ("llama", "phi3", "olmo", "olmo2", "gpt_neox", "gpt2", "opt", "qwen2", "gemma", "cohere", "codegen")
-"""Model types of ordinary configs, each with a file among the slim architectures."""
-
-ENCODER_DECODERS: Final = ("t5", "bart", "whisper")
-"""Model types with an encoder and a decoder, likewise."""
-
 SLIM: Final = "slim_"
 """How model types of slim configs begin, and names of their own fields."""
+
+FAMILIES: Final = families_in(slim_configs)
+"""Model types of ordinary configs, each with a file among the slim architectures."""
+
+ENCODER_DECODERS: Final = families_in(encoder_decoder_configs)
+"""Model types with an encoder and a decoder, likewise."""
 
 _ARCHITECTURES: Final = "hf_fastdecode.patches.architectures"
 _NEVER: Final = {

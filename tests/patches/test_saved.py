@@ -1,0 +1,46 @@
+"""Checkpoints on disk name modules and classes of this package: what an earlier commit wrote still loads.
+
+`saved` holds config.json and modeling_slim.py of each family, as the package wrote them before its families moved to
+one file each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ..fresh_processes import run_fresh
+
+SAVED = sorted(path for path in (Path(__file__).parent / "saved").iterdir() if path.is_dir())
+
+LOAD = """
+import json, os, sys
+import transformers
+from transformers import AutoConfig
+
+auto = {"slim_t5": "AutoModelForSeq2SeqLM", "slim_bart": "AutoModelForSeq2SeqLM",
+        "slim_whisper": "AutoModelForSpeechSeq2Seq"}
+for folder in sys.argv[1:]:
+    if os.fork():  # each without what the others have imported
+        os.wait()
+        continue
+    assert not [name for name in sys.modules if name.startswith("hf_fastdecode")]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    kind = getattr(transformers, auto.get(config.model_type, "AutoModelForCausalLM"))
+    model = kind.from_config(config, trust_remote_code=True)
+    print(json.dumps([os.path.basename(folder), type(model).__name__, type(model).__module__]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_checkpoints_of_every_family_load_without_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    done = run_fresh(LOAD, *map(str, SAVED))
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, _, _ in found] == [path.name for path in SAVED], done.stderr
+    assert len(found) == 14
+    for name, kind, module in found:
+        config = json.loads((SAVED[0].parent / name / "config.json").read_text())
+        assert (kind, module) == (config["architectures"][0], f"hf_fastdecode.patches.architectures.{name}")
