@@ -90,7 +90,10 @@ _active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_
 def _forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     cache = cache_in(kwargs)
     if isinstance(ignored_cache(kwargs), SharedContextCache):
-        raise TypeError(f"transformers {TRANSFORMERS} calls this argument {CACHE}, and ignores cache=")
+        model_state.log_once(
+            f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} and "
+            "otherwise ignores: the pass runs without it"
+        )
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
