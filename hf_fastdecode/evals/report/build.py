@@ -45,7 +45,7 @@ class Report:
     def title(self) -> str:
         """What was evaluated, in a line."""
         run = self.settings["run"]
-        parts = [str(run[name]) for name in ("model", "task") if run.get(name)]
+        parts = [f"{name} {run[name]}" for name in ("model", "task") if run.get(name)]
         if self.accuracy is not None:
             fewest = min(task.samples for task in self.accuracy.tasks)
             tasks = len(self.accuracy.tasks)

@@ -114,7 +114,7 @@ def test_the_page_needs_nothing_else(found):
     assert not re.search(r"https?://|//\w|url\(|@import", text)
     assert "default-src 'none'" in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
-    assert "m &amp; &lt;i&gt;n&lt;/i&gt;; mbpp" in text
+    assert "model m &amp; &lt;i&gt;n&lt;/i&gt;; task mbpp" in text
     assert "<i>" not in text
     assert "&lt;&quot;against&quot; latency&gt;" in text
     for heading in ("Accuracy", "Latency", "Tasks", "Settings"):
@@ -256,7 +256,7 @@ def test_tables_fit_a_terminal(found):
     console = Console(width=80, record=True, file=StringIO())
     console.print(report_text(found))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
-    assert lines[0] == "m & <i>n</i>; mbpp; 3 tasks, 4 samples of each"
+    assert lines[0] == "model m & <i>n</i>; task mbpp; 3 tasks, 4 samples of each"
     assert not any("…" in line for line in lines)
     at_four = next(line for line in lines if re.match(r" *4 +\d+\.\d%", line))
     assert re.match(r" *4 66\.7% \[\d+, \d+\] +66\.7% \[", at_four)
@@ -271,7 +271,7 @@ def test_markup_in_names_is_text(tmp_path):
     console = Console(width=120, record=True, file=StringIO())
     console.print(report_text(report(run)))
     assert "latency on [red]GPU[/red], medians" in (text := console.export_text())
-    assert text.startswith("[bold]x")
+    assert text.startswith("model [bold]x")
 
 
 def test_importing_the_report_imports_no_torch_and_draws_nothing(tmp_path):

@@ -123,7 +123,7 @@ def test_without_verdicts(tmp_path):
     assert found.title == "latency"
     assert found.notes == (f"stock, eager on {CPU}: out of memory at n = 8",)
     write_latency(tmp_path / "latency.csv", latency(), model="shape:7b-mha", task="mbpp", commit="abc")
-    assert report(tmp_path).title == "shape:7b-mha; mbpp"
+    assert report(tmp_path).title == "model shape:7b-mha; task mbpp"
 
 
 def test_torn_last_lines_are_ignored(run):
@@ -182,7 +182,7 @@ def test_settings_are_kept(run):
     assert found.settings["m"] == 2
     assert found.settings["seed"] == 5
     assert found.settings["run"]["temperature"] == 0.8
-    assert found.title == "m & <i>n</i>; mbpp; 3 tasks, 4 samples of each"
+    assert found.title == "model m & <i>n</i>; task mbpp; 3 tasks, 4 samples of each"
 
 
 @pytest.mark.parametrize(
