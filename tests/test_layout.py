@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -195,3 +196,18 @@ def test_the_core_names_no_layout_of_a_cache_and_no_layer_that_stands_for_all(la
             names = {one.string for one in tokenize.generate_tokens(file.readline) if one.type == tokenize.NAME}
         assert not [name for name in names if "slim" in name.lower()], path
         assert not re.search(r"layers\[(0|-1)\]|next\(iter\(\w*\.?(attention_)?layers", path.read_text()), path
+
+
+def test_what_is_imported_is_declared():
+    """What an extra brings, or only a GPU's environment has, is imported where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [re.match(r"[\w-]+", one)[0] for one in project["dependencies"]]
+    allowed = {name.replace("-", "_") for name in named} | {"lm_eval", "triton", "scipy", "cuda"} | {PACKAGE.name}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+            assert found <= allowed, path
