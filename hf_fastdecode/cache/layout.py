@@ -139,13 +139,19 @@ class ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
         text = config.get_text_config(decoder=True)
         count = _number(text, "num_hidden_layers")
-        each = getattr(text, "per_layer_config", [text] * count) if count else []
+        differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
+        each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
         borrowing = min(count, _number(text, "num_kv_shared_layers"))
         repeats = max(1, _number(text, "n_recurrent_loops"))
-        layers = [
-            _stores(one, kind, index) * repeats for index, (one, kind) in enumerate(zip(each, types, strict=True))
-        ]
+        made: dict[tuple[int, str, int | None], tuple[Store, ...]] = {}  # most layers are alike; reading takes time
+        layers = []
+        by_index = {id(one): _lists_layers(one) for one in each}
+        for index, (one, kind) in enumerate(zip(each, types, strict=True)):
+            key = id(one), kind, index if by_index[id(one)] else None
+            if key not in made:
+                made[key] = _stores(one, kind, index) * repeats
+            layers.append(made[key])
         if borrowing:
             layers[count - borrowing :] = [()] * borrowing
         for index in _field(text, "layers_that_attend_by_themselves") or ():
@@ -197,10 +203,19 @@ def _types(config: Any, each: Any, count: int) -> tuple[str, ...]:
     given = list(_field(config, "layer_types") or ())[:count]
     if given:
         return tuple(given + given[-1:] * (count - len(given)))
-    if not any(_number(one, "num_attention_heads") for one in each):  # RWKV, xLSTM
+    distinct = {id(one): one for one in each}
+    if not any(_number(one, "num_attention_heads") for one in distinct.values()):  # RWKV, xLSTM
         return (STATEFUL,) * count
-    derived = ("sliding_attention" if _window(one, Kind.SLIDING) is not None else "full_attention" for one in each)
-    return tuple(derived)
+    derived = {
+        key: "full_attention" if _window(one, Kind.SLIDING) is None else "sliding_attention"
+        for key, one in distinct.items()
+    }
+    return tuple(derived[id(one)] for one in each)
+
+
+def _lists_layers(config: Any) -> bool:
+    """Whether a config has lists with an entry per layer, or with layers' indices."""
+    return any(_field(config, name) for name in ("num_attention_heads_per_layer", "cross_attention_layers"))
 
 
 def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
