@@ -19,7 +19,8 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.attention import forest_attention, rotation
+from hf_fastdecode.patches.attention import rotation
+from hf_fastdecode.patches.attention import shared_attention as forest_attention
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -17,8 +17,8 @@ from ..values.input_projections import InputProjection
 from ..values.slim_values import SlimValues
 from ..values.wide_products import KeyProjection
 from .captured_attention import captured_attention
-from .forest_attention import forest_attention
 from .rotation import ROTATION, Rotation, takes_kernels
+from .shared_attention import shared_attention
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
 from .suffix_kernel import kernel_refusal, layer_refusal
@@ -96,7 +96,7 @@ class SlimAttention(SlimTokens):
             )
         exact = self.to_cache(hidden_states)
         if isinstance(cache, SharedContextCache):
-            out = forest_attention(self, query, *exact, cache, rotation, attention_mask)
+            out = shared_attention(self, query, *exact, cache, rotation, attention_mask)
             return self.output(out), None
         if isinstance(cache, CapturedCache):
             out = captured_attention(self, query, *exact, cache, rotation, attention_mask)

@@ -11,8 +11,8 @@ from ...attention.kv import Segment
 from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...errors import Unsupported
-from .forest_attention import check_shared
 from .rotation import OF_SLOTS, Rotation
+from .shared_attention import check_shared
 from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
 from .suffix_kernel import averages_by_kernel, kernel_refusal, partial_of
@@ -42,7 +42,7 @@ def captured_attention(
         ``[rows, 1, heads * value_dim]`` in the query's dtype.
 
     Raises:
-        Unsupported: As `forest_attention`; or the kernels do not take these.
+        Unsupported: As `shared_attention`; or the kernels do not take these.
         ValueError: The cache holds another dtype.
     """
     check_shared(layer, mask)

@@ -29,7 +29,7 @@ from .slim_tokens import CachedTokens, SlimTokens
 from .suffix_kernel import averages_by_kernel, kernel_refusal, partial_of
 
 
-def forest_attention(
+def shared_attention(
     layer: SlimTokens,
     query: Tensor,
     keys: Tensor,
