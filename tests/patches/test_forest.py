@@ -19,8 +19,7 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.attention import rotation
-from hf_fastdecode.patches.attention import shared_attention as forest_attention
+from hf_fastdecode.patches.attention import rotation, shared_attention
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -312,7 +311,7 @@ def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))
     monkeypatch.setattr(failures, "_failures", {})
     monkeypatch.setattr(launches, "slim_partials", None)
-    monkeypatch.setattr(forest_attention, "takes_kernels", lambda *_: True)
+    monkeypatch.setattr(shared_attention, "takes_kernels", lambda *_: True)
     monkeypatch.setattr(rotation, "takes_kernels", lambda *_: True)
     with fd.enabled(slim):
         assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **CALLS["samples"])), stock)
