@@ -15,8 +15,8 @@ Words:
 
 Read partial, forest, kv and reference first, then interface, torch_operators and launch.
 
-One layer in one decode step: transformers' attention class calls ``update`` of `cache/layer.py`, which returns a
-`cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which calls `DecodeKV.attend`. That asks
+One layer in one decode step: transformers' attention class calls ``update`` of `cache.layers.attention`, which returns
+a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which calls `DecodeKV.attend`. That asks
 `launch.dispatch.Choices.of`, and runs either
 
     kernels: `StepTables.follow` (addresses, lengths and schedules to the device), `StepTables.attend`, `run_kernels`,

@@ -176,6 +176,7 @@ class SharedContextCache(CacheNodes):
             state.padded_length += max(appended, default=0)
         except BaseException:
             state.forest, (self.layers, self.stores) = forest, layers
+            state.met = None  # whose layers may be gone
             suffixes.restore(before, ids)
             if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in self.attention_layers:

@@ -105,6 +105,28 @@ def test_suffixes_become_nodes_in_the_next_turn(copied: Any) -> None:
     assert torch.equal(found, seeded(lambda: model.generate(ids, attention_mask=mask, **call)))
 
 
+def test_an_empty_cache_after_a_pass_that_failed() -> None:
+    """Its layers are gone, and the next pass makes those of the model again."""
+    model, slim = pair("k+r")
+    ids, cache = TEXT[None, :12], fd.SharedContextCache()
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = slim.model.layers[1].register_forward_pre_hook(stop)
+    with fd.enabled(slim), torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            slim(ids, **{CACHE: cache})
+        hook.remove()
+        for part in (ids, TEXT[None, 12:15]):
+            logits = slim(part, **{CACHE: cache}).logits
+        fork = slim(TEXT[None, 15:17], **{CACHE: cache.fork()}).logits
+    with torch.no_grad():
+        expected = model(TEXT[None, :17]).logits
+    torch.testing.assert_close(logits, expected[:, 12:15], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(fork, expected[:, 15:], rtol=1e-3, atol=1e-3)
+
+
 def test_a_loaded_cache_has_no_model_until_a_call() -> None:
     slim = pair("k+r")[1]
     with fd.enabled(slim):

@@ -138,14 +138,7 @@ class SlimAttention(SlimTokens):
         return None
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
-        """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.
-
-        Args:
-            rows: Rows of the batch.
-            room: Tokens that all suffixes would have room for.
-            tokens: Tokens of the prompts.
-            backend: See `hf_fastdecode.enable`.
-        """
+        """Whether suffixes store unshared prompts in fewer bytes than nodes, see `AttendsByItself`."""
         weight = self.k_proj.weight
         if not takes_kernels(backend, weight.device):
             return False

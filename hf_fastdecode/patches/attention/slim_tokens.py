@@ -195,7 +195,7 @@ class SlimTokens(nn.Module):
         return Segment(scored.to(dtype), values.unflatten(-1, (scored.shape[1], -1)).transpose(1, 2).to(dtype))
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
-        """Make keys and values of cached tokens, see `MakesNodes.as_nodes` and `require_layout`."""
+        """Make keys and values of cached tokens, see `AttendsByItself.as_nodes` and `require_layout`."""
         self.require_layout(coordinates)
         dtype, made = dtype or self.k_proj.weight.dtype, None
         for start in range(0, max(1, keys.shape[2]), _TOKENS_AT_ONCE):
