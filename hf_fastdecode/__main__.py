@@ -1,6 +1,6 @@
 """The command line: ``hf-fastdecode``, and ``python -m hf_fastdecode`` where the package is not installed."""
 
-from .interrupts import exit_on_interrupt
+from .cli.interrupts import exit_on_interrupt
 
 
 def main(program: str = "hf-fastdecode") -> None:
@@ -8,7 +8,7 @@ def main(program: str = "hf-fastdecode") -> None:
     with exit_on_interrupt():
         from typer.main import get_command
 
-        from .cli import app
+        from .cli.app import app
 
         command = get_command(app)
     command.main(prog_name=program)

@@ -102,8 +102,8 @@ def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
 # of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
     *({"_compat", "errors", "weak_method", "wrappers"}, {"kernels"}, {"attention"}, {"cache"}, {"conversion/fit"}),
-    *({"generation", "patches"}, {"assets"}, {"api"}, {"devices", "option_values", "interrupts"}, {"measurement"}),
-    *({"command_options"}, {"configs"}, {"conversion"}, {"bench", "evals"}, {"commands"}, {"cli"}, {"__main__"}),
+    *({"generation", "patches"}, {"assets"}, {"api"}, {"option_values"}, {"measurement"}, {"command_options"}),
+    *({"configs"}, {"conversion"}, {"evals"}, {"bench"}, {"cli"}, {"__main__"}),
 )
 
 

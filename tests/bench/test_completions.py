@@ -10,7 +10,7 @@ from hf_fastdecode.bench.completion_cases import spans
 from hf_fastdecode.bench.completions import CompletionBench, StepClock
 from hf_fastdecode.bench.completions_table import completions_table
 from hf_fastdecode.bench.generate_cases import GenerateCase, PromptTree
-from hf_fastdecode.cli import app
+from hf_fastdecode.cli.app import app
 from hf_fastdecode.measurement.rows import read_rows
 
 CPU = torch.device("cpu")

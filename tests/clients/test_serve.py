@@ -12,7 +12,7 @@ from transformers.cli.transformers import app
 
 import hf_fastdecode as fd
 from hf_fastdecode import api
-from hf_fastdecode.commands.serve import hand_over
+from hf_fastdecode.cli.serve import hand_over
 
 from .programs import Work, saved_model
 

@@ -8,8 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_fastdecode.commands.console import OneLineErrors
-from hf_fastdecode.evals.harness import command
+from hf_fastdecode.cli import lm_eval as command
+from hf_fastdecode.cli.console import OneLineErrors
 
 root = typer.Typer(cls=OneLineErrors, rich_markup_mode="markdown")
 root.command("lm-eval", context_settings=command.PASS_ON, no_args_is_help=True)(command.lm_eval)

@@ -13,7 +13,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 
-from ..commands.command_line import needs_weights
+from ..cli.command_line import needs_weights
 from .slim_models import relative
 
 pytestmark = needs_weights

@@ -21,7 +21,7 @@ from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from hf_fastdecode.patches.layers.family import longest_text
 
-from ..commands.command_line import refusal, run
+from ..cli.command_line import refusal, run
 from .encoder_decoder_models import encoder_decoder, read_by
 from .slim_models import TEXT, relative
 

@@ -17,7 +17,7 @@ from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.patches.layers.family import language_config, longest_text
 
-from ..commands.command_line import run
+from ..cli.command_line import run
 from .encoder_decoder_models import MODELS, encoder_decoder
 from .family_models import FAMILIES, family_model
 from .multimodal_models import MULTIMODAL, multimodal_model

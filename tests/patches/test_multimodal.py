@@ -29,7 +29,7 @@ from hf_fastdecode.conversion.fit.stored_positions import DIGITS
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.installed import triton_is_installed
 
-from ..commands.command_line import run
+from ..cli.command_line import run
 from ..fresh_processes import run_fresh
 from ..test_layout import ROOT
 from .multimodal_models import MULTIMODAL, inputs, multimodal_model

@@ -21,7 +21,7 @@ from hf_fastdecode.conversion.fit.weights import bias_or_zero
 from hf_fastdecode.patches.attention import slim_attention
 from hf_fastdecode.patches.layers.family import attention_inputs
 
-from ..commands.command_line import needs_weights
+from ..cli.command_line import needs_weights
 from ..test_layout import ROOT
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded
 from .encoder_decoder_models import encoder_decoder_pair, read_by

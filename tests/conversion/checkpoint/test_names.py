@@ -16,7 +16,7 @@ from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkp
 from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 
-from ...commands.command_line import refusal, run
+from ...cli.command_line import refusal, run
 from ...patches.encoder_decoder_models import encoder_decoder, read_by
 from ...patches.family_models import FAMILIES, family_model
 from ...patches.multimodal_models import multimodal_model

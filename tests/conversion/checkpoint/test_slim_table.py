@@ -8,7 +8,7 @@ import pytest
 
 from tools.slim_table import PAGE, rows
 
-from ...commands.command_line import needs_weights
+from ...cli.command_line import needs_weights
 from .page_tables import read_table
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tools.slim_tokens import PAGE, caches
 
-from ...commands.command_line import needs_weights
+from ...cli.command_line import needs_weights
 from .page_tables import check_tokens
 
 SOME = ["keys and values, bf16", "inputs, int8 (emulated)", "keys + d/32 V-coordinates, int8"]

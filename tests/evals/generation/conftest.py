@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fastdecode.commands.models import load_model
+from hf_fastdecode.cli.models import load_model
 from hf_fastdecode.evals.generation.weights import weights_digest
 from hf_fastdecode.evals.prompts import PromptFormat, prompt_format
 from hf_fastdecode.evals.settings import Drawing, RunSettings, prompts_digest

@@ -1,0 +1,120 @@
+"""``bench completions``: time of a step while completions grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...attention.torch_operators.backends import backend_of_environment
+from ...bench.completion_cases import CompletionCase, spans
+from ...bench.generate_cases import WAYS, GenerateCase, PromptTree
+from ...command_options import check_device, check_options
+from ...errors import CommandError
+from ...measurement.out_file import check_out
+from ...measurement.shapes import SHAPES
+from ..interrupts import exit_on_interrupt
+from .generate import check_models, check_ways, parse_point
+from .options import CHECK, DEVICE, LIST, PLOT, TREE, check_dtype, find_device, known, show_cases
+from .report import report
+
+_LEFT_OUT = ("generate_batch", "stock-beams", "beams")
+
+
+def completions(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
+            "`embedded`.",
+            show_default="embedded",
+        ),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+            show_default="256x4, with a tree none",
+        ),
+    ] = None,
+    tree: Annotated[list[str] | None, TREE] = None,
+    marks: Annotated[
+        str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
+    ] = "16,256,512,1024",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeatable: those of `bench generate` but generate_batch and beams.",
+            show_default="stock, shared",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
+    ] = 120,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, DEVICE] = "auto",
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/completions.csv"),
+) -> None:
+    """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
+
+    A row is a span between two marks: the mean over its steps, without prefill and without a pause at its ends. The
+    floor of a row is what reading the keys and values of its steps takes, each prompt's once, at the bandwidth of a
+    copy. A way that takes longer than `--seconds` is cut short, and has no time for the spans it did not finish.
+    Captures and compilations in the middle of a call are part of its steps; the first ones are not.
+
+    Examples:
+
+        hf-fastdecode bench completions
+        hf-fastdecode bench completions --shape 8b-gqa --point 512x4 --marks 64,2048,8192,32768 --way compile --plot
+        hf-fastdecode bench completions --shape 7b-mha --point 2048x16 --marks 2048,6144 --way compile
+        hf-fastdecode bench completions --shape 7b-mha --tree 64+8x32768x1 --marks 32,96 --way graph --way slim-k
+
+    The last one has eight prompts that have 64 tokens in common, with one sample of each.
+    """
+    ways = list(dict.fromkeys(way or ("stock", "shared")))
+    known("way", [name.partition("+")[0] for name in ways], [name for name in WAYS if name not in _LEFT_OUT])
+    check_ways(ways)
+    check_dtype(dtype)
+    known("shape", shape or [], (*SHAPES, "embedded"))
+    numbers = _marks(marks)
+    if numbers[-1] < 2:
+        raise CommandError(f"--marks must end at 2 or more, got {marks!r}")
+    points = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
+    cases: list[CompletionCase] = []
+    try:
+        trees = [PromptTree.parse(text) for text in tree or []]
+        for name in [*(shape or []), *(model or [])] or ["embedded"]:
+            calls = [GenerateCase(name, context, samples, numbers[-1], dtype) for context, samples in points]
+            for call in calls + [prompts.case(name, numbers[-1], dtype) for prompts in trees]:
+                cases += spans(call, numbers)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if show:
+        return show_cases(cases)
+    check_device(device)
+    check_options()
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ...bench.completions import CompletionBench
+        from ...bench.completions_table import completions_table
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
+
+    check_models([case.call for case in cases])
+    bench = CompletionBench(place, check=check, budget_s=seconds)
+    where = provenance(place, backend=backend_of_environment())
+    rows = run(cases, ways, bench.measure, provenance=where, out=out)
+    report(rows, out, completions_table, plot=plot)
+
+
+def _marks(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise CommandError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
+    return tuple(map(int, parts))

@@ -1,0 +1,218 @@
+"""``bench generate``: whole calls of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...attention.torch_operators.backends import backend_of_environment
+from ...bench.generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from ...command_options import check_device, check_options
+from ...errors import CommandError
+from ...measurement.out_file import check_out
+from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
+from ..interrupts import exit_on_interrupt
+from .options import CHECK, DEVICE, LIST, ONLY, PLOT, TREE, check_dtype, chosen, find_device, known, show_cases
+from .report import report
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...measurement.rows import Row
+
+
+def generate(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
+            "`embedded`, which is trained and small.",
+            show_default="embedded",
+        ),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+            show_default="512x8, 1024x32, with a tree none",
+        ),
+    ] = None,
+    tree: Annotated[list[str] | None, TREE] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    finish: Annotated[
+        int | None,
+        typer.Option(
+            help="Measure twice: rows that end one after another, from so many tokens on, and all rows to the end."
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Repeatable: {', '.join(WAYS)}; `graph+sampler=fast` passes options to `enable`.",
+            show_default=", ".join(DEFAULT_WAYS),
+        ),
+    ] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, DEVICE] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)] = 3,
+    check: Annotated[bool, CHECK] = True,
+    plot: Annotated[bool, PLOT] = False,
+    show: Annotated[bool, LIST] = False,
+    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/generate.csv"),
+) -> None:
+    """Whole calls of `generate`: first call, time to the first tokens, time of a step, tokens a second, memory.
+
+    A step is `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. A way of ours is measured
+    after its tokens were found to be stock's in float32, and its logits as precise as stock's in half precision.
+
+    Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
+    `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples, and
+    `beams` the same on an enabled model. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
+    `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
+    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. `slim-k` and `slim-k+r`
+    are `shared` with slim models of random weights, which store what one row alone has as keys, or as keys and
+    V-coordinates, and what rows share as keys and values; `slim-k+mode=compile` forces a mode. `stock-slim-k` and
+    `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto`
+    (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set,
+    it forces a backend, and stands in front of a row's command.
+
+    A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
+    `+reuse_prefix=1` behind them.
+
+    Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
+    layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`
+    have 2 layers.
+
+    Examples:
+
+        hf-fastdecode bench generate
+        hf-fastdecode bench generate --shape 7b-mha --point 2048x16 --point 8192x128 --plot
+        hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf --point 8192x32 --way stock --way compile
+        hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
+
+    The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
+    """
+    shapes = [*(shape or []), *(model or [])] or ["embedded"]
+    points = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
+    if tree and finish is not None and not point:
+        raise CommandError("--finish is for --point: rows of a --tree all run to the end")
+    if finish is not None and not 1 <= finish <= new_tokens:
+        raise CommandError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
+    finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
+    ways = way or list(DEFAULT_WAYS)
+    known("way", [name.partition("+")[0] for name in ways], WAYS)
+    check_ways(ways)
+    check_dtype(dtype)
+    known("shape", shape or [], (*SHAPES, "embedded"))
+    try:
+        cases = chosen(
+            [
+                GenerateCase(name, context, n, new_tokens, dtype, ends)
+                for name in shapes
+                for context, n in points
+                for ends in finishes
+            ]
+            + [PromptTree.parse(text).case(name, new_tokens, dtype) for name in shapes for text in tree or []],
+            only,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if show:
+        return show_cases(cases)
+    check_device(device)
+    check_options()
+    check_out(out)
+    rows = run_generate(cases, ways, find_device(device), check, repeats, out)
+    report(rows, out, _tables, plot=plot)
+
+
+def run_generate(
+    cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
+) -> list[Row]:
+    """Measure whole calls into `out`.
+
+    Raises:
+        CommandError: A model cannot be read, or a case is longer than its model.
+    """
+    with exit_on_interrupt():
+        from ...bench.generate import GenerateBench
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
+
+    _check_numbers(ways)
+    check_models(cases)
+    if device.type == "cpu":
+        _warn_of_size(cases)
+    bench = GenerateBench(device, repeats=repeats, check=check)
+    where = provenance(device, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=where, out=out)
+
+
+def check_ways(ways: Sequence[str]) -> None:
+    """Refuse ways and options of ways that there are not."""
+    try:
+        for way in ways:
+            parse_way(way)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _check_numbers(ways: Sequence[str]) -> None:
+    """Refuse numbers that options of ways cannot be, which takes torch to know."""
+    from ...bench.generate_ways import find_way
+
+    try:
+        for way in ways:
+            find_way(way)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def check_models(cases: Sequence[GenerateCase]) -> None:
+    """Refuse models whose config cannot be read, and cases longer than their model."""
+    from ...configs import load_config, max_positions
+
+    for shape in dict.fromkeys(case.shape for case in cases):
+        if shape not in SHAPES and Path(shape).expanduser().is_file():
+            raise CommandError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
+        limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
+        for case in cases:
+            if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:
+                asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
+                raise CommandError(
+                    f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
+                    "for a shorter context or fewer new tokens"
+                )
+
+
+def _warn_of_size(cases: Sequence[GenerateCase]) -> None:
+    """Say what takes so long, where a shape is meant for a GPU."""
+
+    for shape in dict.fromkeys(case.shape for case in cases if case.shape in SHAPES):
+        if (billions := parameters(shape) / 1e9) > 1:
+            typer.echo(
+                f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes; --shape "
+                "embedded and tiny are meant for one",
+                err=True,
+            )
+
+
+def _tables(rows: list[Row]) -> str:
+    from ...bench.markdown import finish_table, generate_table
+
+    text = generate_table(rows)
+    return f"{text}\n{finish_table(rows)}" if any(row.get("finish") for row in rows) else text
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    """Context and samples of ``CONTEXTxN``."""
+    context, cross, samples = text.partition("x")
+    if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
+        raise CommandError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+    return int(context), int(samples)

@@ -1,0 +1,76 @@
+"""What a command of the bench shows of the rows that it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ...errors import CommandError
+from ...measurement.show import show
+
+if TYPE_CHECKING:
+    from ...measurement.rows import Row
+
+_NOISY = 1.5  # 80th percentile over the 20th
+_MOST_NAMED = 5
+
+
+def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
+    """Show the rows as a table, and draw them when that was asked for.
+
+    Args:
+        rows: What was measured.
+        out: The file that they are in.
+        table: Makes a table of them.
+        plot: Draw them beside the file.
+
+    Raises:
+        CommandError: A check was red or something was raised: nothing is reported.
+    """
+    from ...bench.plots import plot as draw
+    from ...measurement.runner import failed
+
+    if red := failed(rows):
+        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    if rows and all(row["status"].startswith("not run: ") for row in rows):
+        raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}", 1)
+    show(table(rows))
+    if noise := noisy(rows):
+        typer.echo(noise)
+    typer.echo(f"rows: {out}")
+    if plot:
+        pictures = draw(rows, out.with_suffix(""))
+        typer.echo(
+            "\n".join(f"picture: {path}" for path in pictures)
+            or "no picture: they need cases that differ in n, or in the context, alone"
+        )
+
+
+def noisy(rows: Sequence[Row]) -> str:
+    """One line that names the rows whose times differ much from call to call, the worst first; empty without any."""
+    found: list[tuple[float, str]] = []
+    for row in rows:
+        name = "us" if "us_p20" in row else "ms_per_step"
+        if not (row.get(f"{name}_p20") and row.get(f"{name}_p80")):
+            continue
+        low, high = float(row[f"{name}_p20"]), float(row[f"{name}_p80"])
+        if high > _NOISY * low:  # a step is a difference of two calls, which noise can make less than nothing
+            spread = f"{high / low:.1f} times p20" if low > 0 else f"{high:.2g}, p20 {low:.2g}"
+            found.append((high / low if low > 0 else inf, f"{_named(row, rows)} (p80 {spread})"))
+    if not found:
+        return ""
+    names = [name for _, name in sorted(found, key=lambda entry: -entry[0])]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"noisy: {', '.join(names[:_MOST_NAMED])}{more}; measure again on an idle machine, with another --out"
+
+
+def _named(row: Row, rows: Sequence[Row]) -> str:
+    """The case and way of a row, with what of the case differs among the rows."""
+    if "case" in row:
+        return f"{row['case']} {row['way']}"
+    differing = [row[name] for name in ("shape", "finish") if len({other.get(name) for other in rows}) > 1]
+    return " ".join(part for part in (*differing, f"{row['context']}x{row['samples']}", row["way"]) if part)

@@ -1,0 +1,215 @@
+"""The terminal: one-line errors and exit codes, quiet libraries, progress bars."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from itertools import pairwise
+from typing import Any, Final, NoReturn, TextIO
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ..errors import CommandError, one_line
+from .interrupts import INTERRUPTED, exit_on_interrupt
+
+TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
+"""Environment variable that has an error's traceback shown before its line."""
+
+_READER_GONE: Final = 141
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class OneLineErrors(TyperGroup):
+    """The commands, with every error in one line on stderr.
+
+    Exit codes: 2 for what the user can set right, 1 for a check that failed and for errors that were not foreseen, 130
+    after Ctrl-C, 141 when the reader of stdout went away (as shells count SIGINT and SIGPIPE).
+    """
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
+        """Run, and leave by `SystemExit`."""
+        words = sys.argv[1:] if args is None else list(args)
+        try:
+            _open_streams()
+            with self.make_context(prog_name or "hf-fastdecode", list(words)) as context:
+                self.invoke(context)
+            code = 0
+        except typer.Exit as leaving:
+            code = leaving.exit_code
+        except (KeyboardInterrupt, Exception) as error:
+            code = _tell(error, words)
+        sys.exit(_flush_stdout() or code)
+
+
+class ManyValues(TyperCommand):
+    """A command in which ``--n 16 128`` means ``--n 16 --n 128``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat an option before each further number."""
+        spread: list[str] = []
+        option = ""
+        for word in args:
+            if word.lstrip("-").isdecimal():
+                if option and spread[-1] != option:
+                    spread.append(option)
+            else:
+                option = word if word in ("--context", "--n", "--batch") else ""
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+def note(text: object) -> None:
+    """A line on stderr; the command goes on where it cannot be written."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _open_streams() -> None:
+    """Let stdin and stderr be /dev/null where they are closed, and stdout take every letter.
+
+    Raises:
+        CommandError: Stdout is closed.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        # The lowest free descriptor is the closed stream's; a file opened later would get what is meant for it.
+        null = os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+        setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
+    if "stdout" in closed:
+        raise CommandError("stdout is closed; send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
+
+
+def _flush_stdout() -> int:
+    """Write what is left; 0, or the exit code where that fails."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _tell(error, [])
+    return 0
+
+
+def _silence(stream: TextIO) -> None:
+    """Send to nowhere what is still buffered, so that the interpreter's last flush does not complain."""
+    with suppress(OSError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+def _tell(error: BaseException, words: Sequence[str]) -> int:
+    """Tell of an error in one line, and give the exit code."""
+    if os.environ.get(TRACEBACK_VARIABLE):
+        note("".join(traceback.format_exception(error)).rstrip())
+    message, code = _line_and_code(error, words)
+    if isinstance(error, OSError):
+        _silence(sys.stdout)
+    if message:
+        note(f"hf-fastdecode: {message}")
+    return code
+
+
+def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
+    if isinstance(error, CommandError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return "", _READER_GONE
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"cannot write the output: {error.strerror}; make room, or send it elsewhere", 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; name another path", 2
+    if hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
+        # Without a message no command was named, and the help was shown.
+        return _usage_line(error, words) if error.format_message() else "", 2
+    name = type(error).__name__
+    return f"{name}: {one_line(error)}; with {TRACEBACK_VARIABLE}=1 in the environment, the traceback is shown", 1
+
+
+def _usage_line(error: Any, words: Sequence[str]) -> str:
+    """What typer has to say about a command line, with the word that it complains about."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    names = getattr(getattr(error, "param", None), "opts", [])
+    given = [after for name, after in pairwise(words) if name in names]
+    given += [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "hf-fastdecode"
+    return f"{message}{f', got {given[-1]!r}' if given else ''}; see {command} --help"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with three digits or more, in the largest binary unit that leaves one digit before the point."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
+
+
+def cpu_is_busy() -> bool:
+    """Whether other programs have had work for every core over the last minute, and threads are not limited."""
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] >= (os.cpu_count() or 1)
+
+
+@contextmanager
+def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
+    """Within, transformers shows no progress bars and the commands tell what hf_fastdecode logs; undone on leaving.
+
+    Args:
+        warnings: Let transformers' warnings through.
+    """
+    with exit_on_interrupt():
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+        from transformers.utils import logging as transformers_logging
+
+    ours = logging.getLogger("hf_fastdecode")
+    level, verbosity = ours.level, transformers_logging.get_verbosity()
+    bars, hub_bars = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    ours.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    if not warnings:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+            if not hub_bars:
+                disable_progress_bars()
+
+
+@contextmanager
+def progress_bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that is gone at the end; nothing where stderr is not a terminal.
+
+    Args:
+        title: What runs.
+        steps: How many steps it may have.
+
+    Yields:
+        A function that takes the number of steps done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Few refreshes: they take time from what is being timed.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
+        task = progress.add_task(f"{title}: prefill", total=steps)
+        yield lambda done: progress.update(task, completed=done + 1, description=f"{title}: tokens")

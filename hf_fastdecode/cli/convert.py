@@ -1,0 +1,220 @@
+"""`hf-fastdecode convert-checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+
+from ..command_options import check_dtype
+from ..errors import CommandError, one_line
+from .console import note, quiet_libraries
+
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def convert_checkpoint(
+    source: Annotated[str, typer.Argument(help="`embedded`, a folder, or an id on the Hugging Face Hub.")],
+    target: Annotated[
+        Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one.")
+    ] = "slim",
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone. `kv`: "
+            "keys and values. `x` (GPT-2, OPT): the layer's inputs. Or a JSON file: a slim config.json, a report, or "
+            'a list of {"plan": "k", "k+r", "kv" or "x", "rank": ...} per layer. Encoder-decoder models: `e`, keys '
+            "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
+            "inputs instead of keys; lists alternate self-attention and cross-attention of each layer."
+        ),
+    ] = "auto",
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="V-coordinates beside the keys, in every layer, instead of --plan.", show_default="as planned"
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="Largest error of a layer's output, as a multiple of the error with keys and values in the model's "
+            "dtype (for 8-bit caches: in int8). Applies to `auto`, and to 8-bit caches of any plan."
+        ),
+    ] = 2.0,
+    cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Dtype of slim caches. `auto`: fp16 for models in bfloat16, else the model's. `fp16`, `bf16`: this "
+            "one; layers whose keys come near the end of its range keep keys and values. `int8`, `fp8`, with a scale "
+            "per token and head: in layers that stay within --tolerance; others as with `auto`."
+        ),
+    ] = "auto",
+    rope: Annotated[
+        str,
+        typer.Option(
+            help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
+            "RoPE, with their positions, for arbitrary position_ids; slower."
+        ),
+    ] = "raw",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text to measure layers on, typical of what the model will read; the first 1,024 tokens "
+            "are used. For Whisper a .safetensors file with input_features, [1, bands, frames], beside --transcript.",
+            show_default="built-in English and Python; synthetic features",
+        ),
+    ] = None,
+    transcript: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 text of what is said in the features of --calibration, which Whisper's decoder reads.",
+            show_default="built-in English and Python",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; write nothing.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on "
+            "the calibration text; if they differ too much, write no target (exit code 1).",
+        ),
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weight file, such as 500MB or 2GiB.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Make a slim checkpoint of a multi-head model: it caches about half the bytes of keys and values.
+
+    In multi-head attention, values follow from keys (V = K W_K^-1 W_V), so half the KV cache would do. In half
+    precision it does not: rounding of keys grows by up to W_K's condition number. So layers are measured on a text,
+    and each gets the smallest cache that is as accurate as --tolerance asks: keys (`k`), keys and r coordinates of the
+    values along the directions that rounding spoils most (`k+r`), or keys and values (`kv`). The table shows what that
+    saves, and per layer W_K's condition number and the largest number in W_KV = W_K^-1 W_V, by which rounding grows.
+
+    The result loads with transformers' Auto classes after `import hf_fastdecode`, or with `trust_remote_code=True`,
+    and generates with transformers' own caches. Weights are read, converted and written layer by layer, to a folder
+    beside TARGET that is renamed at the end; slim_report.json and slim_report.png hold the measurements.
+
+    Models with grouped-query attention are refused: their keys do not determine the values. `inspect` shows refusals
+    without downloading weights; docs/slim-architectures.md lists the architectures.
+
+    Examples:
+
+        hf-fastdecode convert-checkpoint embedded --dtype bfloat16 --dry-run
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-mine --calibration mine.txt --tolerance 1
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-int8 --cache-dtype int8
+        hf-fastdecode convert-checkpoint whisper whisper-slim --calibration said.safetensors --transcript said.txt
+        hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
+    """
+    check_dtype(dtype)
+    if form not in ("slim", "full"):
+        raise CommandError(f"--format must be slim or full, got {form!r}")
+    if target is None and not dry_run:
+        raise CommandError("name the folder to make, or give --dry-run to measure only")
+    if dry_run and (resume or verify):
+        raise CommandError(
+            f"--dry-run writes nothing that --{'resume' if resume else 'verify'} could read; leave one out"
+        )
+    if form == "full":
+        unused = {"--plan": plan != "auto", "--rank": rank is not None, "--cache-dtype": cache_dtype != "auto"}
+        unused |= {"--rope": rope != "raw", "--tolerance": tolerance != 2 and not verify}
+        unused |= {"--calibration": calibration is not None and not verify}
+        unused |= {"--transcript": transcript is not None and not verify}
+        if name := next(filter(unused.get, unused), None):
+            needs = " without --verify" if name in ("--tolerance", "--calibration", "--transcript") else ""
+            raise CommandError(f"{name} does nothing with --format full{needs}; leave it out")
+    shard_bytes = _size(max_shard_size)
+    with quiet_libraries():
+        with exit_on_interrupt():
+            import torch
+            from rich.console import Console
+            from tqdm import tqdm
+
+            from hf_fastdecode.conversion.checkpoint import convert
+            from hf_fastdecode.conversion.checkpoint.plan_choice import NAMED, PlanChoice, read_plan_file
+            from hf_fastdecode.conversion.checkpoint.shards import unfinished
+            from hf_fastdecode.conversion.checkpoint.verify import VerificationError
+
+            from .convert_table import conversion_text
+        staging: Path | None = None
+        bar = tqdm(desc="convert", unit="layer", disable=None, leave=False)
+
+        def on_group(done: int, groups: int) -> None:
+            bar.total = groups
+            bar.update(done - bar.n)
+
+        try:
+            chosen = plan if plan in NAMED else read_plan_file(Path(plan))
+            settings = convert.Settings(
+                source=source,
+                target=None if dry_run else target,
+                format="full" if form == "full" else "slim",
+                choice=PlanChoice(chosen, rank, tolerance, cache_dtype, rope),
+                dtype=None if dtype == "auto" else getattr(torch, dtype),
+                calibration=calibration,
+                transcript=transcript,
+                verify=verify,
+                resume=resume,
+                shard_bytes=shard_bytes,
+            )
+            if settings.target is not None:
+                if settings.target.expanduser().exists():
+                    raise CommandError(f"{target} exists; name another folder, or remove it first")
+                staging = unfinished(settings.target.expanduser())
+            if resume and staging is not None and not os.path.lexists(staging):
+                note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
+            report = convert.convert_checkpoint(settings, on_group)
+        except VerificationError as error:
+            raise CommandError(
+                f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
+                f"else delete {staging}",
+                1,
+            ) from error
+        except ValueError as error:
+            raise CommandError(one_line(error)) from error
+        except OSError as error:
+            if staging is None or not staging.exists():
+                raise
+            raise CommandError(
+                f"cannot write {error.filename or target}: {error.strerror or error}; fix that and continue with "
+                f"--resume, or delete {staging}, which holds what is converted"
+            ) from error
+        except KeyboardInterrupt:
+            if staging is not None and staging.exists():
+                note(f"hf-fastdecode: interrupted; --resume continues from what is converted, in {staging}")
+            raise
+        finally:
+            bar.close()
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(conversion_text(report))
+    if left_out := report.get("left_out"):
+        names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+        note(
+            f"hf-fastdecode: left out {names}, which transformers does not load either: the model has no such tensors"
+        )
+    if not dry_run:
+        note(f"hf-fastdecode: wrote {target}")
+    sys.stdout.flush()
+
+
+def _size(text: str) -> int:
+    """Bytes."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS or not int(match[1]):
+        raise CommandError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]

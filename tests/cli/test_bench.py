@@ -1,0 +1,337 @@
+"""The bench's commands from the outside."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_fastdecode.bench import RESULTS
+from hf_fastdecode.bench.generate_cases import GenerateCase
+from hf_fastdecode.bench.markdown import ops_table
+from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
+from hf_fastdecode.bench.paper_tables import PAPER_TABLES
+from hf_fastdecode.cli.app import app
+from hf_fastdecode.cli.bench.generate import _warn_of_size
+from hf_fastdecode.cli.bench.ops import OP_WAY_NAMES
+from hf_fastdecode.cli.bench.report import noisy
+from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["bench", *map(str, words)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", ["ops", "generate", "tables"])
+def test_help_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"hf-fastdecode bench {command} " in result.stdout
+    assert "Examples" in result.stdout
+    assert "goes on" in result.stdout
+    assert "give way" in " ".join(result.stdout.split())
+
+
+def test_the_group_lists_its_commands():
+    result = run("--help")
+    assert all(command in result.stdout for command in ("ops", "generate", "tables"))
+
+
+def test_help_and_lists_need_no_torch():
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from hf_fastdecode.cli import app
+for words in (["bench", "ops", "--help"], ["bench", "tables", "--table", "hydragen-fig1", "--list"]):
+    try:
+        app(words)
+    except SystemExit as leaving:
+        assert not leaving.code
+assert not {{"torch", "transformers"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "shape=13b-mha  context=2048  samples=1024" in done.stdout
+
+
+def test_as_a_module(tmp_path):
+    def module(*words):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMIT": "abc"}
+        command = [sys.executable, "-m", "hf_fastdecode", "bench", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    wrong = module("tables")
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "hf-fastdecode: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
+        "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
+    )
+    words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
+    assert module(*words).returncode == 0
+    (row,) = read_rows(tmp_path / "runs" / "ops.csv")
+    assert row["command"] == "python -m hf_fastdecode bench " + " ".join(words)
+    assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "--out must be a CSV file, "),
+        ("notes.md", "exists and holds no measured rows"),
+        ("notes.md/ops.csv", "cannot be written: "),
+        ("a" * 300 + ".csv", "cannot be written: File name too long"),
+        ("busy.csv", "cannot be written: "),
+        ("pipe", "is a device or a pipe; name a file"),
+        ("latin.csv", "exists and is no CSV file ("),
+    ],
+)
+def test_where_rows_cannot_go_is_told_before_measuring(tmp_path, name, message):
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    (tmp_path / "busy.csv.partial").mkdir()
+    (tmp_path / "latin.csv").write_bytes(b"case,way\n\xff,stock\n")
+    os.mkfifo(tmp_path / "pipe")
+    for command in (["ops", "--set", "tiny"], ["sampling", "--set", "tiny"], ["generate", "--shape", "tiny"]):
+        result = run(*command, "--device", "cpu", "--out", tmp_path / name)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert (tmp_path / "notes.md").read_text() == "# Notes\n"
+
+
+def test_operators(tmp_path):
+    out = tmp_path / "ops.csv"
+    result = run("ops", "--set", "tiny", "--device", "cpu", "--out", out)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("| rows | context | suffix | heads | floor | ours | recipe | hydragen |")
+    rows = read_rows(out)
+    assert len(rows) == 3 * (len(OP_WAY_NAMES) - 3)
+    here = [row["status"] for row in rows if not OP_WAYS[row["way"]].library]
+    assert set(here) == {"ok", "not run: defined for one shared context only"}
+    assert all(row["status"].startswith("not run: ") for row in rows if OP_WAYS[row["way"]].library)
+    columns = "device python torch transformers hf_fastdecode commit command case rows context suffix heads kv_heads "
+    columns += "head_dim dtype nodes way status variant us_p20 us_p50 us_p80 over_floor tb_per_s tflop_per_s bytes "
+    columns += "flops floor_us copy_tb_per_s matmul_tflop_per_s error_ratio"
+    assert list(rows[0]) == columns.split()
+    assert tuple(OP_WAYS) == OP_WAY_NAMES
+
+
+def test_a_wrong_way_ends_the_command(tmp_path, monkeypatch):
+    def variants(sets):
+        right = OP_WAYS["hydragen"].variants(sets)["flash"][0]
+        return {"broken": [lambda: 1.1 * right()]}
+
+    monkeypatch.setitem(OP_WAYS, "recipe", OpWay(variants))
+    words = ("ops", "--set", "tiny", "--device", "cpu", "--plot", "--out", tmp_path / "ops.csv")
+    result = run(*words)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "are not right: recipe: wrong: broken errs " in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ops.csv"]
+    assert run(*words, "--no-check").exit_code == 0
+
+
+def test_generate(tmp_path):
+    out = tmp_path / "g.csv"
+    words = ("generate", "--shape", "tiny", "--new-tokens", 4, "--dtype", "float32", "--repeats", 1, "--device", "cpu")
+    ways = ("--way", "stock", "--way", "shared", "--way", "eager-no-attention")
+    result = run(*words, *ways, "--point", "100x2", "--point", "100x4", "--plot", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert [(row["samples"], row["way"]) for row in read_rows(out)][:2] == [("2", "stock"), ("2", "shared")]
+    assert (tmp_path / "g-throughput.png").exists()
+    result = run(*words, "--way", "shared", "--point", "100x4", "--finish", 2, "--out", out)
+    assert "| all to the end | rows finish | ratio |" in result.stdout
+    assert len(read_rows(out)) == 8
+
+
+def test_a_tree(tmp_path):
+    out = tmp_path / "g.csv"
+    words = ("generate", "--shape", "tiny", "--new-tokens", 4, "--dtype", "float32", "--repeats", 1, "--device", "cpu")
+    words = (*words, "--way", "eager", "--way", "eager+min_shared_tokens=61")
+    assert run(*words, "--point", "100x2", "--out", out).exit_code == 0
+    result = run(*words, "--tree", "60+2x40x3", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "| tiny tree 60+2x40x3 | 100 | 6 | " in result.stdout
+    plain, _, two, one = read_rows(out)
+    assert (plain["shape"], two["shape"], two["samples"]) == ("tiny", "tiny tree 60+2x40x3", "6")
+    assert list(plain) == list(two)
+    assert int(one["kv_bytes"]) - int(two["kv_bytes"]) == 60 * (int(two["kv_bytes"]) // (60 + 2 * 40 + 6 * 4))
+    listed = run(*words, "--tree", "60+2x40x3", "--point", "100x2", "--list").stdout.splitlines()
+    assert [line.split("  ")[0] for line in listed] == ["shape=tiny", "shape=tiny tree 60+2x40x3"]
+
+
+def test_papers_tables(tmp_path):
+    words = ("--device", "cpu", "--only", "n64-m1024-L64-", "--way", "hydragen")
+    result = run("tables", "--table", "hydragen-fig5", *words, "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("hydragen-fig5: Hydragen, figure 5: attention alone")
+    assert [row["case"] for row in read_rows(tmp_path / "hydragen-fig5.csv")] == ["n64-m1024-L64-h8g1"]
+
+
+def test_nothing_measured_is_no_success(tmp_path):
+    words = ("--device", "cpu", "--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "graph")
+    result = run("generate", *words, "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 1
+    assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
+
+
+def test_a_table_needs_a_folder(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.touch()
+    result = run("tables", "--table", "hydragen-fig5", "--device", "cpu", "--out", file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--out must be a folder, {str(file)!r} is a file; name a folder" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ops --set tiny", "tables --table hydragen-fig5"])
+def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    result = run(*command.split(), "--device", "cpu", "--out", tmp_path / "new")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "hf-fastdecode: $HF_FASTDECODE_BACKEND='plain' is for generate; --way says which operators run: unset it\n"
+    )
+    assert not list(tmp_path.iterdir())
+    assert run(*command.split(), "--list").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("ways", "refused"), [([], "'plain' is for generate"), (["--way", "stock"], "--way must be one of ours, ")]
+)
+def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    monkeypatch.setattr("hf_fastdecode.cli.app.bench.tables.run_generate", pytest.fail)
+    words = ("--table", "bifurcated-1", "--table", "hydragen-fig5", *ways, "--device", "cpu", "--out", tmp_path)
+    result = run("tables", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert refused in result.stderr
+
+
+def test_a_link_stays_one(tmp_path):
+    link, file = tmp_path / "link.csv", tmp_path / "there" / "rows.csv"
+    link.symlink_to(file)
+    words = ("--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu", "--no-check")
+    assert run("ops", *words, "--out", link).exit_code == 0
+    assert link.is_symlink() and not file.is_symlink()
+    assert len(read_rows(file)) == 1
+
+
+def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").touch()
+    words = ("--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "shared", "--device", "cpu")
+    words += ("--dtype", "float32", "--repeats", 1)
+    assert run("generate", *words, "--no-check", "--out", "rows.csv").exit_code == 0
+
+
+def test_models_that_cannot_be_read_are_told_before_measuring(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, message in (("./nosuch", "there is no file or folder ./nosuch; name one"), ("empty", "config.json; ")):
+        name = str(tmp_path / name) if name == "empty" else name
+        result = run("generate", "--model", name, "--device", "cpu", "--out", tmp_path / "rows.csv")
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
+    random_model("tiny", "cpu", torch.float32).config.save_pretrained(tmp_path / "bare")
+    words = ("--point", "100x4", "--new-tokens", 4, "--dtype", "float32", "--device", "cpu", "--no-check")
+    out = tmp_path / "rows.csv"
+    result = run("generate", "--model", tmp_path / "bare", *words, "--way", "stock", "--way", "shared", "--out", out)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"hf-fastdecode: 2 rows of {out} are not right: stock: failed: ")
+    assert [row["status"].partition(": ")[0] for row in read_rows(out)] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--point 512x8 --point 5000x8", "--point 5000x8 with 64 new tokens is longer than the 4096 positions of"),
+        ("--tree 4000+2x60x2", "--tree 4000+2x60x2 with 64 new tokens is longer than the 4096 positions of embedded;"),
+        ("--shape tiny --point 131009x2", "with 64 new tokens is longer than the 131072 positions of tiny; ask for a"),
+    ],
+)
+def test_points_longer_than_the_model_are_refused(words, message, tmp_path):
+    result = run("generate", *words.split(), "--device", "cpu", "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_papers_cases_fit_their_models():
+    calls = [case for table in PAPER_TABLES.values() for case in table.cases if isinstance(case, GenerateCase)]
+    assert max(case.context + case.new_tokens for case in calls) <= MAX_POSITIONS
+
+
+def times(column, low, high, **case):
+    return {f"{column}_p20": str(low), f"{column}_p80": str(high), "way": "stock", **case}
+
+
+def test_noisy_rows_are_named():
+    point = {"shape": "embedded", "context": "1024", "samples": "32", "finish": ""}
+    quiet, loud = times("ms_per_step", 2, 3, **point), times("ms_per_step", 2, 7.6, **point)
+    assert noisy([quiet, times("us", "", "", case="a")]) == ""
+    assert noisy([quiet, loud]) == (
+        "noisy: 1024x32 stock (p80 3.8 times p20); measure again on an idle machine, with another --out"
+    )
+    assert noisy([quiet, loud | {"shape": "tiny"}]).startswith("noisy: tiny 1024x32 stock (p80 3.8 times p20);")
+    less = times("ms_per_step", -1, 0.5, **point)
+    assert noisy([loud, less]).startswith("noisy: 1024x32 stock (p80 0.5, p20 -1), 1024x32 stock (p80 3.8 times p20);")
+    many = [times("us", 1, 2 + size, case=f"n{size}") for size in range(7)]
+    assert "noisy: n6 stock (p80 8.0 times p20), n5 " in noisy(many)
+    assert "n2 stock (p80 4.0 times p20) and 2 more; measure" in noisy(many)
+
+
+def test_small_rates_keep_their_digits():
+    row = next(row for row in read_rows(RESULTS / "ops.csv") if row["way"] == "ours")
+    small = row | {"copy_tb_per_s": "0.00213", "matmul_tflop_per_s": "0.0871"}
+    assert "; ceilings 0.0021 TB/s and 0.087 TFLOP/s; " in ops_table([small])
+    large = row | {"copy_tb_per_s": "4.014", "matmul_tflop_per_s": "748.3"}
+    assert "; ceilings 4.01 TB/s and 748 TFLOP/s; " in ops_table([large])
+    slow = large | {"matmul_tflop_per_s": "9.64"}
+    assert " and 9.6 to 748 TFLOP/s; " in ops_table([slow, large])
+
+
+def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
+    case = GenerateCase("8b-gqa", 64, 2, 4)
+    _warn_of_size([case, GenerateCase("tiny", 64, 2, 4), replace(case, samples=4)])
+    assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --set nosuch", "--set must be one of grid, one-row,"),
+        ("ops --way nosuch", "--way must be one of ours, plain,"),
+        ("ops --only nosuch", "no case contains 'nosuch'"),
+        ("ops --dtype float8", "--dtype must be bfloat16, float16 or float32, got 'float8'"),
+        ("ops --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
+        ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
+        ("generate --point ²x3", "a point is CONTEXTxN, such as 2048x16, got '²x3'"),
+        ("generate --way nosuch+a=b", "--way must be one of stock,"),
+        ("generate --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
+        ("generate --way graph+mode=eager", "got 'mode' in 'graph+mode=eager'"),
+        ("generate --way eager+sampler=zzz", "sampler must be one of auto, hf, fast, got 'zzz'"),
+        ("tables --table bifurcated-1 --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
+        ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
+        ("generate --finish 99", "--finish must be between 1 and --new-tokens 64, got 99"),
+        ("generate --tree 24x8", "a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got '24x8'"),
+        ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
+        ("tables --table nosuch", "--table must be one of bifurcated-1,"),
+        ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,310 @@
+"""Help, bad input, streams, interruptions: what all commands do alike."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
+
+import hf_fastdecode
+from hf_fastdecode.attention.interface import ATTENTION_NAME
+from hf_fastdecode.cli.app import app
+
+from .command_line import ROOT, python, run
+
+MAIN = "from hf_fastdecode.__main__ import main; main()"
+
+
+# --- help and version ------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands():
+    for arguments in ((), ("--help",), ("-h",)):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        for command in ("demo", "generate", "inspect"):
+            assert command in result.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "inspect"])
+def test_help_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.stdout
+    assert f"hf-fastdecode {command}" in result.stdout
+    assert "default" in result.stdout
+
+
+def test_version():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"hf-fastdecode {hf_fastdecode.__version__} (transformers ")
+
+
+def test_help_does_not_import_torch():
+    process = python(
+        "from hf_fastdecode.cli import app\n"
+        "try:\n    app(['generate', '--help'])\n"
+        "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "--max-new-tokens" in output
+
+
+def test_refusals_do_not_import_torch(tmp_path):
+    lines = """
+generate --prompt x --mode graphs
+generate --prompt x --dtype half
+generate --prompt x --device nonsense
+generate --prompt x --model ./nosuch
+generate --task-id 5
+demo --shots -1
+demo --device nonsense
+inspect ./nosuch
+inspect embedded --dtype half
+bench ops --set nosuch
+bench ops --set tiny --out .
+bench sampling --way nosuch
+bench generate --way shared+foo=1
+bench generate --device nonsense
+bench tables --table hydragen-fig1 --out pyproject.toml
+"""
+    process = python(
+        f"from hf_fastdecode.cli import app\n"
+        f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
+        "    try:\n        app(line.split())\n"
+        "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
+        cwd=ROOT,
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (output, errors.count("\n")) == ("", 15)
+
+
+def test_public_names_load_when_used():
+    process = python(
+        "import hf_fastdecode as fd\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(fd.__all__) <= set(dir(fd))\n"
+        "assert not hasattr(fd, 'nosuch')"
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert callable(hf_fastdecode.enable)
+    assert ATTENTION_NAME in ALL_ATTENTION_FUNCTIONS
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate --prompt x --n 0", "--n must be at least 1, got 0"),
+        ("generate --prompt x --n many", "got 'many'; see "),
+        ("generate --prompt x --n=many", "got 'many'; see "),
+        ("generate --prompt x --temperature -1", "--temperature must be at least 1e-06"),
+        ("generate --prompt x --top-p 2", "--top-p must be above 0 and at most 1, got 2"),
+        ("generate --prompt x --greedy --n 2", "use --n 1"),
+        ("generate --prompt x --prompt-file y", "were both given"),
+        ("generate --prompt x --stock --explain", "leave one out"),
+        ("generate --prompt x --stock --mode graph", "--mode graph is for hf_fastdecode"),
+        ("generate --prompt x --mode graphs", "--mode must be one of auto, eager, graph, compile, got 'graphs'"),
+        ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
+        ("generate --prompt x --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
+        ("generate --prompt x --stock --sampler hf", "--sampler hf is for hf_fastdecode"),
+        ("generate --prompt x --fuse-projections no", "--fuse-projections must be one of auto, True, False, got 'no'"),
+        ("generate --prompt x --fuse-projections true --mode eager", "--fuse-projections=True cannot run with mode="),
+        ("generate --prompt x --fuse-projections true --device cpu", "fuse_projections=True cannot run: "),
+        ("generate --prompt x --stock --fuse-projections true", "--fuse-projections true is for hf_fastdecode"),
+        ("generate --prompt x --dtype half", "--dtype must be one of auto, float32, bfloat16, float16, got 'half'"),
+        ("generate --prompt x --task-id 127", "--task-id is a prompt, and another was given"),
+        ("generate --prompt x --shots 3", "--shots 3 is for the prompt of a --task-id"),
+        ("generate --task-id 5", "there is no task 5; the embedded tasks have ids from"),
+        ("generate --task-id 127 --shots 99", "--shots must be between 0 and"),
+        ("bench ops --set nosuch", "--set must be one of grid, "),
+        ("bench ops --device nonsense", "there is no device 'nonsense'"),
+        ("bench sampling --way nosuch", "--way must be one of "),
+        ("bench generate --way shared+foo=1", "got 'foo' in 'shared+foo=1'"),
+        ("bench generate --way shared+sampler=slow", "sampler must be one of auto, hf, fast, got 'slow'"),
+        ("bench generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
+        ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
+        ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
+        ("generate --prompt x --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
+        ("generate", "prompt 0 (from stdin) is empty"),
+        ("demo --task-id 1000000", "there is no task 1000000; the embedded tasks have ids from"),
+        ("demo --shots -1", "--shots must be between 0 and"),
+        ("demo --temperature 0", "got 0; `hf-fastdecode generate --greedy` takes the most likely tokens"),
+        ("demo --n -4", "--n must be at least 1, got -4"),
+        ("demo --best 0", "--best must be at least 1"),
+        ("inspect", "Missing argument"),
+        ("inspect ./nosuch", "there is no file or folder ./nosuch"),
+        ("inspect embedded --context 0", "--context must be at least 1, got 0"),
+        ("inspect embedded --n 16 -2", "--n must be at least 1, got -2"),
+        ("inspect embedded --new-tokens 0", "--new-tokens must be at least 1, got 0"),
+        ("nosuch", "No such command 'nosuch'"),
+        ("demo --nosuch", "No such option: --nosuch"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-fastdecode: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "inspect embedded", "bench generate --way eager"])
+def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    result = run(*command.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith("hf-fastdecode: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("forced", ["option", "environment"])
+def test_a_backend_that_cannot_run(forced, checkpoint, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "triton" if forced == "environment" else "plain")
+    option = ["--backend", "triton"] if forced == "option" else []
+    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
+    assert result.exit_code == 2
+    remedy = "'plain', or 'auto' with $HF_FASTDECODE_BACKEND unset" if forced == "environment" else "'auto' or 'plain'"
+    assert f"'triton' cannot run: it runs on CUDA devices, got 'cpu'; use backend={remedy}" in result.stderr
+
+
+def test_stock_needs_no_backend(checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    assert run("generate", "--model", checkpoint, "--prompt", "a b", "--stock", "--max-new-tokens", 2).exit_code == 0
+
+
+def test_a_prompt_longer_than_the_model(checkpoint):
+    result = run("generate", "--model", checkpoint, "--prompt", "x", "--max-new-tokens", 1024)
+    assert result.exit_code == 2
+    assert "more than the 1024 positions" in result.stderr
+
+
+def test_ctrl_c(monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_fastdecode.cli.app.read_prompts", interrupt)
+    result = run("generate", "--prompt", "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_reader_that_goes_away():
+    process = python(MAIN, "--version")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141, "as a program that SIGPIPE ends"
+    assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("moment", ["package", "torch"])
+def test_ctrl_c_while_python_imports(moment):
+    # The import that is interrupted is the first of this name, which sends the signal itself.
+    name = {"package": "typer", "torch": "torch"}[moment]
+    code = f"""
+import os, signal
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+    for program in (MAIN, "import runpy; sys.argv[0] = 'x'; runpy.run_module('hf_fastdecode', run_name='__main__')"):
+        process = python(code + program, "generate", "--prompt", "x")
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_streams_that_are_closed_or_full():
+    def told(redirection: str, *words: str) -> tuple[int, str, str]:
+        command = ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-m", "hf_fastdecode", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    assert told(">&-", "--version") == (
+        2,
+        "",
+        "hf-fastdecode: stdout is closed; send it to a file, or to /dev/null\n",
+    )
+    full = "hf-fastdecode: cannot write the output: No space left on device; make room, or send it elsewhere\n"
+    assert told(">/dev/full", "--version") == (2, "", full)
+    assert told(">/dev/full", "generate", "--help") == (2, "", full)
+    code, _, errors = told("<&-", "generate")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "prompt 0 (from stdin) is empty" in errors
+    for redirection in ("2>&-", "2>/dev/full", "<&- >&- 2>&-"):
+        assert told(redirection, "generate", "--n", "0") == (2, "", "")
+
+
+def test_an_error_that_nobody_foresaw(monkeypatch):
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("by\nnothing")
+
+    monkeypatch.setattr("hf_fastdecode.cli.app.read_prompts", fail)
+    result = run("generate", "--prompt", "x")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "hf-fastdecode: ZeroDivisionError: by nothing; with HF_FASTDECODE_TRACEBACK=1 in the environment, the "
+        "traceback is shown\n"
+    )
+    monkeypatch.setenv("HF_FASTDECODE_TRACEBACK", "1")
+    result = run("generate", "--prompt", "x")
+    assert result.stderr.startswith("Traceback (most recent call last):")
+    assert "in fail" in result.stderr
+
+
+def test_any_encoding(checkpoint):
+    runner = CliRunner(charset="ascii")
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "é", "--max-new-tokens", "60", "--n", "8"]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert "\\ufffd" in result.stdout, "what ASCII has no letter for"
+    result = runner.invoke(app, ["inspect", str(checkpoint)], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"\d\.\dx", result.stdout), "a ratio"
+    assert "\\x" not in result.stdout
+
+
+def test_more_completions_than_memory_holds(checkpoint, monkeypatch):
+    for n in (10**9, 10**23):
+        result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", n)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+        assert f"{n:,} completions of up to 128 tokens need up to" in result.stderr
+        assert "lower --n or --max-new-tokens" in result.stderr
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", 2)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "hf-fastdecode: 2 completions of up to 128 tokens do not fit in the memory of cpu; lower --n or "
+        "--max-new-tokens\n"
+    )
+
+
+def test_as_a_module_and_without_a_command():
+    process = subprocess.run(
+        [sys.executable, "-m", "hf_fastdecode", "generate", "--n", "0"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("hf-fastdecode: --n must be at least 1, got 0")
+    found = run("bench")
+    assert found.exit_code == 2
+    assert found.stderr == ""
+    found = run("bench", "generate", "--shape", "9b", "--list")
+    assert found.exit_code == 2
+    assert "--shape must be one of 7b-mha" in found.stderr

@@ -1,0 +1,111 @@
+"""The demo on a tiny random model."""
+
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_fastdecode.assets import embedded_tasks
+from hf_fastdecode.cli.completions import Completion
+from hf_fastdecode.cli.demo import _rank, check_same, run_demo
+from hf_fastdecode.cli.render import demo_text
+from hf_fastdecode.cli.sampling import Sampling
+from hf_fastdecode.cli.tasks import DEFAULT_TASK, pick_tasks
+from hf_fastdecode.errors import CommandError
+from hf_fastdecode.evals.sandbox import SandboxError
+
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
+
+
+def test_both_sides_are_measured(loaded):
+    model, tokenizer = loaded
+    forward, hooks = model.forward, len(model.get_input_embeddings()._forward_hooks)
+    found = run_demo(
+        model, tokenizer, pick_tasks([DEFAULT_TASK], 1)[0], Sampling(n=3, max_new_tokens=5, top_p=1.0), shots=1
+    )
+    m, n, steps = found.prompt_length, 3, found.steps
+    assert (found.stock.path, found.shared.path) == ("stock", "shared")
+    assert found.stock.prompt_tokens == n * m
+    assert found.shared.prompt_tokens == m
+    assert found.stock.kv_bytes == n * (m + steps - 1) * BYTES_PER_TOKEN
+    assert found.shared.kv_bytes == (m + n * 5) * BYTES_PER_TOKEN, "allocated for all tokens that may come"
+    for side in (found.stock, found.shared):
+        assert 0 < side.first_token_s < side.total_s
+    assert found.samples == 3
+    assert found.passing == 0
+    assert found.drawn_tokens <= 3 * steps
+    assert model.forward == forward
+    assert len(model.get_input_embeddings()._forward_hooks) == hooks
+
+
+def test_a_call_that_cannot_share_says_so(loaded):
+    model, tokenizer = loaded
+    found = run_demo(model, tokenizer, pick_tasks([DEFAULT_TASK], 0)[0], Sampling(n=1, max_new_tokens=2), shots=0)
+    assert found.shared.path == "stock"
+    assert "sharing would save 0 tokens" in found.shared.reason
+
+
+def test_different_tokens_end_the_demo():
+    stock = torch.arange(12).view(2, 6)
+    check_same(stock, stock.clone(), 4)
+    shared = stock.clone()
+    shared[1, 5] = 99
+    for other, place in ((shared, "completion 1 at token 1"), (stock[:, :5], "completion 0 at token 1")):
+        with pytest.raises(CommandError, match=place) as error:
+            check_same(stock, other, 4)
+        assert error.value.exit_code == 1
+
+
+@pytest.fixture
+def task():
+    return next(task for task in embedded_tasks() if task["task_id"] == 101)
+
+
+@pytest.fixture
+def completions(task):
+    right = task["code"]
+    texts = [("wrong", -3.0), (right, -0.5), ("wrong", -0.1), (right, -0.2), ("def", -9.0)]
+    return [Completion(0, sample, text, 5, logp, "stop") for sample, (text, logp) in enumerate(texts)]
+
+
+def test_candidates_are_distinct_ranked_and_checked(task, completions):
+    found, not_tested = _rank(completions, task, progress=False)
+    if not_tested:
+        pytest.skip(not_tested)
+    right = task["code"]
+    assert [(one.completion.text, one.completion.mean_logp, one.count) for one in found] == [
+        ("wrong", -0.1, 2),
+        (right, -0.2, 2),
+        ("def", -9.0, 1),
+    ]
+    assert [one.verdict.status for one in found] == ["fail", "pass", "compile"]
+
+
+def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, completions, monkeypatch):
+    def refuse(*args):
+        raise SandboxError("no sandbox; install bubblewrap")
+
+    monkeypatch.setattr("hf_fastdecode.cli.app.demo.choose", refuse)
+    candidates, not_tested = _rank(completions, task, progress=False)
+    assert not_tested == "no sandbox; install bubblewrap"
+    assert [one.count for one in candidates] == [2, 2, 1]
+    assert not any(one.passed for one in candidates)
+    found = run_demo(*loaded, task, Sampling(n=2, max_new_tokens=2), shots=0)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(demo_text(found, machine="a CPU", model="a model", best=1))
+    text = console.export_text()
+    assert "The tests were not run: no sandbox; install bubblewrap.\n" in text
+    assert "not run" in text.splitlines()[-2]
+    assert "completions pass" not in text
+
+
+def test_tasks_and_shots():
+    first, other = embedded_tasks()[0], embedded_tasks()[7]
+    assert [task["task_id"] for task in pick_tasks([DEFAULT_TASK], 3)] == [DEFAULT_TASK]
+    assert pick_tasks([first["task_id"], other["task_id"]], 0) == [first, other]
+    with pytest.raises(CommandError, match="there is no task 99999; the embedded tasks have ids from"):
+        pick_tasks([DEFAULT_TASK, 99999], 3)
+    for shots in (-1, 1000):
+        with pytest.raises(CommandError, match=f"--shots must be between 0 and .* got {shots}"):
+            pick_tasks([DEFAULT_TASK], shots)

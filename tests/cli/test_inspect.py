@@ -1,0 +1,177 @@
+"""What `inspect` finds out about sharing from a config."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_fastdecode as fd
+from hf_fastdecode.cli.inspection.report import inspect_model
+from hf_fastdecode.cli.inspection.sharing import Sharing
+from hf_fastdecode.cli.inspection.sharing_table import sharing_text
+from hf_fastdecode.errors import CommandError
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 97,
+}
+
+
+def inspect(model_type: str = "llama", contexts=(100,), samples=(8,), new_tokens=10, dtype="auto", **other) -> Sharing:
+    config = AutoConfig.for_model(model_type, **LLAMA | other)
+    return sharing(config, contexts, samples, new_tokens=new_tokens, dtype=dtype)
+
+
+def sharing(config: Any, contexts=(100,), samples=(8,), *, new_tokens: int, dtype: str) -> Sharing:
+    found = inspect_model("tiny", config, contexts, samples, new_tokens=new_tokens, dtype=dtype).sharing
+    assert found is not None
+    return found
+
+
+def test_rows_by_hand():
+    found = inspect(contexts=(100, 200), samples=(8, 16), dtype="bfloat16")
+    assert found.bytes_per_token == 2 * 2 * 2 * 16 * 2 == 256
+    assert [(row.context, row.samples) for row in found.rows] == [(100, 8), (100, 16), (200, 8), (200, 16)]
+    row = found.rows[0]
+    assert row.kv_bytes == (8 * 110 * 256, (100 + 8 * 10) * 256)
+    assert row.step_elements == (2 * 16 * 8 * 105, 2 * 16 * (100 + 8 * 5))
+    assert row.step_bytes == (8 * 105 * 256, (100 + 8 * 5) * 256)
+    assert (found.can_share, found.reason, row.stock_reason, row.note) == (True, "", None, None)
+
+
+def test_json_has_numbers_and_ratios():
+    fields = json.loads(json.dumps(inspect().to_json()))
+    assert (fields["layers"], fields["query_heads"], fields["kv_heads"], fields["group_size"]) == (2, 4, 2, 2)
+    assert (fields["attention"], fields["head_dim"], fields["dtype"], fields["max_positions"]) == (
+        "GQA",
+        16,
+        "float32",
+        512,
+    )
+    assert fields["rows"][0]["kv_bytes"] == {"stock": 450560, "shared": 92160, "ratio": 4.8889}
+
+
+def test_default_contexts_fit_the_model():
+    assert [row.context for row in inspect(contexts=(), max_position_embeddings=20000).rows] == [512, 2048, 8192]
+    assert [row.context for row in inspect(contexts=()).rows] == [502], "none of the usual lengths fits 512 positions"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"samples": (1,)}, "sharing would save 0 tokens, fewer than 64"),
+        (
+            {"contexts": (600,), "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its position embedding changes beyond 512 tokens",
+        ),
+    ],
+    ids=["one-sample", "too-long"],
+)
+def test_calls_that_run_stock(options, reason):
+    found = inspect(**options)
+    assert found.can_share is True
+    assert found.rows[0].stock_reason == reason
+
+
+@pytest.mark.parametrize("context", [502, 503])
+def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
+    found = inspect(contexts=(context,))
+    note = "513 tokens are more than max_position_embeddings, 512: longer than the model was made for"
+    (row,) = found.rows
+    assert (row.stock_reason, row.note) == (None, note if context == 503 else None)
+    assert found.to_json()["rows"][0]["note"] == row.note
+    Console(width=120).print(sharing_text(found))
+    shown = capsys.readouterr().out
+    assert (f"[1] {note}\n" in shown) == (f"[1] {context} " in shown) == (context == 503)
+    assert f"{row.kv_bytes.ratio:.1f}x" in shown and "stock:" not in shown
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).eval()
+    with fd.enabled(model):
+        model.generate(torch.randint(3, 97, (1, context)), max_new_tokens=10, num_return_sequences=8, do_sample=True)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_a_note_and_a_reason_have_marks_of_their_own(capsys):
+    Console(width=120).print(sharing_text(inspect(contexts=(100, 600), samples=(1, 8))))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[1] runs stock: sharing would save 0 tokens, fewer than 64 [2] 610 tokens are more than" in shown
+    assert "[2] 600 │ 1 │" in shown and "[2] 600 │ 8 │" in shown
+
+
+def test_a_window_cuts_what_a_step_reads_but_not_what_is_kept():
+    found = inspect("mistral", sliding_window=40)
+    (row,) = found.rows
+    assert row.stock_reason is None
+    assert row.kv_bytes == (8 * 40 * 512, (100 + 8 * 10) * 512)
+    assert row.step_bytes == (8 * 40 * 512, (35 + 8 * 5) * 512)  # halfway, 5 of the 40 tokens are a row's own
+
+
+@pytest.mark.parametrize("chunk", [109, 110])
+def test_chunks_bind_where_generate_says_so(chunk):
+    sizes = {"attention_chunk_size": chunk, "attn_temperature_tuning": False, "head_dim": 16, "num_local_experts": 2}
+    config = AutoConfig.for_model("llama4_text", **LLAMA, **sizes, intermediate_size_mlp=64, pad_token_id=0)
+    found = sharing(config, new_tokens=10, dtype="auto")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    with fd.enabled(model):
+        model.generate(
+            input_ids=torch.randint(3, 97, (1, 100)),
+            max_new_tokens=10,
+            num_return_sequences=8,
+            do_sample=True,
+            top_k=0,
+        )
+        call = fd.explain(model).last_call
+    assert (call.path == "shared") == (found.rows[0].stock_reason is None)
+    assert found.rows[0].stock_reason == ("chunks of 109 tokens are shorter than 110" if chunk == 109 else None)
+
+
+def test_a_model_that_cannot_share():
+    config = AutoConfig.for_model("bloom", n_layer=2, hidden_size=64, n_head=4, vocab_size=97)
+    found = sharing(config, new_tokens=10, dtype="float16")
+    assert found.can_share is False
+    assert "attention interface" in found.reason
+    assert found.rows[0].stock_reason == found.reason
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama", "qwen2_moe", "gemma3_text", "xglm"])
+def test_what_is_told_is_what_generate_does(model_type):
+    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 64}
+    names = {"d_model": 64, "attention_heads": 4, "num_layers": 2} if model_type == "xglm" else LLAMA | sizes
+    config = AutoConfig.for_model(model_type, **names | {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": None})
+    found = sharing(config, new_tokens=4, dtype="auto")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with fd.enabled(model):
+        prompt = torch.randint(3, 97, (1, 100))
+        options = {"attention_mask": torch.ones_like(prompt), "do_sample": True, "num_return_sequences": 8}
+        model.generate(prompt, **options, max_new_tokens=4)
+        call = fd.explain(model).last_call
+    assert found.can_share == (call.path == "shared")
+    # A reason may name the length of the rows, of which there are none yet.
+    assert found.reason.split()[:3] == (call.reason.split()[:3] if call.path == "stock" else [])
+
+
+def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ImportError("it needs another package\nand more")
+
+    monkeypatch.setattr("hf_fastdecode.conversion.sizes.matrices.AutoModelForCausalLM.from_config", fail)
+    found = inspect()
+    assert found.can_share is None
+    assert found.reason == "the model could not be built from its config: it needs another package and more"
+
+
+def test_what_cannot_be_counted():
+    with pytest.raises(CommandError, match=r"cannot count the KV of tiny: layer 0 of deepseek_v3 .* stores latents"):
+        inspect("deepseek_v3")
+    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+        inspect(dtype="int8")

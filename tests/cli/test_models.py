@@ -1,0 +1,202 @@
+"""Names on the command line."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from hf_fastdecode import command_options, configs
+from hf_fastdecode.cli.console import quiet_libraries
+from hf_fastdecode.cli.devices import pick_device
+from hf_fastdecode.cli.generate import generate
+from hf_fastdecode.cli.models import load_model
+from hf_fastdecode.cli.sampling import Sampling
+from hf_fastdecode.configs import load_config
+from hf_fastdecode.errors import CommandError
+
+RESPONSE = SimpleNamespace(headers={}, request=None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a JSON file"),
+        ("[]", "has no field model_type"),
+        ('{"hidden_size": 3}', "has no field model_type"),
+        ('{"model_type": "nosuch"}', "transformers cannot read the config of .*nosuch"),
+        ('{"model_type": "llama", "hidden_size": 65}', "cannot read the config of .*not a multiple"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: str, message: str):
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(CommandError, match=message) as error:
+        load_config(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_file_and_its_folder(tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_head": 3, "n_embd": 30}))
+    assert load_config(str(file)).num_attention_heads == 3
+    assert load_config(str(tmp_path)).num_attention_heads == 3
+
+
+def test_paths_that_are_not_there(tmp_path: Path):
+    with pytest.raises(CommandError, match=r"there is no file or folder \./missing; name one"):
+        load_config("./missing")
+    with pytest.raises(CommandError, match=r"config\.json; name a folder saved with save_pretrained"):
+        load_config(str(tmp_path))
+
+
+def test_the_embedded_config_says_what_generate_computes_in():
+    assert load_config("embedded").dtype == torch.float32
+
+
+def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command_options, "MODEL_PATH", tmp_path)
+    with pytest.raises(CommandError, match="reinstall the package"):
+        load_model("embedded", "auto", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (errors.RepositoryNotFoundError("no", response=RESPONSE), "has no model org/name that you can see"),
+        (errors.GatedRepoError("no", response=RESPONSE), "org/name is gated"),
+        (errors.RemoteEntryNotFoundError("no", response=RESPONSE), "org/name has no config.json"),
+        (ConnectionError("no network"), "is not reachable, and org/name is not in its local cache"),
+    ],
+    ids=["missing", "gated", "no-config", "no-network"],
+)
+def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pytest.MonkeyPatch):
+    def raise_answer(*args: object, **kwargs: object) -> None:
+        raise answer
+
+    monkeypatch.setattr(configs, "get_hf_file_metadata", raise_answer)
+    with pytest.raises(CommandError, match=message):
+        load_config("org/name")
+
+
+def test_no_hub_id():
+    with pytest.raises(CommandError, match="'two words' is no path, and no Hugging Face Hub id either"):
+        load_config("two words")
+
+
+def test_models_that_do_not_load(tmp_path: Path, checkpoint: Path):
+    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'half'"):
+        load_model(str(checkpoint), "half", torch.device("cpu"))
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(CommandError, match="cannot load"):
+        load_model(str(tmp_path), "auto", torch.device("cpu"))
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(CommandError, match="is an encoder-decoder \\(t5\\)"):
+        load_model(str(tmp_path), "auto", torch.device("cpu"))
+
+
+def broken(checkpoint: Path, folder: Path, config: dict, change: Callable[[dict], None]) -> str:
+    """A copy of the checkpoint with other fields in its config, and weights that were changed."""
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | config))
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost", "message"),
+    [
+        (
+            {"hidden_size": 64, "head_dim": 16},
+            (),
+            r"wants lm_head.weight of shape \[\d+, 64\], .* holds \[\d+, 32\]",
+        ),
+        ({"num_hidden_layers": 3}, (), r"lacks model.layers.2.input_layernorm.weight \(and 8 more like it\)"),
+        ({}, ("model.norm.weight",), r"lacks model.norm.weight, which its config wants"),
+    ],
+    ids=["shapes", "layers", "missing"],
+)
+def test_weights_that_are_not_those_of_the_config(checkpoint, tmp_path, config, lost, message, capfd):
+    name = broken(checkpoint, tmp_path, config, lambda weights: [weights.pop(key) for key in lost])
+    with quiet_libraries(warnings=True), pytest.raises(CommandError, match=message):
+        load_model(name, "auto", torch.device("cpu"))
+    assert capfd.readouterr().err == "", "transformers has a table"
+
+
+def test_weights_that_the_config_has_no_place_for_are_told(checkpoint, tmp_path, capsys):
+    name = broken(checkpoint, tmp_path, {"num_hidden_layers": 1}, lambda weights: None)
+    with quiet_libraries(warnings=True):
+        assert load_model(name, "auto", torch.device("cpu"))[0].config.num_hidden_layers == 1
+    told = capsys.readouterr().err
+    assert "left out model.layers.1.input_layernorm.weight (and 8 more like it)" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("length", [0, 30, 3001])
+def test_a_file_that_is_cut_off(checkpoint, tmp_path, length):
+    name = broken(checkpoint, tmp_path, {}, lambda weights: None)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CommandError, match=r"model\.safetensors is cut off or no safetensors file .* copy"):
+        load_model(name, "auto", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(checkpoint, tmp_path, value, greedy):
+    name = broken(checkpoint, tmp_path, {}, lambda weights: weights["lm_head.weight"][3].fill_(value))
+    model, tokenizer = load_model(name, "auto", torch.device("cpu"))
+    for options in ({}, None):
+        with pytest.raises(CommandError, match=r"logits are not finite: its weight lm_head\.weight holds NaN"):
+            generate(model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options)
+
+
+def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
+    def cut(weights: dict) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weights[name] = weights[name][:50].clone()
+
+    model, tokenizer = load_model(broken(checkpoint, tmp_path, {"vocab_size": 50}, cut), "auto", torch.device("cpu"))
+    with pytest.raises(CommandError, match=r"prompt 0 has token \d+, and the model knows tokens 0 to 49;"):
+        generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
+
+
+def test_padding_that_the_model_does_not_know(checkpoint, tmp_path):
+    name = broken(checkpoint, tmp_path, {}, lambda weights: None)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.add_special_tokens({"pad_token": "<another>"})
+    tokenizer.save_pretrained(name)
+    model, tokenizer = load_model(name, "auto", torch.device("cpu"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    found = generate(model, tokenizer, ["a b", "def add(a, b):"], Sampling(n=2, max_new_tokens=2))
+    assert len(found.completions) == 4
+
+
+def test_a_tokenizer_without_padding(checkpoint: Path, tmp_path: Path):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, tokenizer = load_model(str(tmp_path), "bfloat16", torch.device("cpu"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == model.generation_config.pad_token_id
+    assert tokenizer.padding_side == "left"
+    assert (model.dtype, model.training) == (torch.bfloat16, False)
+
+
+def test_devices():
+    assert pick_device("auto").type in ("cpu", "cuda")
+    assert pick_device("cpu") == torch.device("cpu")
+    for name in ("nonsense", "cuda:77", "meta"):
+        with pytest.raises(CommandError, match=f"'{name}'.*try auto or cpu"):
+            pick_device(name)
