@@ -48,7 +48,7 @@ def test_help_and_lists_need_no_torch():
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from hf_fastdecode.cli import app
+from hf_fastdecode.cli.app import app
 for words in (["bench", "ops", "--help"], ["bench", "tables", "--table", "hydragen-fig1", "--list"]):
     try:
         app(words)
@@ -205,7 +205,7 @@ def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeyp
 )
 def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
-    monkeypatch.setattr("hf_fastdecode.cli.app.bench.tables.run_generate", pytest.fail)
+    monkeypatch.setattr("hf_fastdecode.cli.bench.tables.run_generate", pytest.fail)
     words = ("--table", "bifurcated-1", "--table", "hydragen-fig5", *ways, "--device", "cpu", "--out", tmp_path)
     result = run("tables", *words)
     assert (result.exit_code, result.stdout) == (2, "")

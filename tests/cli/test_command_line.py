@@ -47,7 +47,7 @@ def test_version():
 
 def test_help_does_not_import_torch():
     process = python(
-        "from hf_fastdecode.cli import app\n"
+        "from hf_fastdecode.cli.app import app\n"
         "try:\n    app(['generate', '--help'])\n"
         "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
     )
@@ -75,7 +75,7 @@ bench generate --device nonsense
 bench tables --table hydragen-fig1 --out pyproject.toml
 """
     process = python(
-        f"from hf_fastdecode.cli import app\n"
+        f"from hf_fastdecode.cli.app import app\n"
         f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
         "    try:\n        app(line.split())\n"
         "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
