@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import CommandError, one_line
+from .arguments import in_options
 from .interrupts import INTERRUPTED, exit_on_interrupt
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
@@ -120,7 +121,7 @@ def _tell(error: BaseException, words: Sequence[str]) -> int:
 
 def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     if isinstance(error, CommandError):
-        return str(error), error.exit_code
+        return in_options(str(error)), error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "", INTERRUPTED
     if isinstance(error, BrokenPipeError):
