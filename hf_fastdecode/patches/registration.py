@@ -4,20 +4,25 @@
 registry of configs is imported, which may be before or after this package, and model classes with the first config
 (`config_base.SlimConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
 classes cannot be imported together with the registry, since modules that they need may be only half imported then.
+
+An ordinary config imports the registry in the middle of its own import, to write its docstring. Registration, which
+needs it whole, then comes before: the registry is imported first, and with it that config.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Final
 
 _REGISTRY: Final = "transformers.models.auto.configuration_auto"
 _MODELS: Final = "transformers.models.auto.modeling_auto"
+_CONFIG: Final = re.compile(r"transformers\.models\.(\w+)\.configuration_\1")
 
 
 def register_when_imported() -> None:
@@ -44,7 +49,11 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of the registry, whose execution ends in the registration; None for every other module."""
+        """The spec of the registry, whose execution ends in the registration; of a config that the registration
+        imported, that module; None for every other one."""
+        if _CONFIG.fullmatch(fullname) and fullname != _REGISTRY and self in sys.meta_path:
+            import_module(_REGISTRY)
+            return None if (imported := sys.modules.get(fullname)) is None else _Imported(imported).spec
         awaited = fullname == _MODELS or (fullname == _REGISTRY and _MODELS not in sys.modules)
         spec = PathFinder.find_spec(fullname, path, target) if awaited else None
         if spec is None or spec.loader is None or self not in sys.meta_path:
@@ -63,3 +72,23 @@ class _Watch(MetaPathFinder):
 
         loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
+
+
+class _Imported(Loader):
+    """Gives a module that was imported while its spec was looked for, where Python would execute it a second time.
+
+    Args:
+        module: The module; until it is given, its `__spec__`, which Python takes then, is `spec`.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._module, self._own_spec = module, module.__spec__
+        self.spec = module.__spec__ = ModuleSpec(module.__name__, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it as it is."""
+        module.__spec__ = self._own_spec

@@ -183,6 +183,34 @@ def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: s
     assert found == {"AutoConfig": type(config), **made}
 
 
+IMPORTED_FIRST = """
+import importlib, sys
+import hf_fastdecode
+import transformers
+
+getattr(transformers, sys.argv[1])
+from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
+from hf_fastdecode.patches.config_base import families_in
+
+for family in (*families_in(slim_configs), *families_in(encoder_decoder_configs)):
+    ordinary, slim = (type(transformers.AutoConfig.for_model(name)) for name in (family, f"slim_{family}"))
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    assert issubclass(slim, ordinary) and ordinary is getattr(transformers, ordinary.__name__), family
+    assert module.__spec__.loader is module.__loader__ and getattr(module, ordinary.__name__) is ordinary, family
+assert not [finder for finder in sys.meta_path if "Watch" in type(finder).__name__]
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaConfig", "GPT2Config", "T5Config", "WhisperConfig", "MistralConfig", "LlavaConfig", "GPT2LMHeadModel"],
+)
+def test_whatever_is_imported_first(name: str) -> None:
+    """An ordinary config imports the registry in the middle of its own import, which registration needs whole."""
+    done = run_fresh(IMPORTED_FIRST, name)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_that_fails_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was interrupted, in a notebook that goes on."""
     (tmp_path / "odd_registry.py").write_text(
