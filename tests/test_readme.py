@@ -56,10 +56,10 @@ def test_the_example_of_a_slim_model_runs():
 
 
 def test_the_examples_of_further_slim_pages_run():
-    names = run_examples("docs/slim-sparsity.md")
+    names = run_examples("docs/slim-measurements.md")
     assert names["slim"].config.slim_sparsity_threshold == 0
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/slim-architectures.md").read_text(), re.DOTALL)
-    exec(block, {})  # which compares with stock
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/slim-architectures.md").read_text(), re.DOTALL)
+    exec(blocks[0], {})  # which compares with stock; the other reads a sound
 
 
 def _without_numbers(text: str) -> str:
@@ -68,6 +68,7 @@ def _without_numbers(text: str) -> str:
 
 PAGES = [
     "README.md",
+    "CONTRIBUTING.md",
     "hf_fastdecode/bench/results/README.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]
@@ -81,3 +82,12 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", ((page.parent / target) if target else page).read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md"])
+def test_files_and_folders_named_are_there(page):
+    package = ROOT / "hf_fastdecode"
+    files = {path.name for path in package.rglob("*.py")}
+    named = re.findall(r"`([\w./-]+(?:\.py|/))`", (ROOT / page).read_text())
+    assert len(named) > 20
+    assert not [one for one in named if not ((ROOT / one).exists() or (package / one).exists() or one in files)]

@@ -1,4 +1,4 @@
-"""Writes docs/slim-whisper.md's table: what slim caches cost on Whisper tiny.en's trained weights.
+"""Writes a table of docs/slim-measurements.md: what slim caches cost on Whisper tiny.en's trained weights.
 
 Run ``PYTHONPATH=.:.venv-real python -m tools.whisper_table`` from a clone, after `make test-real`, which installs the
 weights and a voice.
@@ -24,7 +24,7 @@ from tests.real.trained_whisper import features, tokenizer, trained_whisper
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED
 
-PAGE: Final = DOCS / "slim-whisper.md"
+PAGE: Final = DOCS / "slim-measurements.md"
 HEADER: Final = (
     f"| attention | condition of W_K | {UNFITTED}, bf16 | the same, fp16 | {FITTED}, fp16 "
     "| keys + d/8 V-coordinates, fp16 | plan | of KV's bytes | its error |\n"

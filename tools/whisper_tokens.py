@@ -1,4 +1,4 @@
-"""Writes docs/slim-whisper.md's table of the tokens that Whisper tiny.en predicts with each cache.
+"""Writes docs/slim-measurements.md's table of the tokens that Whisper tiny.en predicts with each cache.
 
 Run ``PYTHONPATH=.:.venv-real python -m tools.whisper_tokens`` from a clone, after `make test-real`, which installs the
 weights and a voice. Weights are those of the model in bf16, and all but the caches is in fp32.

@@ -196,13 +196,8 @@ def test_encoder_decoder(name: str) -> None:
 def test_the_page_shows_what_is_measured() -> None:
     model, tokenizer = fd.load_embedded()
     slim = fd.to_slim(model, tokenizer=tokenizer)
-    page = (
-        (ROOT / "docs" / "slim-sparsity.md")
-        .read_text(encoding="utf-8")
-        .partition("| threshold |")[2]
-        .partition("\n\n")[0]
-    )
-    lines = page.splitlines()[2:]
+    page = (ROOT / "docs" / "slim-measurements.md").read_text(encoding="utf-8")
+    lines = page.partition("| threshold |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(lines) == 3
     for line in lines:
         threshold, *shown = (float(cell.strip(" %")) for cell in line.strip("|").split("|"))

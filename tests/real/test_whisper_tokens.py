@@ -1,4 +1,4 @@
-"""The table of predicted tokens of docs/slim-whisper.md is what the package measures."""
+"""The table of predicted tokens of docs/slim-measurements.md is what the package measures."""
 
 from __future__ import annotations
 
