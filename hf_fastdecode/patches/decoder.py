@@ -50,11 +50,13 @@ class SlimDecoder(SlimPreTrainedModel):
 
     Attributes:
         slim_attention: Class of the layers' attention.
+        slim_layer: Class of layers with slim attention; None for the architecture's own.
         blocks: Name of the list of layers.
         attention: Name of a layer's attention.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
+    slim_layer: ClassVar[type[nn.Module] | None] = None
     blocks: ClassVar[str] = "layers"
     attention: ClassVar[str] = "self_attn"
 
@@ -63,6 +65,8 @@ class SlimDecoder(SlimPreTrainedModel):
         layers = getattr(self, self.blocks)
         for index, layer in enumerate(config.layer_plans):
             if layer.plan != "kv":
+                if self.slim_layer is not None:
+                    layers[index] = self.slim_layer(config, index)
                 setattr(layers[index], self.attention, self.slim_attention(config, index, layer))
         self.first_slim = next((at for at, layer in enumerate(config.layer_plans) if layer.plan != "kv"), None)
         self.post_init()

@@ -16,7 +16,7 @@ from transformers.models.cohere.modeling_cohere import (
 
 from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..layers.family import Family
+from ..layers.family import Family, layer_norm
 from ..slim_configs import SlimCohereConfig
 
 
@@ -27,6 +27,11 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
     use_qk_norm: bool
     q_norm: nn.Module
     k_norm: nn.Module
+
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether the config has QK-norm."""
+        return self.use_qk_norm
 
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
@@ -58,14 +63,6 @@ class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
 
 AutoModel.register(SlimCohereConfig, SlimCohereModel, exist_ok=True)
 AutoModelForCausalLM.register(SlimCohereConfig, SlimCohereForCausalLM, exist_ok=True)
-
-
-def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """QK-norm of each head of a whole projection, ``[tokens, heads * head_dim]``; the weight is per head."""
-    heads = x.unflatten(-1, tuple(weight.shape))
-    centred = heads - heads.mean(-1, keepdim=True)
-    normed = centred * (centred.square().mean(-1, keepdim=True) + config.layer_norm_eps).rsqrt()
-    return (weight * normed).flatten(-2)
 
 
 FAMILY = Family(

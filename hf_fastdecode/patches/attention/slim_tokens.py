@@ -138,9 +138,13 @@ class SlimTokens(nn.Module):
         keys = load(keys, dtype, self.head_dim)[:, 0]
         rotated = self._heads(keys.to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
-        normed = type(self).key_norm is not SlimTokens.key_norm
         numbers = load(coordinates, dtype, self.head_dim)
-        return CachedTokens(plain, numbers, tables, None if normed else rotated)
+        return CachedTokens(plain, numbers, tables, None if self.normalizes_keys else rotated)
+
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether `key_norm` changes keys; architectures whose configs decide that override it."""
+        return type(self).key_norm is not SlimTokens.key_norm
 
     def query_norm(self, query: Tensor) -> Tensor:
         """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""

@@ -41,7 +41,7 @@ def layer_refusal(layer: SlimTokens) -> str | None:
         return "it reads keys, and the layer caches inputs"
     if layer.config.unrotates:
         return "it reads keys of before RoPE, and slim_rope is 'unrotate'"
-    if type(layer).key_norm is not SlimTokens.key_norm:
+    if layer.normalizes_keys:
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"

@@ -78,6 +78,14 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
     return tensors[embedding][ids]
 
 
+def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """QK-norm of each head of a whole projection, ``[..., heads * head_dim]``; the weight is ``[heads, head_dim]``."""
+    heads = x.unflatten(-1, tuple(weight.shape))
+    centred = heads - heads.mean(-1, keepdim=True)
+    normed = centred * (centred.square().mean(-1, keepdim=True) + config.layer_norm_eps).rsqrt()
+    return (weight * normed).flatten(-2)
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of architectures.
@@ -96,6 +104,7 @@ class Family:
         output: Name of the output projection.
         output_conv1d: Whether its weight is stored ``[in, out]``.
         norm: QK-norm in fp64, of a config, the norm's weight and a whole projection ``[tokens, heads * head_dim]``.
+        norm_weight: Finds that weight among an attention's tensors, of ``q`` or ``k``; None without.
         scale: Factor on the scores, of a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
         longrope: Whether RoPE of type ``longrope`` serves, as the model drops its cache where the frequencies change.
@@ -120,6 +129,9 @@ class Family:
     output: str = "o_proj"
     output_conv1d: bool = False
     norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    norm_weight: Callable[[Mapping[str, Tensor], str], Tensor | None] = lambda plain, part: plain.get(
+        f"{part}_norm.weight"
+    )
     scale: Callable[[Any, int], float] | None = None
     refusal: Callable[[Any], str | None] = lambda config: None
     longrope: bool = False
@@ -173,8 +185,8 @@ class Family:
             value_bias=plain.get("v_proj.bias"),
             output_bias=plain.get(f"{self.output}.bias"),
             scale=None if self.scale is None else self.scale(config, index),
-            query_norm=self._norm(config, plain.get("q_norm.weight")),
-            key_norm=self._norm(config, plain.get("k_norm.weight")),
+            query_norm=self._norm(config, self.norm_weight(plain, "q")),
+            key_norm=self._norm(config, self.norm_weight(plain, "k")),
         )
 
     def _norm(self, config: Any, weight: Tensor | None) -> Callable[[Tensor], Tensor] | None:
