@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import (
     CohereAttention,
     CohereDecoderLayer,
@@ -14,8 +13,8 @@ from transformers.models.cohere.modeling_cohere import (
     CohereRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, layer_norm
 from ..slim_configs import SlimCohereConfig
 
@@ -59,10 +58,6 @@ class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
         super().__init__(config)
         self.logit_scale = config.logit_scale
         self.tie_word_embeddings = config.tie_word_embeddings
-
-
-AutoModel.register(SlimCohereConfig, SlimCohereModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimCohereConfig, SlimCohereForCausalLM, exist_ok=True)
 
 
 FAMILY = Family(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.stablelm.modeling_stablelm import (
     StableLmAttention,
     StableLmDecoderLayer,
@@ -16,12 +15,12 @@ from transformers.models.stablelm.modeling_stablelm import (
     StableLmRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
-from ..attention.rotation import ROTATION, Rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, layer_norm
+from ..layers.rotation import ROTATION, Rotation
+from ..layers.stored_products import wide
 from ..slim_configs import SlimStableLmConfig
-from ..values.stored_products import wide
 
 
 class SlimStableLmAttention(SlimAttention, StableLmAttention):
@@ -80,10 +79,6 @@ class SlimStableLmForCausalLM(SlimCausalLM, StableLmForCausalLM):
 
     config_class = SlimStableLmConfig
     slim_decoder = SlimStableLmModel
-
-
-AutoModel.register(SlimStableLmConfig, SlimStableLmModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimStableLmConfig, SlimStableLmForCausalLM, exist_ok=True)
 
 
 def norm_weight(plain: Mapping[str, Tensor], part: str) -> Tensor | None:
