@@ -268,7 +268,9 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed"), ("stablelm", "mixed")]
+)
 def test_suffixes_by_kernel(name: str, plan: str) -> None:
     """Without RoPE, with partial RoPE, and with biases, beside layers that keep values."""
     model, slim = family_pair(name, plan)
