@@ -50,6 +50,15 @@ changed = [name for name in before if after.get(name) is not before[name]]
 print(json.dumps({"changed": changed, "added": [name for name in after if name not in before]}))
 """
 
+REGISTER = """
+import json, sys
+import hf_fastdecode
+from transformers import AutoConfig  # the slim configs are registered with it
+
+AutoConfig.for_model("llama")
+print(json.dumps(list(sys.modules)))
+"""
+
 FIND = """
 import importlib.util, json, sys
 specs = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}
@@ -84,6 +93,15 @@ def test_import_registers_names_and_changes_nothing() -> None:
     foreign = [name for name in seen["added"] if not str(name).partition(" registry: ")[2].startswith("hf_fastdecode")]
     assert foreign == []
     assert "attention registry: hf_fastdecode" in seen["added"]
+
+
+def test_import_and_registration_import_no_modelling_code() -> None:
+    done = run_fresh(REGISTER)
+    assert done.returncode == 0, done.stderr
+    imported = json.loads(done.stdout.splitlines()[-1])
+    assert "hf_fastdecode.patches.slim_configs" in imported
+    modelling = r"transformers\.models\.(?!auto\.).*modeling_|hf_fastdecode\.patches\.(architectures|decoder|layers)\b"
+    assert not [name for name in imported if re.match(modelling, name)]
 
 
 def test_installation_exposes_only_the_package(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
 from ..kernels.failures import Kernel, forget
-from ..kernels.slim_decode.limits import refusal
+from ..kernels.slim_decode.inputs import refusal
 from ..measurement.status import NotAvailableError, status_of
 from ..measurement.timing import Times, time_operator
 from .accuracy import BOUND
@@ -22,7 +22,7 @@ from .slim_cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
     from ..kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig
-    from ..kernels.slim_decode.scales import Scales
+    from ..kernels.slim_decode.inputs import Scales
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -190,7 +190,7 @@ def _in_8_bits(case: SlimCase, width: int, dtype: torch.dtype, normal: Callable[
 
 
 def _with_scales(query: Tensor, keys: tuple[Tensor, Tensor], coordinates: tuple[Tensor, Tensor]) -> SlimInputs:
-    from ..kernels.slim_decode.scales import Scales
+    from ..kernels.slim_decode.inputs import Scales
 
     return SlimInputs(query, keys[0], coordinates[0], Scales(keys[1], coordinates[1]))
 

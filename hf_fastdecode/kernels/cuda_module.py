@@ -43,8 +43,8 @@ class CudaKernel:
         """Launch on the device's current stream.
 
         Args:
-            blocks: Of the grid, in one dimension.
-            arguments: Tensors pass their address, whole numbers 64 bits, other numbers 32 bits; and tensor maps.
+            blocks: Blocks of the one-dimensional grid.
+            arguments: Tensor maps, tensors (passed as addresses), whole numbers (64 bits) and floats (32 bits).
             device: The tensors' device.
 
         Raises:
@@ -90,11 +90,11 @@ def load_kernel(
     """Compile a kernel for the current device, and load it.
 
     Args:
-        name: Of the kernel, which is ``extern "C"``.
-        package: That has the source file.
+        name: The kernel's ``extern "C"`` name.
+        package: Package with the source file and its headers.
         source: Name of the source file.
         numbers: Macros that the source reads.
-        headers: Names of the package's files that the source includes.
+        headers: Names of files that the source includes.
         threads: Threads per block.
         shared_bytes: Dynamic shared memory per block.
 
@@ -118,13 +118,7 @@ def load_kernel(
 def compiled(
     text: str, numbers: Mapping[str, int], architecture: str, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """Machine code of a source for an architecture such as ``sm_90``; needs no GPU.
-
-    Args:
-        text: Of the source.
-        numbers: Macros.
-        architecture: To compile for.
-        headers: Texts of the files that it includes, by name.
+    """Machine code of a source text with macros and headers, for an architecture such as ``sm_90``; needs no GPU.
 
     Raises:
         RuntimeError: It does not compile.
@@ -165,9 +159,9 @@ def tensor_map(
     dimension before, modulo 8.
 
     Args:
-        address: Of the first number, at a multiple of 16 bytes.
+        address: Address of the first number, a multiple of 16 bytes.
         shape: Up to five dimensions.
-        strides: Of all dimensions but the last, in bytes, multiples of 16.
+        strides: Strides of all dimensions but the last, in bytes, multiples of 16.
         box: Shape of a copy, with 64 in the last dimension.
         bf16: Whether numbers are bf16, or else fp16.
 

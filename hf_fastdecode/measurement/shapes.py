@@ -97,8 +97,8 @@ def random_model(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..patches.architectures.slim_llama import SlimLlamaForCausalLM
+    from ..patches.layers.slim_values import StoredMatrix
     from ..patches.slim_configs import SlimLlamaConfig
-    from ..patches.values.wide_products import StoredMatrix
 
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")

@@ -1,6 +1,6 @@
-"""Base class of slim models' configs.
+"""Base class of slim models' configs, and the modelling file that is saved beside a config.
 
-It imports no registry of transformers, whose import ends in that of the configs (see `registration`).
+Importing this module imports no registry of transformers, whose import ends in that of the configs (`registration`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from .slim_layers import PLANS, ROPES, SlimLayer, check_threshold, read_layers
 
+_TITLE = '"""Classes of a slim attention checkpoint, for trust_remote_code=True; they are those of hf_fastdecode."""'
+
 
 class SlimConfig(PreTrainedConfig):
     """Base class of slim models' configs; it precedes the ordinary config among base classes.
@@ -26,10 +28,11 @@ class SlimConfig(PreTrainedConfig):
         slim_layers: A dictionary of `SlimLayer`'s fields per layer; None for keys and values everywhere.
         slim_rope: ``raw``: keys are cached before RoPE, and rotated when they are read. ``unrotate``: they are cached
             after RoPE, beside their positions, and un-rotated for the values. May be changed on a loaded model.
-        slim_sparsity_threshold: Attention weights of slim layers below it count as 0, and are not made up for; 0 for
-            none. May be changed on a loaded model.
-        slim_matrix_dtype: Of the matrices that give the values, e.g. ``float16``; casting the model leaves it.
-        plans: That layers of the architecture can have.
+        slim_sparsity_threshold: Attention weights of slim layers below it count as 0, and the others are not
+            renormalised; 0 turns this off. May be changed on a loaded model.
+        slim_matrix_dtype: ``float16`` or ``float32``, for the matrices that give the values; casting the model does
+            not change it.
+        plans: Plans that layers of the architecture can have.
         rotary: Whether RoPE stands between projections and scores.
     """
 
@@ -47,11 +50,11 @@ class SlimConfig(PreTrainedConfig):
             cls.base_model_tp_plan = {name: split for name, split in plan.items() if ".mlp." in name}
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check, and register the model class, which the Auto classes ask for next.
+        """Check, and register the model classes, which the Auto classes ask for next.
 
         Raises:
-            ValueError: Fields out of bounds, plans that are none, plans without values for a model that is not
-                multi-head, or as of `unrotates`.
+            ValueError: Fields out of bounds, unknown plans, plans without values for a model that is not multi-head,
+                or as by `unrotates`.
         """
         super().__post_init__(**kwargs)
         _ = self.unrotates
@@ -65,14 +68,12 @@ class SlimConfig(PreTrainedConfig):
                 "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
                 f"{kv_heads} != {self.num_attention_heads}; plan 'kv' for every layer"
             )
-        import_module(f".architectures.{self.model_type}", __package__)
+        import_module(f".architectures.{self.model_type}", __package__).FAMILY.register()
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As transformers', with a modelling file beside the config, for loading with ``trust_remote_code=True``."""
-        from .modeling_file import write_modeling_file  # it needs the registry of models, which reads from configs
-
+        """Save as transformers does, with a modelling file beside the config, see `write_modeling_file`."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.auto_map = write_modeling_file(self, folder)
@@ -80,9 +81,9 @@ class SlimConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing, where transformers would mark a class that it loaded by ``auto_map``.
+        """Do nothing: `save_pretrained` would copy the source file of a class registered here.
 
-        Of a marked class `save_pretrained` would copy the source file, which does not work outside its package.
+        transformers calls this for classes loaded by ``auto_map``, and the copy would not work outside its package.
         """
 
     @property
@@ -119,6 +120,28 @@ class SlimConfig(PreTrainedConfig):
         return read_layers(self.slim_layers, self.num_hidden_layers, (self.plans,))
 
 
+def write_modeling_file(config: SlimConfig, folder: Path) -> dict[str, str]:
+    """Write ``modeling_slim.py``, which imports the classes from where they are, and return the config's ``auto_map``.
+
+    With ``trust_remote_code=True`` slim checkpoints then load without ``import hf_fastdecode``; where the package is
+    not installed, transformers says so before it runs the file. After the import the registered classes serve, and
+    the file is not read. Checkpoints on disk and on the Hub keep these module paths, which must stay importable.
+    """
+    from transformers.models.auto import modeling_auto as auto  # which reads from the registry of configs
+
+    models = {
+        "AutoModel": auto.MODEL_MAPPING,
+        "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForSeq2SeqLM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "AutoModelForSpeechSeq2Seq": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    }
+    kind = type(config)
+    classes = {"AutoConfig": kind} | {name: known[kind] for name, known in models.items() if kind in known}
+    imports = sorted({f"from {one.__module__} import {one.__name__}" for one in classes.values()})
+    (folder / "modeling_slim.py").write_text("\n".join([_TITLE, "", *imports, ""]), encoding="utf-8")
+    return {name: f"modeling_slim.{one.__name__}" for name, one in classes.items()}
+
+
 def slim_config(
     model_type: str, module: str, *, base: type[SlimConfig] = SlimConfig, **fields: Any
 ) -> type[SlimConfig]:
@@ -127,7 +150,7 @@ def slim_config(
     Args:
         model_type: transformers' name of the ordinary architecture.
         module: Name of the module that the class will be found in.
-        base: Precedes the ordinary config among base classes.
+        base: Base class before the ordinary config.
         fields: Class attributes that differ from those of `base`.
     """
     from transformers.models.auto.configuration_auto import AutoConfig  # whose import ends in that of this class

@@ -1,4 +1,4 @@
-"""Base classes of slim decoders, and of slim models for generation."""
+"""Base classes of slim decoders, of slim models for generation, and of encoder-decoders with slim attention."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
 from ..weak_method import WeakMethod
-from .attention.attention_layer import SlimAttention
-from .attention.cached_positions import key_positions, require_counted, visible_slots
-from .attention.rotation import ROTATION, Rotation, Tables, captured_rotation, forest_rotation
-from .values.projection import Projection
+from .layers.attention_layer import SlimAttention
+from .layers.decoder_attention import SlimDecoderAttention
+from .layers.projections import Projection
+from .layers.rotation import (
+    ROTATION,
+    Rotation,
+    Tables,
+    captured_rotation,
+    forest_rotation,
+    key_positions,
+    require_counted,
+    visible_slots,
+)
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -28,11 +37,7 @@ class SlimPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse transformers' continuous batching (`generate_batch`), whose paged cache slim layers do not read.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ValueError: slim layers do not read the paged cache of transformers' `generate_batch`."""
         raise ValueError(
             f"{type(self).__name__} does not run in transformers' continuous batching, whose paged cache holds keys "
             "and values of one shape; call generate, with hf_fastdecode.enable for many rows"
@@ -45,16 +50,15 @@ class SlimPreTrainedModel(PreTrainedModel):
 class SlimDecoder(SlimPreTrainedModel):
     """A decoder with slim layers; precedes the architecture's own class among base classes.
 
-    Args:
-        config: Of the model.
-
     Attributes:
         slim_attention: Class of the layers' attention.
+        slim_layer: Class of layers with slim attention, where the architecture's own does not pass on `ROTATION`.
         blocks: Name of the list of layers.
         attention: Name of a layer's attention.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
+    slim_layer: ClassVar[type[nn.Module] | None] = None
     blocks: ClassVar[str] = "layers"
     attention: ClassVar[str] = "self_attn"
 
@@ -63,16 +67,15 @@ class SlimDecoder(SlimPreTrainedModel):
         layers = getattr(self, self.blocks)
         for index, layer in enumerate(config.layer_plans):
             if layer.plan != "kv":
+                if self.slim_layer is not None:
+                    layers[index] = self.slim_layer(config, index)
                 setattr(layers[index], self.attention, self.slim_attention(config, index, layer))
         self.first_slim = next((at for at, layer in enumerate(config.layer_plans) if layer.plan != "kv"), None)
         self.post_init()
 
 
 class SlimRotaryDecoder(SlimDecoder):
-    """A decoder with RoPE, which rotates keys when it reads them, or when it caches them.
-
-    In the first case caches hold no positions, and those of cached keys are counted from the attention mask.
-    """
+    """A decoder with RoPE; where caches hold no positions, they are counted from the attention mask."""
 
     _argument_names: ClassVar[tuple[str, ...]]  # of the ordinary decoder's forward
 
@@ -89,13 +92,13 @@ class SlimRotaryDecoder(SlimDecoder):
                 attention.tables = WeakMethod(type(self).tables, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder, with the ordinary decoder's arguments, also in their order.
+        """Run the decoder, with the ordinary decoder's arguments and their order.
 
-        Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder; those cached in
-        earlier passes are taken to have had positions that rise by 1 from token to token, unless they are cached.
+        Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder. Positions of cached
+        tokens must have risen by 1 from token to token, unless the cache holds them.
 
         Raises:
-            ValueError: `position_ids` that do not, for a cache that is empty so far and holds no positions.
+            ValueError: `position_ids` that do not rise by 1, in the first pass over a cache that holds no positions.
         """
         given = named_arguments(self._argument_names, args, kwargs)
         input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
@@ -126,18 +129,18 @@ class SlimRotaryDecoder(SlimDecoder):
         return super().forward(**given)
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """Argument of the attention layers, of positions ``[rows or 1, tokens]``; None for those that are cached."""
+        """`ROTATION` of positions ``[rows or 1, tokens]``; `key_positions` is None where they are cached."""
         keys = None if key_positions is None else self.tables(key_positions)
         return {ROTATION: Rotation(query_positions, self.tables(query_positions), keys)}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """Argument of the attention layers, for a pass over a shared-context cache."""
+        """`ROTATION` of a pass over a shared-context cache."""
         unrotates = self.config.unrotates
         return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
 
     def tables(self, positions: Tensor) -> Tables:
         """Tables of positions ``[rows or 1, tokens]``."""
-        # They have the dtype of what they are for: fp32 for an empty tensor of it.
+        # Rotary modules give tables the dtype of this argument.
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self.rotary_emb(like, positions)
         return cos, sin
@@ -150,14 +153,7 @@ class SlimRotaryDecoder(SlimDecoder):
 
 
 class SlimCausalLM(SlimPreTrainedModel):
-    """A slim decoder with a head; precedes the architecture's own class among base classes.
-
-    Args:
-        config: Of the model.
-
-    Attributes:
-        slim_decoder: Class of the decoder, which is kept under the architecture's ``base_model_prefix``.
-    """
+    """A slim decoder with a head; precedes the architecture's own class among base classes."""
 
     slim_decoder: ClassVar[type[nn.Module]]
 
@@ -174,3 +170,32 @@ class SlimCausalLM(SlimPreTrainedModel):
     def make_head(config: Any) -> nn.Linear:
         """The projection to logits."""
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+class SlimEncoderDecoder(SlimPreTrainedModel):
+    """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
+
+    The encoder caches nothing and is the ordinary one.
+
+    Attributes:
+        slim_attention: Class of the slim attentions.
+        blocks: Name of the decoder's list of layers.
+        self_attention, cross_attention: Paths below a layer.
+    """
+
+    slim_attention: ClassVar[type[SlimDecoderAttention]]
+    blocks: ClassVar[str] = "layers"
+    self_attention: ClassVar[str] = "self_attn"
+    cross_attention: ClassVar[str] = "encoder_attn"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        plans = iter(config.layer_plans)
+        for block in getattr(self.get_decoder(), self.blocks):
+            for path in (self.self_attention, self.cross_attention):
+                if (layer := next(plans)).plan != "kv":
+                    ordinary, cross = block.get_submodule(path), path == self.cross_attention
+                    attention = self.slim_attention.in_place_of(ordinary, layer, cross)
+                    attention.config = config  # T5's decoder has a copy, which would miss later changes
+                    block.set_submodule(path, attention)
+        self.post_init()

@@ -1,4 +1,4 @@
-"""Configs of slim encoder-decoder models: those of ordinary models, with what each attention of the decoder caches."""
+"""Configs of slim encoder-decoder models: a line for each family, as in `slim_configs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SlimEncoderDecoderConfig(SlimConfig):
     """Base class of the configs; `slim_layers` has two entries per decoder layer: self-attention, cross-attention."""
 
     rotary = False
-    is_encoder_decoder: bool = True  # which the ordinary configs say too, but this class precedes them
+    is_encoder_decoder: bool = True  # PreTrainedConfig's False would hide that of the ordinary config
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Check, and register the model class.

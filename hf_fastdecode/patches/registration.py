@@ -1,12 +1,12 @@
 """Registers the slim architectures with transformers' Auto classes, without importing transformers.
 
 `import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
-registry of configs is imported, which may be before or after this package, and model classes with the first config
-(`config_base.SlimConfig`), before which no Auto class can ask for them: a model is chosen by its config. Model
-classes cannot be imported together with the registry, since modules that they need may be only half imported then.
+registry of configs is imported, before or after this package. Model classes are registered with the first config
+(`config_base.SlimConfig`), which every Auto class needs to choose a model. They cannot be imported together with the
+registry, since modules that they need may be only half imported then.
 
-An ordinary config imports the registry in the middle of its own import, to write its docstring. Registration, which
-needs it whole, then comes before: the registry is imported first, and with it that config.
+An ordinary config imports the registry in the middle of its own import, to write its docstring. Registration needs the
+config whole, so the registry is imported first, and with it that config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONFIG: Final = re.compile(r"transformers\.models\.(\w+)\.configuration_\1")
 
 
 def register_when_imported() -> None:
-    """Register the configs with AutoConfig: now if transformers has been imported so far, else once it has been."""
+    """Register the configs with AutoConfig: now if transformers' registry is imported already, or else after it is."""
     if _REGISTRY in sys.modules:
         _register()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
@@ -34,8 +34,7 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    # They register their configs themselves, at their ends: their import may be under way, and be what imports the
-    # registry.
+    # Each module registers its configs at its end, because importing it may be what imports the registry.
     for module in (".slim_configs", ".encoder_decoder_configs"):
         import_module(module, __package__)
 
@@ -49,13 +48,15 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of the registry, whose execution ends in the registration; of a config that the registration
-        imported, that module; None for every other one."""
+        """The registry's spec, whose execution ends in the registration; None for most other modules.
+
+        For an ordinary config, which importing the registry has imported, a spec of that module.
+        """
         if _CONFIG.fullmatch(fullname) and fullname != _REGISTRY and self in sys.meta_path:
             import_module(_REGISTRY)
             return None if (imported := sys.modules.get(fullname)) is None else _Imported(imported).spec
-        awaited = fullname == _MODELS or (fullname == _REGISTRY and _MODELS not in sys.modules)
-        spec = PathFinder.find_spec(fullname, path, target) if awaited else None
+        registers = fullname == _MODELS or (fullname == _REGISTRY and _MODELS not in sys.modules)
+        spec = PathFinder.find_spec(fullname, path, target) if registers else None
         if spec is None or spec.loader is None or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
@@ -75,10 +76,9 @@ class _Watch(MetaPathFinder):
 
 
 class _Imported(Loader):
-    """Gives a module that was imported while its spec was looked for, where Python would execute it a second time.
+    """Returns a module that was imported while its spec was looked for, which Python would execute a second time.
 
-    Args:
-        module: The module; until it is given, its `__spec__`, which Python takes then, is `spec`.
+    Until then `spec` is the module's `__spec__`, which Python reads.
     """
 
     def __init__(self, module: ModuleType):
@@ -86,7 +86,7 @@ class _Imported(Loader):
         self.spec = module.__spec__ = ModuleSpec(module.__name__, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module."""
+        """Return the module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:

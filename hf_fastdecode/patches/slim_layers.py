@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PLANS: Final = ("k", "k+r", "kv")
-"""Keys; keys and r V-coordinates; keys and values."""
+"""A layer caches keys; keys and r V-coordinates; keys and values."""
 
 ROPES: Final = ("raw", "unrotate")
-"""Keys are cached before RoPE; or after RoPE, with their positions."""
+"""Keys are cached before RoPE; after RoPE, with their positions."""
 
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
-"""Dtypes that a layer's cache may have whatever the model's is."""
+"""Dtypes that a layer's cache may have, whatever the model's dtype is."""
+
 SELF_PLANS: Final = (*PLANS, "x")
-"""Plans of self-attention without RoPE and QK-norm: also the layer's inputs."""
+"""Plans of self-attention without RoPE and QK-norm; ``x`` caches the layer's inputs."""
 
 CROSS_PLANS: Final = (*PLANS, "e")
-"""Plans of cross-attention: also nothing, as the encoder's output is kept once for all layers by generation."""
+"""Plans of cross-attention; ``e`` caches nothing, as generation keeps the encoder's output once for all layers."""
 
 ALL_PLANS: Final = (*PLANS, "x", "e")
 
@@ -28,12 +29,15 @@ class SlimLayer:
     """Cache layout of one layer.
 
     Attributes:
-        plan: One of `ALL_PLANS`; `read_layers` holds each layer to what it can have.
-        rank: V-coordinates beside the keys; 0 but for ``k+r``.
+        plan: One of `ALL_PLANS`; `read_layers` checks which of them a layer may have.
+        rank: V-coordinates beside the keys for ``k+r``, else 0.
         float16: Whether keys and V-coordinates fit into fp16 with headroom, as measured in conversion: a model in bf16
             then caches them in fp16, which has three more bits in the same bytes.
-        cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates, or for inputs; None to go by the model's dtype,
-            and for keys by `float16`.
+        cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates, or for inputs; None to follow the model's
+            dtype, and for keys `float16`.
+
+    Raises:
+        ValueError: No such plan, or a rank or a cache dtype that the plan cannot have.
     """
 
     plan: str
@@ -42,11 +46,6 @@ class SlimLayer:
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Check.
-
-        Raises:
-            ValueError: No such plan, or a rank or a cache dtype that it cannot have.
-        """
         check_plan(self.plan, ALL_PLANS)
         if type(self.rank) is not int or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
             bound = "an integer of at least 1" if self.plan == "k+r" else "0"
@@ -58,27 +57,19 @@ class SlimLayer:
             raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as the config has them; without a cache dtype those that earlier versions read."""
+        """Plain values for the config; without a cache dtype, only fields that earlier versions read."""
         plain = {"plan": self.plan, "rank": self.rank, "float16": self.float16}
         return plain if self.cache_dtype is None else plain | {"cache_dtype": self.cache_dtype}
 
 
 def check_plan(plan: object, allowed: Sequence[str]) -> None:
-    """Refuse what is no plan, or none that a layer can have.
-
-    Raises:
-        ValueError: It is not among those allowed.
-    """
+    """Raise ValueError for a plan that is not among those allowed."""
     if plan not in allowed:
         raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
 
 
 def check_threshold(threshold: object) -> None:
-    """Refuse a bound on attention weights that is none.
-
-    Raises:
-        ValueError: It is no number, negative, or at least 1, below which all weights are.
-    """
+    """Raise ValueError for a threshold that is not a number of at least 0 and below 1."""
     if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise ValueError(
             f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold!r}"
@@ -88,12 +79,12 @@ def check_threshold(threshold: object) -> None:
 def read_layers(
     plain: Sequence[Mapping[str, Any]] | None, layers: int, plans: Sequence[Sequence[str]] = (PLANS,)
 ) -> list[SlimLayer]:
-    """The plan of each layer.
+    """The cache layout of each layer.
 
     Args:
-        plain: From a config; None for keys and values everywhere.
-        layers: That the model has.
-        plans: That layers can have, in turns: the first layer one of the first, and so on.
+        plain: A config's `slim_layers`; None for keys and values everywhere.
+        layers: Number of layers.
+        plans: Allowed plans, in turns: ``plans[i % len(plans)]`` for layer i.
 
     Raises:
         ValueError: Fewer or more plans than layers, an unknown field or an invalid value.

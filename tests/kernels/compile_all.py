@@ -36,13 +36,12 @@ from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, Plan
 from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
-from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
-from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
+from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
-from hf_fastdecode.kernels.slim_decode.limits import FP8_CAPABILITY
+from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
 
 

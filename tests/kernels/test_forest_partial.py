@@ -15,8 +15,7 @@ from hf_fastdecode.attention.partial import Partial, merge
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
-from hf_fastdecode.kernels.forest_decode.forest_partial import forest_partial
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, forest_partial
 from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
 

@@ -12,7 +12,7 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from ..attention.forests import make_inputs, random_forest
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode import memory
+from hf_fastdecode.kernels.forest_decode import nodes
 from hf_fastdecode.kernels.forest_decode.api import choose_config
 
 from .operator_runs import check
@@ -51,10 +51,10 @@ def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_descriptor_finds_every_row(head_dim):
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    descriptor = memory.all_memory(torch.bfloat16, 128, head_dim, memory.PLANE)
+    descriptor = nodes.all_memory(torch.bfloat16, 128, head_dim, nodes.PLANE)
     row = 2 * head_dim
-    for address in (row, 0x302000000, 0x7F0123456700 // row * row, (1 << memory.ADDRESS_BITS) - row):
-        plane, at = divmod(address // row - 1, memory.PLANE)
+    for address in (row, 0x302000000, 0x7F0123456700 // row * row, (1 << nodes.ADDRESS_BITS) - row):
+        plane, at = divmod(address // row - 1, nodes.PLANE)
         assert plane < descriptor.shape[0]
         assert descriptor.base.data_ptr() + 2 * (plane * descriptor.strides[0] + at * descriptor.strides[1]) == address
     # What the bulk copy engine takes (CUDA driver API, cuTensorMapEncodeTiled), and 32-bit coordinates.

@@ -46,6 +46,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _GATED),
     "cohere-norm": ("cohere", {**_GATED, "use_qk_norm": True}),
     "codegen": ("codegen", {**_GPT2, "n_head": 8, "rotary_dim": 4}),
+    "stablelm": ("stablelm", _GATED),
+    "stablelm-norm": (
+        "stablelm",
+        {**_GATED, "qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
+    ),
 }
 """Name -> model type and config arguments."""
 
@@ -65,6 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma-gqa": ("gemma", {"num_key_value_heads": 2}, "got 2 != 4"),
     "gemma-bidirectional": ("gemma", {"use_bidirectional_attention": True}, "bidirectional"),
     "cohere-gqa": ("cohere", {"num_key_value_heads": 2}, "got 2 != 4"),
+    "stablelm-gqa": ("stablelm", {"num_key_value_heads": 2}, "got 2 != 4"),
 }
 """Name -> name in `FAMILIES`, config arguments, reason."""
 
@@ -73,6 +79,7 @@ PLANS: dict[str, Any] = {"k": "k", "k+r": (("k+r", 4), ("k+r", 9)), "mixed": (("
 NOT_BY_KERNEL: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpt2", "x", {}, "the layer caches inputs"),
     ("olmo2", "k", {}, "keys are normalised when they are read"),
+    ("stablelm-norm", "k", {}, "keys are normalised when they are read"),
     ("codegen", "k", {}, "RoPE pairs neighbouring coordinates"),
     ("qwen2", "k+r", {"rope": "unrotate"}, "slim_rope is 'unrotate'"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.patches.attention.cached_positions import key_positions, require_counted, visible_slots
+from hf_fastdecode.patches.layers.rotation import key_positions, require_counted, visible_slots
 
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1]])
 POSITIONS = (MASK.cumsum(-1) - 1).masked_fill(MASK == 0, 0)  # as generate makes them

@@ -64,7 +64,7 @@ def both(model: PreTrainedModel, slim: PreTrainedModel, **call: Any) -> tuple[Te
 @on_the_cpu
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")],
+    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed"), ("stablelm", "k+r")],
 )
 def test_samples_of_every_kind(name: str, plan: str, uncaptured: None) -> None:
     """Without RoPE, with partial RoPE, with biases, and beside layers that keep values."""

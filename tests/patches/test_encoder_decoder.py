@@ -26,10 +26,10 @@ from hf_fastdecode.conversion.checkpoint.families.lookup import ENCODER_DECODERS
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
 from hf_fastdecode.conversion.fit import attention_output, inputs_cache_output
-from hf_fastdecode.patches.attention.slim_attention import slim_attention
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
 from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
-from hf_fastdecode.patches.values.input_projections import InputProjection, InputValues, score_operands
+from hf_fastdecode.patches.layers.projections import InputProjection, InputValues, score_operands
+from hf_fastdecode.patches.layers.slim_attention import slim_attention
 
 from ..conversion.fit.layers import layer, text
 from ..test_layout import ROOT

@@ -19,7 +19,7 @@ from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.attention import rotation, shared_attention
+from hf_fastdecode.patches.layers import rotation, shared_attention
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -268,7 +268,9 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed"), ("stablelm", "mixed")]
+)
 def test_suffixes_by_kernel(name: str, plan: str) -> None:
     """Without RoPE, with partial RoPE, and with biases, beside layers that keep values."""
     model, slim = family_pair(name, plan)

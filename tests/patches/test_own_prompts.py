@@ -21,8 +21,8 @@ from hf_fastdecode.generation.prompts import own_prompts
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.attention import slim_tokens
-from hf_fastdecode.patches.attention.slim_tokens import SlimTokens
+from hf_fastdecode.patches.layers import slim_tokens
+from hf_fastdecode.patches.layers.slim_tokens import SlimTokens
 
 from ..generation.calls import tokens_embedded
 from ..interpreter import merging_two_at_once

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.values import stored_products
-from hf_fastdecode.patches.values.slim_values import SlimValues
-from hf_fastdecode.patches.values.stored_products import Product, from_halves, in_halves, sum_of_products
-from hf_fastdecode.patches.values.wide_products import KeyProjection, StoredMatrix
+from hf_fastdecode.patches.layers import stored_products
+from hf_fastdecode.patches.layers.projections import KeyProjection
+from hf_fastdecode.patches.layers.slim_values import SlimValues, StoredMatrix
+from hf_fastdecode.patches.layers.stored_products import Product, from_halves, in_halves, sum_of_products
 
 from .slim_models import relative
 

@@ -18,7 +18,7 @@ from hf_fastdecode.conversion.checkpoint.families.lookup import family_of, famil
 from hf_fastdecode.conversion.fit.biases import fold_into_output_bias
 from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from hf_fastdecode.conversion.fit.weights import bias_or_zero
-from hf_fastdecode.patches.attention import slim_attention
+from hf_fastdecode.patches.layers import slim_attention
 from hf_fastdecode.patches.layers.family import attention_inputs
 
 from ..cli.command_line import needs_weights

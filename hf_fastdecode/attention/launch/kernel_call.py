@@ -66,7 +66,7 @@ def run_node_kernels(
     Returns:
         The partial of the nodes, in fp32.
     """
-    from ...kernels.forest_decode.forest_partial import forest_partial
+    from ...kernels.forest_decode.api import forest_partial
 
     if query.stride(-1) != 1:
         query = query.contiguous()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.patches.attention.attention_layer import SlimAttention
-from hf_fastdecode.patches.attention.decoder_attention import SlimDecoderAttention
-from hf_fastdecode.patches.attention.sparsity import counted
+from hf_fastdecode.patches.layers.attention_layer import SlimAttention
+from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
+from hf_fastdecode.patches.layers.slim_attention import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 from hf_fastdecode.wrappers import unwrapped
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.patches.values.slim_values import SlimValues
+from hf_fastdecode.patches.layers.slim_values import SlimValues
 
 KV: Final = "keys and values"
 _INT8_GROUP: Final = 64  # numbers per scale, as transformers' QuantizedCache groups them

@@ -10,7 +10,7 @@ import torch
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
 from hf_fastdecode.conversion.fit.stored_positions import position_bytes
-from hf_fastdecode.patches.attention.slim_attention import cache_dtype
+from hf_fastdecode.patches.layers.slim_attention import cache_dtype
 from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ...patches.layers.family import language_config

@@ -1,4 +1,4 @@
-"""`forest_decode`: attention of one layer in one decode step over a forest, in two or three launches."""
+"""`forest_decode`, attention of one layer in one decode step over a forest, and `forest_partial`, over nodes alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
-from .arguments import check_numbers, check_schedule, check_table, check_tokens
+from .arguments import check_numbers, check_query, check_schedule, check_table, check_tokens
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import shared_memory
 from .merge import merge_rows
-from .nodes import attend_nodes, overlaps
+from .nodes import NodeWorkspace, attend_nodes, overlaps
 from .schedule import Schedule
 from .suffix import attend_suffixes
 
@@ -99,45 +99,28 @@ def forest_decode(
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
-    group = heads // kv_heads
-    queries_per_kv_head = group * queries
+    queries_per_kv_head = heads // kv_heads * queries
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     dtype = torch.float32 if return_lse else query.dtype
     out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
-    overlap = overlaps(query, schedule, config)
     depths = schedule.row_units.shape[0]
     overlap_suffix = config.overlap_suffix and depths > 0
     # Tensor cores need at least 16 queries; padded partials go through memory to be merged without the padding.
     block_p = (
         1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
     )
-    tile = triton.next_power_of_2(queries_per_kv_head)
+    options = _options(query, schedule, config, kv_heads, lse=return_lse)
     own_out = own_lse = out
-    if overlap_suffix or (depths > 0 and tile != block_p):
+    if overlap_suffix or (depths > 0 and options["TILE"] != block_p):
         own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
     own_config = config.suffix or choose_suffix_config(
-        rows, kv_heads, group, queries, head_dim, overlap_suffix=overlap_suffix, shared_memory=memory
+        rows, kv_heads, heads // kv_heads, queries, head_dim, overlap_suffix=overlap_suffix, shared_memory=memory
     )
-    options: dict[str, Any] = {
-        "GROUP": group,
-        "QUERIES": queries,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "TILE": tile,
-        "BLOCK_M": schedule.block_m,
-        "DEPTHS": depths,
-        "LSE": return_lse,
-        "PDL": overlap,
-        "enable_fp_fusion": True,  # as in `attend_nodes`
-    }
-    if overlap:
-        options["launch_pdl"] = True
-    unit_tables = (schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots)
     results = (out, lse if lse is not None else out)
     with launching(Kernel.FOREST, query.device):
         attend_suffixes[(rows * kv_heads,)](
@@ -147,7 +130,7 @@ def forest_decode(
             suffix,
             slots,
             lengths,
-            *unit_tables,
+            *_unit_tables(schedule),
             *workspace,
             own_out,
             own_lse,
@@ -180,21 +163,108 @@ def forest_decode(
             **options,
         )
         if overlap_suffix:
-            merging = choose_merge_config(queries_per_kv_head, head_dim)
-            merge_rows[(triton.cdiv(rows, merging.rows) * kv_heads,)](
-                slots,
-                *unit_tables,
-                *workspace,
-                own_out,
-                own_lse,
-                *results,
-                schedule.overlap_suffix,
-                rows,
-                kv_heads,
-                ROWS=merging.rows,
-                OWN=True,
-                MERGE=merging.merge,
-                num_warps=merging.warps,
-                **options,
-            )
+            _merge(slots, schedule, workspace, (own_out, own_lse), results, options)
     return out, lse
+
+
+def forest_partial(
+    query: Tensor,
+    nodes: Tensor,
+    slots: Tensor,
+    schedule: Schedule,
+    config: Config,
+    *,
+    kv_heads: int,
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to each row's nodes, without a causal rule.
+
+    For cross-attention, and for nodes that are spread over devices: partials of each device's nodes merge to the
+    partial of all (Tree Attention, section 5), which `forest_decode` accepts as ``other``.
+
+    Args:
+        query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
+        nodes: As for `forest_decode`.
+        slots: ``[rows]`` int32: -1 for an inactive row, whose result is that of no keys.
+        schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
+        config: Launch parameters, with the block sizes of the schedule.
+        kv_heads: KV heads of the nodes.
+        scale: Factor on the scores, positive.
+        soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
+
+    Returns:
+        ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
+        fp32; 0 and ``-inf`` for rows without nodes.
+
+    Raises:
+        ValueError: A shape, stride, dtype or number is not as documented.
+        KernelFailedError: A kernel cannot be compiled or launched here.
+    """
+    rows, heads, queries, head_dim = query.shape
+    check_query(query, kv_heads)
+    check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
+    check_table("slots", slots, (rows,), torch.int32)
+    check_schedule(schedule, config, rows)
+    check_numbers(scale, soft_cap, None)
+    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
+    if not schedule.piece_count or not rows:
+        return out.zero_(), lse.fill_(-torch.inf)
+    workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
+    with launching(Kernel.FOREST, query.device):
+        _merge(slots, schedule, workspace, None, (out, lse), _options(query, schedule, config, kv_heads, lse=True))
+    return out, lse
+
+
+def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *, lse: bool) -> dict[str, Any]:
+    """Compile-time arguments and launch options that the kernels after `attend_nodes` share."""
+    _, heads, queries, head_dim = query.shape
+    group, overlap = heads // kv_heads, overlaps(query, schedule, config)
+    options: dict[str, Any] = {
+        "GROUP": group,
+        "QUERIES": queries,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "TILE": triton.next_power_of_2(group * queries),
+        "BLOCK_M": schedule.block_m,
+        "DEPTHS": schedule.row_units.shape[0],
+        "LSE": lse,
+        "PDL": overlap,
+        "enable_fp_fusion": True,  # as in `attend_nodes`
+    }
+    return options | ({"launch_pdl": True} if overlap else {})
+
+
+def _unit_tables(schedule: Schedule) -> tuple[Tensor, ...]:
+    return schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots
+
+
+def _merge(
+    slots: Tensor,
+    schedule: Schedule,
+    workspace: NodeWorkspace,
+    own: tuple[Tensor, Tensor] | None,
+    results: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+) -> None:
+    """Merge the partials of each row's nodes, and of its suffix if given as `own`, into `results`."""
+    out = results[0]
+    rows, heads, queries, head_dim = out.shape
+    kv_heads = heads // options["GROUP"]
+    merging = choose_merge_config(options["GROUP"] * queries, head_dim)
+    merge_rows[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+        slots,
+        *_unit_tables(schedule),
+        *workspace,
+        *(own or results),
+        *results,
+        schedule.overlap_suffix,
+        rows,
+        kv_heads,
+        ROWS=merging.rows,
+        OWN=own is not None,
+        MERGE=merging.merge,
+        num_warps=merging.warps,
+        **options,
+    )

@@ -1,4 +1,4 @@
-"""Argument checks of `forest_decode`, against out-of-bounds accesses and division by zero.
+"""Argument checks of `forest_decode`, which raise ValueError against out-of-bounds accesses and division by zero.
 
 Addresses and the contents of device tensors are not checked.
 """
@@ -13,11 +13,7 @@ from .schedule import Schedule
 
 
 def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Check shapes, strides and dtypes of queries, new keys and new values.
-
-    Raises:
-        ValueError: One is not as documented.
-    """
+    """Check shapes, strides and dtypes of queries, new keys and new values."""
     rows, _, queries, head_dim = query.shape
     kv_heads = keys.shape[1]
     check_query(query, kv_heads)
@@ -28,11 +24,7 @@ def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_query(query: Tensor, kv_heads: int) -> None:
-    """Check strides, dtype and heads of queries.
-
-    Raises:
-        ValueError: One is not as documented.
-    """
+    """Check strides, dtype and heads of queries."""
     heads = query.shape[1]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
@@ -43,21 +35,13 @@ def check_query(query: Tensor, kv_heads: int) -> None:
 
 
 def check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check shape, dtype and contiguity of a table.
-
-    Raises:
-        ValueError: One is not as required.
-    """
+    """Check shape, dtype and contiguity of a table."""
     if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
         raise ValueError(f"{name} must be {_in_words(shape, dtype)}, got {_found(table)}")
 
 
 def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
-    """Check that a schedule has the query's rows and the configuration's block sizes.
-
-    Raises:
-        ValueError: It has others.
-    """
+    """Check that a schedule has the query's rows and the configuration's block sizes."""
     if len(schedule.contexts) != rows:
         raise ValueError(f"the schedule must be for the query's {rows} rows, got one for {len(schedule.contexts)}")
     blocks, cut = (config.block_m, config.block_n), (schedule.block_m, schedule.block_n)
@@ -66,11 +50,7 @@ def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
 
 
 def check_numbers(scale: float, soft_cap: float | None, window: int | None) -> None:
-    """Check the bounds of scale, soft cap and window.
-
-    Raises:
-        ValueError: One is out of bounds.
-    """
+    """Check the bounds of scale, soft cap and window."""
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
     if soft_cap is not None and not soft_cap > 0:

@@ -189,16 +189,9 @@ def choose_suffix_config(
     overlap_suffix: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
-    """Launch parameters of the suffix kernel as measured on an H200.
+    """Launch parameters of the suffix kernel as measured on an H200, for `group` query heads per KV head.
 
-    Args:
-        rows: Rows of the batch.
-        kv_heads: KV heads of the layer.
-        group: Query heads per KV head.
-        queries: New tokens per row.
-        head_dim: Numbers per head.
-        overlap_suffix: Whether it runs beside the node kernel, on few multiprocessors.
-        shared_memory: Bytes of shared memory per program.
+    With `overlap_suffix` the kernel runs beside the node kernel, on few multiprocessors.
     """
     programs, queries_per_kv_head = rows * kv_heads, group * queries
     if overlap_suffix:  # on few multiprocessors, any number of programs is many

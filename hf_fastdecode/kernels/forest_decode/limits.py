@@ -47,12 +47,12 @@ HALF_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 def refusal_of_any_shape(keys: Tensor, *others: Tensor, dtypes: Sequence[torch.dtype] = HALF_PRECISION) -> str | None:
-    """Why attention kernels support no keys of this dtype on this device, or these gradients; None when they do.
+    """Why attention kernels do not support cached keys of this dtype and device, or gradients; None when they do.
 
     Args:
-        keys: As cached.
+        keys: Cached keys.
         others: Other tensors of the call.
-        dtypes: That the keys may have; any where Triton interprets.
+        dtypes: Dtypes that the keys may have; any where Triton interprets.
     """
     if torch.is_grad_enabled() and any(part.requires_grad for part in (keys, *others)):
         return "it computes no gradients; call it under torch.no_grad()"

@@ -99,11 +99,7 @@ class Schedule:
         return self.pieces.shape[0]
 
     def copy_(self, other: Schedule) -> None:
-        """Copy another schedule's tables in place.
-
-        Args:
-            other: Made with the same capacity, rows, queries, block sizes and grid.
-        """
+        """Copy the tables of a schedule of the same capacity, rows, queries, block sizes and grid in place."""
         for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "overlap_suffix"):
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 

@@ -12,17 +12,7 @@ if TYPE_CHECKING:
 
 
 def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """Logits after repetition penalty, suppression of end tokens and temperature.
-
-    Args:
-        logits: ``[rows, vocab]``.
-        row_ids: ``[rows]`` int32.
-        settings: As for `api.sample`.
-        seen: ``[row ids, words]`` int32, as there.
-
-    Returns:
-        ``[rows, vocab]`` fp64.
-    """
+    """Logits ``[rows, vocab]`` in fp64 after repetition penalty, suppression of end tokens and temperature."""
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     token = torch.arange(logits.shape[1], device=logits.device)
     if settings.features["repetition_penalty"] and seen is not None:

@@ -14,9 +14,8 @@ from ..installed import interpreted
 from .arguments import Arguments, check_alignment, check_arguments
 from .cluster import ClusterConfig
 from .config import TwoLaunchConfig, check_two_launch_config, choose_cluster_config, choose_two_launch_config
+from .inputs import RotaryTables, Scales
 from .launches import cluster_shape, groups_of, launch
-from .scales import Scales
-from .tables import RotaryTables
 
 __all__ = [
     "ClusterConfig",
@@ -59,8 +58,8 @@ def choose_config(
         heads: Heads of the layer.
         head_dim: Numbers per head.
         rank: V-coordinates.
-        dtype: Of the cached keys.
-        device: That runs the kernel.
+        dtype: Dtype of the cached keys.
+        device: Device that runs the kernel.
         rotary: Tables of RoPE, or None without it; clusters need their ``turns``.
         offset: Whether keys have an offset.
     """
@@ -117,7 +116,7 @@ def slim_decode(
         key_offset: ``[heads * head_dim]`` fp32, when given.
         rotary: Tables of RoPE; None without it. Clusters need ``turns``.
         starts: ``[rows]`` int32: first slot of each row that is not padding; 0 when None.
-        scales: Of keys and V-coordinates in 8 bits: a number counts as itself times its scale, in fp32.
+        scales: Scales of keys and V-coordinates in 8 bits, by which numbers are multiplied in fp32.
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..forest_decode.arguments import check_table
-from .scales import EIGHT_BITS, Scales, check_scales
-from .tables import TURNS, RotaryTables
+from .inputs import EIGHT_BITS, TURNS, RotaryTables, Scales, check_scales
 
 
 class Arguments(NamedTuple):
@@ -54,11 +53,7 @@ class Arguments(NamedTuple):
 
 
 def check_arguments(given: Arguments) -> None:
-    """Check against out-of-bounds accesses; contents of device tensors are not checked.
-
-    Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
-    """
+    """Raise ValueError against out-of-bounds accesses; contents of device tensors are not checked."""
     query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales = given
     if query.ndim != 4 or query.shape[2] != 1 or query.shape[3] % 2:
         raise ValueError(f"query must be [rows, heads, 1, head_dim] with an even head_dim, got {list(query.shape)}")
@@ -105,11 +100,7 @@ def check_arguments(given: Arguments) -> None:
 
 
 def check_alignment(name: str, part: Tensor) -> None:
-    """Check that a part of the cache can be copied by 16 bytes.
-
-    Raises:
-        ValueError: Rows or slots begin elsewhere.
-    """
+    """Raise ValueError where rows or slots of a part of the cache cannot be copied by 16 bytes."""
     size = part.element_size()
     if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
         raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")

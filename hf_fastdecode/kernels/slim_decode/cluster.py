@@ -46,7 +46,7 @@ class ClusterShape:
         rotary_dim: Numbers of a head that RoPE rotates: all or none.
         offset: Whether keys have an offset.
         starts: Whether rows begin with padding.
-        dtype: Of the cached keys, fp16 or bf16.
+        dtype: Dtype of the cached keys, fp16 or bf16.
         config: Launch parameters.
     """
 
@@ -94,11 +94,7 @@ class ClusterShape:
         return -(-self.boxes // adders) * self.padded_heads // 2
 
     def refusal(self, shared_memory: int) -> str | None:
-        """Why the kernel does not take this shape, or None.
-
-        Args:
-            shared_memory: Bytes of shared memory per block.
-        """
+        """Why the kernel does not take this shape with these bytes of shared memory per block, or None."""
         config = self.config
         if self.dtype not in (torch.float16, torch.bfloat16):
             return f"clusters take keys in fp16 and bf16, got {self.dtype}"
@@ -155,7 +151,7 @@ def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple
     Args:
         keys: ``[rows, slots, heads * head_dim]``.
         coordinates: ``[rows, slots, r]``; not described where r is 0.
-        shape: What the kernel was compiled for.
+        shape: Shape that the kernel was compiled for.
     """
     rows, slots, width = keys.shape
     tile, columns = shape.config.tile, shape.heads // shape.config.members * shape.head_dim

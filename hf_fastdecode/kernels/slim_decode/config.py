@@ -49,7 +49,7 @@ def parse_config(text: str, base: Config) -> Config:
     """Change fields of `base`, as in ``own_heads=8,block_t=16``.
 
     Raises:
-        ValueError: A field is unknown, or its value is no whole number.
+        ValueError: A field is unknown, or its value is not a whole number.
     """
     changes: dict[str, int | bool] = {}
     names = [field.name for field in fields(base)]
@@ -74,16 +74,7 @@ def choose_cluster_config(
     """Launch parameters on clusters for a layer's shape; None where the kernel does not take it.
 
     The largest tiles, each of which costs a round of messages, then the most of them, and then the smallest cluster
-    that fit into the blocks' shared memory and registers.
-
-    Args:
-        heads: Heads of the layer.
-        head_dim: Numbers per head.
-        rank: V-coordinates.
-        dtype: Of the cached keys.
-        rotary_dim: Numbers of a head that RoPE rotates.
-        offset: Whether keys have an offset.
-        shared_memory: Bytes of shared memory per block.
+    that fit into the blocks' shared memory and registers. `dtype` is that of the cached keys.
     """
     offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
     buffers = ((stages, lead) for stages in (6, 5, 4) for lead in (4, 3, 2))
@@ -105,14 +96,7 @@ def choose_two_launch_config(
     """Launch parameters in two launches for a layer's shape.
 
     A program has as many heads as the sums of all heads over their columns allow: tables of RoPE, which each program
-    of a group reads, then cost the least.
-
-    Args:
-        heads: Heads of the layer.
-        head_dim: Numbers per head.
-        rank: V-coordinates.
-        dtype: Of the cached keys.
-        shared_memory: Bytes of shared memory per program.
+    of a group reads, then cost the least. `dtype` is that of the cached keys.
     """
     padded, width = padded_heads(heads), triton.next_power_of_2(head_dim)
     own = max(1, min(triton.next_power_of_2(heads), _SUMS // (padded * width)))
@@ -143,16 +127,7 @@ def _shared_bytes(config: TwoLaunchConfig, width: int, coordinates: int, dtype: 
 
 
 def check_two_launch_config(config: TwoLaunchConfig, members: int, groups: int) -> None:
-    """Check launch parameters in two launches.
-
-    Args:
-        config: Launch parameters.
-        members: Programs per group.
-        groups: Groups of programs.
-
-    Raises:
-        ValueError: One is out of its bounds.
-    """
+    """Raise ValueError for launch parameters out of bounds, with `members` programs per group."""
     for name, value, least in (("own_heads", config.own_heads, 1), ("block_t", config.block_t, 16)):
         if value < least or value & (value - 1):
             raise ValueError(f"{name} must be a power of 2 from {least}, got {value}")

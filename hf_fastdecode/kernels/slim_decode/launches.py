@@ -15,21 +15,16 @@ from ..installed import interpreted
 from .arguments import Arguments
 from .cluster import ClusterConfig, ClusterShape, cluster_kernel, tensor_maps
 from .config import TwoLaunchConfig, padded_heads, rank_block
+from .inputs import EIGHT_BITS
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
-from .scales import EIGHT_BITS
 
 _PIECES_AT_ONCE = 4
 """Pieces of a row that the merge loads before it waits for one."""
 
 
 def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Run the kernels and merge their pieces.
-
-    Args:
-        given: Checked arguments.
-        config: Checked launch parameters.
-        result: To write: averages of keys, of V-coordinates, and the log-sum-exp, as in `SlimPartial`.
+    """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked.
 
     Raises:
         KernelFailedError: A kernel cannot be compiled or launched here.

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from ..forest_decode.node_kernel import LOWEST
-from .dequantise import joined_bytes, load_scale_bytes, plain_numbers, scale_blocks, tile_unit
-from .products import add_scaled_tile, add_tile
+from .tiles import add_scaled_tile, add_tile, joined_bytes, load_scale_bytes, plain_numbers, scale_blocks, tile_unit
 
 # The two launches of a step.
 SCORES = tl.constexpr(0)

@@ -39,11 +39,11 @@ class ProductConfig(NamedTuple):
     """Launch parameters.
 
     Attributes:
-        columns: Per program.
+        columns: Columns per program.
         width: Numbers of each row per iteration.
-        stages: Iterations whose loads are under way.
-        warps: Per program.
-        parts: Into which the width is divided, each a program's.
+        stages: Iterations whose loads are in flight.
+        warps: Warps per program.
+        parts: Parts of the width, each for a program.
     """
 
     columns: int
@@ -57,10 +57,10 @@ def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: in
     """Launch parameters, measured on an H200 for one row.
 
     Args:
-        rows: Of the factors.
-        groups: Of the factors.
-        width: Of the first factor.
-        columns: Of all groups.
+        rows: Rows of the factors.
+        groups: Groups of the factors.
+        width: Width of the first factor.
+        columns: Columns of all groups.
         itemsize: Bytes of a number of the factors.
         memory: Bytes of shared memory per block.
     """
@@ -83,10 +83,10 @@ def stored_product(
     Factors in fp32 keep 22 of their 24 bits; the sums are in fp32. Results are bitwise reproducible.
 
     Args:
-        terms: With equal rows, groups and columns; up to `MOST_ROWS` rows and `MOST_TERMS` products.
+        terms: Up to `MOST_TERMS` products with equal rows (up to `MOST_ROWS`), groups and columns.
         constant: ``[groups * columns]`` fp32, to be added.
         config: Launch parameters; those of `choose_config` when None.
-        in_range: All factors are in fp16's range, so that rows need no scaling.
+        in_range: Whether all factors are in fp16's range, so that rows need no scaling.
 
     Returns:
         ``[rows, groups * columns]`` fp32.

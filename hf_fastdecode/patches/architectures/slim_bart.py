@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSeq2SeqLM
 from transformers.models.bart.modeling_bart import (
     BartAttention,
     BartForConditionalGeneration,
@@ -10,10 +9,9 @@ from transformers.models.bart.modeling_bart import (
     BartPreTrainedModel,
 )
 
-from ..attention.decoder_attention import SlimDecoderAttention
-from ..decoder import SlimPreTrainedModel
-from ..encoder_decoder import SlimEncoderDecoder
+from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimBartConfig
+from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.encoder_decoder import EncoderDecoder
 
 
@@ -21,31 +19,25 @@ class SlimBartAttention(SlimDecoderAttention, BartAttention):
     """Attention of a decoder layer that caches no values."""
 
 
-class SlimBartPreTrainedModel(SlimPreTrainedModel, BartPreTrainedModel):
+class SlimBartPreTrainedModel(SlimEncoderDecoder, BartPreTrainedModel):
     """Base class of the models."""
 
     config_class = SlimBartConfig
+    slim_attention = SlimBartAttention
 
 
-class SlimBartModel(SlimEncoderDecoder, SlimBartPreTrainedModel, BartModel):
+class SlimBartModel(SlimBartPreTrainedModel, BartModel):
     """BART's encoder and decoder, with slim attention."""
 
-    slim_attention = SlimBartAttention
 
-
-class SlimBartForConditionalGeneration(SlimEncoderDecoder, SlimBartPreTrainedModel, BartForConditionalGeneration):
+class SlimBartForConditionalGeneration(SlimBartPreTrainedModel, BartForConditionalGeneration):
     """BART for generation, with slim attention."""
-
-    slim_attention = SlimBartAttention
-
-
-AutoModel.register(SlimBartConfig, SlimBartModel, exist_ok=True)
-AutoModelForSeq2SeqLM.register(SlimBartConfig, SlimBartForConditionalGeneration, exist_ok=True)
 
 
 FAMILY = EncoderDecoder(
     "BartForConditionalGeneration",
     SlimBartForConditionalGeneration,
+    SlimBartModel,
     SlimBartConfig,
     embedding="model.shared.weight",
     decoder="model.decoder.",

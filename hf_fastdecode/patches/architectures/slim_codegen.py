@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.codegen.modeling_codegen import (
     CodeGenAttention,
     CodeGenBlock,
@@ -18,11 +17,10 @@ from transformers.models.codegen.modeling_codegen import (
 
 from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
-from ..attention.attention_layer import SlimAttention
-from ..attention.cached_positions import key_positions, visible_slots
-from ..attention.rotation import ROTATION, Rotation, Tables, forest_rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
+from ..layers.rotation import ROTATION, Rotation, Tables, forest_rotation, key_positions, visible_slots
 from ..slim_configs import SlimCodeGenConfig
 from ..slim_layers import SlimLayer
 
@@ -30,8 +28,7 @@ from ..slim_layers import SlimLayer
 class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
     """Attention of a layer that caches no values.
 
-    Before transformers 5.24, CodeGen's blocks hand no further arguments to their attention, so that each layer makes
-    the tables of its keys.
+    Before transformers 5.24, CodeGen's blocks do not pass on `ROTATION`, so each layer makes its own.
     """
 
     values_from = "qkv_proj"
@@ -52,7 +49,7 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `SlimAttention.forward` does; as `layer_past`, a cache comes with positions only."""
+        """Attend as `SlimAttention.forward` does; a cache that comes as `layer_past` comes without `ROTATION`."""
         if ROTATION in kwargs:
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         kwargs[CACHE] = layer_past
@@ -88,11 +85,11 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
     attention = "attn"
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """Argument of the attention layers, where they make no tables."""
+        """`ROTATION`, where blocks pass it on."""
         return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """Argument of the attention layers, where they make no tables."""
+        """`ROTATION`, where blocks pass it on."""
         return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def tables(self, positions: Tensor) -> Tables:
@@ -114,10 +111,6 @@ class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
     def make_head(config: Any) -> nn.Linear:
         """The projection to logits, with a bias."""
         return nn.Linear(config.hidden_size, config.vocab_size)
-
-
-AutoModel.register(SlimCodeGenConfig, SlimCodeGenModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimCodeGenConfig, SlimCodeGenForCausalLM, exist_ok=True)
 
 
 def positions_table(config: Any) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import (
     CohereAttention,
     CohereDecoderLayer,
@@ -14,9 +13,9 @@ from transformers.models.cohere.modeling_cohere import (
     CohereRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..layers.family import Family
+from ..layers.attention_layer import SlimAttention
+from ..layers.family import Family, layer_norm
 from ..slim_configs import SlimCohereConfig
 
 
@@ -27,6 +26,11 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
     use_qk_norm: bool
     q_norm: nn.Module
     k_norm: nn.Module
+
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether the config has QK-norm."""
+        return self.use_qk_norm
 
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
@@ -54,18 +58,6 @@ class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
         super().__init__(config)
         self.logit_scale = config.logit_scale
         self.tie_word_embeddings = config.tie_word_embeddings
-
-
-AutoModel.register(SlimCohereConfig, SlimCohereModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimCohereConfig, SlimCohereForCausalLM, exist_ok=True)
-
-
-def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """QK-norm of each head of a whole projection, ``[tokens, heads * head_dim]``; the weight is per head."""
-    heads = x.unflatten(-1, tuple(weight.shape))
-    centred = heads - heads.mean(-1, keepdim=True)
-    normed = centred * (centred.square().mean(-1, keepdim=True) + config.layer_norm_eps).rsqrt()
-    return (weight * normed).flatten(-2)
 
 
 FAMILY = Family(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import (
     GemmaAttention,
     GemmaDecoderLayer,
@@ -16,8 +15,8 @@ from transformers.models.gemma.modeling_gemma import (
     GemmaRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimGemmaConfig
 
@@ -38,10 +37,6 @@ class SlimGemmaForCausalLM(SlimCausalLM, GemmaForCausalLM):
 
     config_class = SlimGemmaConfig
     slim_decoder = SlimGemmaModel
-
-
-AutoModel.register(SlimGemmaConfig, SlimGemmaModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimGemmaConfig, SlimGemmaForCausalLM, exist_ok=True)
 
 
 def refusal(config: Any) -> str | None:

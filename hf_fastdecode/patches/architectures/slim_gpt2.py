@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2LMHeadModel, GPT2Model
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..slim_configs import SlimGPT2Config
 
@@ -49,12 +48,8 @@ class SlimGPT2LMHeadModel(SlimCausalLM, GPT2LMHeadModel):
     slim_decoder = SlimGPT2Model
 
 
-AutoModel.register(SlimGPT2Config, SlimGPT2Model, exist_ok=True)
-AutoModelForCausalLM.register(SlimGPT2Config, SlimGPT2LMHeadModel, exist_ok=True)
-
-
 def refusal(config: Any) -> str | None:
-    """Refuse cross-attention: its keys and values are those of an encoder, and slim decoders have none."""
+    """Refuse cross-attention: its keys and values come from an encoder."""
     if not config.add_cross_attention:
         return None
     return "layers with cross-attention (add_cross_attention) have no slim form; convert models without"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     GPTNeoXAttention,
     GPTNeoXForCausalLM,
@@ -15,8 +14,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 )
 
 from ..._compat import CACHE
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..slim_configs import SlimGPTNeoXConfig
 
@@ -51,10 +50,6 @@ class SlimGPTNeoXForCausalLM(SlimCausalLM, GPTNeoXForCausalLM):
 
     config_class = SlimGPTNeoXConfig
     slim_decoder = SlimGPTNeoXModel
-
-
-AutoModel.register(SlimGPTNeoXConfig, SlimGPTNeoXModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimGPTNeoXConfig, SlimGPTNeoXForCausalLM, exist_ok=True)
 
 
 FAMILY = Family(

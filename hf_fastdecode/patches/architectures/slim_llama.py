@@ -6,7 +6,6 @@ classes that would draw them at random. Any cache of transformers serves, as its
 
 from __future__ import annotations
 
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -15,8 +14,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimLlamaConfig
 
@@ -37,10 +36,6 @@ class SlimLlamaForCausalLM(SlimCausalLM, LlamaForCausalLM):
 
     config_class = SlimLlamaConfig
     slim_decoder = SlimLlamaModel
-
-
-AutoModel.register(SlimLlamaConfig, SlimLlamaModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimLlamaConfig, SlimLlamaForCausalLM, exist_ok=True)
 
 
 FAMILY = Family("LlamaForCausalLM", SlimLlamaForCausalLM, SlimLlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding)

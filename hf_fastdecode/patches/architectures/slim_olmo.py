@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.olmo.modeling_olmo import (
     OlmoAttention,
     OlmoDecoderLayer,
@@ -13,8 +12,8 @@ from transformers.models.olmo.modeling_olmo import (
     OlmoRotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimOlmoConfig
 
@@ -35,10 +34,6 @@ class SlimOlmoForCausalLM(SlimCausalLM, OlmoForCausalLM):
 
     config_class = SlimOlmoConfig
     slim_decoder = SlimOlmoModel
-
-
-AutoModel.register(SlimOlmoConfig, SlimOlmoModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimOlmoConfig, SlimOlmoForCausalLM, exist_ok=True)
 
 
 def refusal(config: Any) -> str | None:

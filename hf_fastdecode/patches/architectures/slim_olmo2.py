@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
     Olmo2DecoderLayer,
@@ -14,8 +13,8 @@ from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2RotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimOlmo2Config
 
@@ -49,10 +48,6 @@ class SlimOlmo2ForCausalLM(SlimCausalLM, Olmo2ForCausalLM):
 
     config_class = SlimOlmo2Config
     slim_decoder = SlimOlmo2Model
-
-
-AutoModel.register(SlimOlmo2Config, SlimOlmo2Model, exist_ok=True)
-AutoModelForCausalLM.register(SlimOlmo2Config, SlimOlmo2ForCausalLM, exist_ok=True)
 
 
 def rms_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.opt.modeling_opt import (
     OPTAttention,
     OPTDecoder,
@@ -17,8 +16,8 @@ from transformers.models.opt.modeling_opt import (
     OPTPreTrainedModel,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimOPTConfig
 
@@ -62,10 +61,6 @@ class SlimOPTForCausalLM(SlimCausalLM, OPTForCausalLM):
     def make_head(config: Any) -> nn.Linear:
         """The projection to logits, of embeddings that may be narrower than the layers."""
         return nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
-
-
-AutoModel.register(SlimOPTConfig, SlimOPTModel, exist_ok=True)
-AutoModelForCausalLM.register(SlimOPTConfig, SlimOPTForCausalLM, exist_ok=True)
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:

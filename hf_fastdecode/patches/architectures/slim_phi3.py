@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import (
     Phi3Attention,
     Phi3DecoderLayer,
@@ -13,10 +12,10 @@ from transformers.models.phi3.modeling_phi3 import (
 )
 
 from ..._compat import all_tokens_without_cache
-from ..attention.attention_layer import SlimAttention
-from ..attention.rotation import Rotation
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
+from ..layers.rotation import Rotation
 from ..slim_configs import SlimPhi3Config
 
 
@@ -33,9 +32,9 @@ class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
     slim_attention = SlimPhi3Attention
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """As of the base class; RoPE of type ``longrope`` goes by the largest position, which is the last query's.
+        """As the base class, without positions behind the last query's: ``longrope`` goes by the largest position.
 
-        Numbers of unused slots and of padding may be larger, and would give keys other frequencies than queries.
+        Those of unused slots and padding may be larger, and would give keys other frequencies than queries.
         """
         if key_positions is not None:
             key_positions = key_positions.clamp(max=query_positions.max())
@@ -48,10 +47,6 @@ class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):
     config_class = SlimPhi3Config
     slim_decoder = SlimPhi3Model
     prepare_inputs_for_generation = all_tokens_without_cache(Phi3ForCausalLM.prepare_inputs_for_generation)
-
-
-AutoModel.register(SlimPhi3Config, SlimPhi3Model, exist_ok=True)
-AutoModelForCausalLM.register(SlimPhi3Config, SlimPhi3ForCausalLM, exist_ok=True)
 
 
 FAMILY = Family(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2Attention,
     Qwen2DecoderLayer,
@@ -13,8 +12,8 @@ from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2RotaryEmbedding,
 )
 
-from ..attention.attention_layer import SlimAttention
 from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimQwen2Config
 
@@ -37,12 +36,8 @@ class SlimQwen2ForCausalLM(SlimCausalLM, Qwen2ForCausalLM):
     slim_decoder = SlimQwen2Model
 
 
-AutoModel.register(SlimQwen2Config, SlimQwen2Model, exist_ok=True)
-AutoModelForCausalLM.register(SlimQwen2Config, SlimQwen2ForCausalLM, exist_ok=True)
-
-
 def refusal(config: Any) -> str | None:
-    """Refuse a window in some layers: these drop slots that others keep, and positions are counted for all at once."""
+    """Refuse windows in some layers only: these drop slots, and positions are counted for all layers at once."""
     if "sliding_attention" not in config.layer_types:
         return None
     return "layers with a sliding window beside others (use_sliding_window) have no slim form; convert models without"

@@ -7,16 +7,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
 
 from ..._compat import takes_cache
-from ..attention.decoder_attention import SlimDecoderAttention
-from ..attention.slim_attention import causal_mask
-from ..decoder import SlimPreTrainedModel
-from ..encoder_decoder import SlimEncoderDecoder
+from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimT5Config
+from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.encoder_decoder import EncoderDecoder
+from ..layers.slim_attention import causal_mask
 from ..slim_layers import SlimLayer
 
 
@@ -84,36 +82,26 @@ def biased_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias + mask
 
 
-class SlimT5PreTrainedModel(SlimPreTrainedModel, T5PreTrainedModel):
+class SlimT5PreTrainedModel(SlimEncoderDecoder, T5PreTrainedModel):
     """Base class of the models."""
 
     config_class = SlimT5Config
+    slim_attention = SlimT5Attention
+    blocks = "block"
+    self_attention = "layer.0.SelfAttention"
+    cross_attention = "layer.1.EncDecAttention"
 
     def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, SlimT5Attention):  # its projections are drawn as linear layers are
+        if not isinstance(module, SlimT5Attention):  # whose projections are initialised as linear layers
             super()._init_weights(module)
 
 
-class SlimT5Model(SlimEncoderDecoder, SlimT5PreTrainedModel, T5Model):
+class SlimT5Model(SlimT5PreTrainedModel, T5Model):
     """T5's encoder and decoder, with slim attention."""
 
-    slim_attention = SlimT5Attention
-    blocks = "block"
-    self_attention = "layer.0.SelfAttention"
-    cross_attention = "layer.1.EncDecAttention"
 
-
-class SlimT5ForConditionalGeneration(SlimEncoderDecoder, SlimT5PreTrainedModel, T5ForConditionalGeneration):
+class SlimT5ForConditionalGeneration(SlimT5PreTrainedModel, T5ForConditionalGeneration):
     """T5 for generation, with slim attention."""
-
-    slim_attention = SlimT5Attention
-    blocks = "block"
-    self_attention = "layer.0.SelfAttention"
-    cross_attention = "layer.1.EncDecAttention"
-
-
-AutoModel.register(SlimT5Config, SlimT5Model, exist_ok=True)
-AutoModelForSeq2SeqLM.register(SlimT5Config, SlimT5ForConditionalGeneration, exist_ok=True)
 
 
 def score_bias(model: Any, tokens: int) -> Tensor:
@@ -135,6 +123,7 @@ def refusal(config: Any) -> str | None:
 FAMILY = EncoderDecoder(
     "T5ForConditionalGeneration",
     SlimT5ForConditionalGeneration,
+    SlimT5Model,
     SlimT5Config,
     embedding="shared.weight",
     decoder="decoder.",

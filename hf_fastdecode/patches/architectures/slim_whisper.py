@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSpeechSeq2Seq
+from transformers.models.auto.modeling_auto import AutoModelForSpeechSeq2Seq
 from transformers.models.whisper.modeling_whisper import (
     WhisperAttention,
     WhisperForConditionalGeneration,
@@ -13,10 +13,9 @@ from transformers.models.whisper.modeling_whisper import (
     WhisperPreTrainedModel,
 )
 
-from ..attention.decoder_attention import SlimDecoderAttention
-from ..decoder import SlimPreTrainedModel
-from ..encoder_decoder import SlimEncoderDecoder
+from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimWhisperConfig
+from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.encoder_decoder import EncoderDecoder
 
 
@@ -24,29 +23,24 @@ class SlimWhisperAttention(SlimDecoderAttention, WhisperAttention):
     """Attention of a decoder layer that caches no values."""
 
 
-class SlimWhisperPreTrainedModel(SlimPreTrainedModel, WhisperPreTrainedModel):
+class SlimWhisperPreTrainedModel(SlimEncoderDecoder, WhisperPreTrainedModel):
     """Base class of the models."""
 
     config_class = SlimWhisperConfig
+    slim_attention = SlimWhisperAttention
 
 
-class SlimWhisperModel(SlimEncoderDecoder, SlimWhisperPreTrainedModel, WhisperModel):
+class SlimWhisperModel(SlimWhisperPreTrainedModel, WhisperModel):
     """Whisper's encoder and decoder, with slim attention."""
 
-    slim_attention = SlimWhisperAttention
 
-
-class SlimWhisperForConditionalGeneration(
-    SlimEncoderDecoder, SlimWhisperPreTrainedModel, WhisperForConditionalGeneration
-):
+class SlimWhisperForConditionalGeneration(SlimWhisperPreTrainedModel, WhisperForConditionalGeneration):
     """Whisper for generation, with slim attention."""
-
-    slim_attention = SlimWhisperAttention
 
     def _prepare_decoder_input_ids_for_generation(
         self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As of the ordinary model, which transformers tells by its `model_type`: nothing precedes tokens given."""
+        """As transformers does for ``model_type == "whisper"``: nothing is put before given tokens."""
         for name in ("decoder_input_ids", "input_ids"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs.pop(name), model_kwargs
@@ -56,13 +50,10 @@ class SlimWhisperForConditionalGeneration(
         return found
 
 
-AutoModel.register(SlimWhisperConfig, SlimWhisperModel, exist_ok=True)
-AutoModelForSpeechSeq2Seq.register(SlimWhisperConfig, SlimWhisperForConditionalGeneration, exist_ok=True)
-
-
 FAMILY = EncoderDecoder(
     "WhisperForConditionalGeneration",
     SlimWhisperForConditionalGeneration,
+    SlimWhisperModel,
     SlimWhisperConfig,
     embedding="model.decoder.embed_tokens.weight",
     decoder="model.decoder.",

@@ -1,1 +1,1 @@
-"""What slim architectures share, as data: names of weights, RoPE, and how a layer runs."""
+"""What slim architectures share: attention layers, their caches' layouts, and families as data (names of weights)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ...conversion.fit.weights import AttentionWeights
 from .family import longest_text, model_name
@@ -20,20 +20,22 @@ class EncoderDecoder:
     Attributes:
         architecture: Class of the ordinary models, as in ``config.architectures``.
         slim_model: Class of the slim models, which knows the names of a decoder layer's modules.
+        slim_base: Class of the slim models without a head.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
         embedding: Name of the embedding's weight.
         decoder: Prefix of the decoder's weights.
         scale: Factor on the scores; None for ``head_dim ** -0.5``.
-        score_bias: Makes the bias of positions, ``[heads, tokens, tokens]``, of a model and a number of tokens; None
-            without.
+        score_bias: Makes the bias of positions, ``[heads, tokens, tokens]``, from a model and a number of tokens; None
+            without such a bias.
         auto: Auto class of the ordinary and of the slim models.
         audio: Whether the encoder reads features of a sound, ``[1, bands, frames]``, rather than a text.
-        renamed: Beginnings of names in checkpoints, and what models have in their place.
+        renamed: Beginnings of names in checkpoints, and their replacements in models.
         other_refusal: Why a whole model of a config has no slim form, or None.
     """
 
     architecture: str
     slim_model: Any
+    slim_base: type[PreTrainedModel]
     slim_config: type
     embedding: str
     decoder: str
@@ -43,6 +45,11 @@ class EncoderDecoder:
     audio: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     other_refusal: Callable[[Any], str | None] = lambda config: None
+
+    def register(self) -> None:
+        """Register the slim models with the Auto classes."""
+        AutoModel.register(self.slim_config, self.slim_base, exist_ok=True)
+        self.auto.register(self.slim_config, self.slim_model, exist_ok=True)
 
     def refusal(self, config: Any) -> str | None:
         """Why a model of a config has no slim form, or None."""
@@ -71,7 +78,7 @@ class EncoderDecoder:
         return name
 
     def weights(self, config: Any, own: Mapping[str, Tensor]) -> AttentionWeights:
-        """The projections of an attention, of its tensors by their names below it."""
+        """The projections of an attention, from its tensors by their names below it."""
         query, key, value, output = (self.projection(part) for part in "qkvo")
         heads = decoder_heads(config)
         return AttentionWeights(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
@@ -21,10 +21,9 @@ class Fused:
     """A fused projection of queries, keys and values.
 
     Attributes:
-        name: Of the module, in the ordinary layer.
-        blocks: Number of blocks that its rows consist of, each with queries, keys and values, as a function of the
-            config.
-        order: Of queries, keys and values within a block.
+        name: Name of the module in the ordinary layer.
+        blocks: Number of blocks in its rows, each with queries, keys and values; a function of the config.
+        order: Order of queries, keys and values within a block.
         conv1d: Whether weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
@@ -58,17 +57,7 @@ class Fused:
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) -> Tensor:
-    """Run a decoder layer over one text, without a cache.
-
-    Args:
-        layer: The layer.
-        hidden: ``[1, tokens, d]``, in the dtype of the layer.
-        positions: ``[1, tokens]``.
-        tables: cos and sin of the positions, or None.
-
-    Returns:
-        ``[1, tokens, d]``.
-    """
+    """Run a decoder layer over one text ``[1, tokens, d]``, without a cache; `tables` are cos and sin, or None."""
     out: Tensor = layer(hidden, position_ids=positions, position_embeddings=tables)
     return out
 
@@ -76,6 +65,14 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
     """Embeddings of ids ``[tokens]``, ``[tokens, d]``, from the tensors outside layers and in their dtype."""
     return tensors[embedding][ids]
+
+
+def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """QK-norm of each head of a whole projection, ``[..., heads * head_dim]``; the weight is ``[heads, head_dim]``."""
+    heads = x.unflatten(-1, tuple(weight.shape))
+    centred = heads - heads.mean(-1, keepdim=True)
+    normed = centred * (centred.square().mean(-1, keepdim=True) + config.layer_norm_eps).rsqrt()
+    return (weight * normed).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -86,29 +83,31 @@ class Family:
         architecture: Class of the ordinary models, as in ``config.architectures``.
         slim_model: Class of the slim models.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
-        decoder_layer: Makes one layer, of a config and an index.
-        rotary: Makes the module for cos and sin of positions, of a config; None without RoPE.
+        decoder_layer: Makes an ordinary layer from a config and an index.
+        rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
         layout: Which coordinates RoPE pairs.
         embedding: Name of the embedding's weight.
         layers: Prefix of the layers' weights, before the index.
-        attention: Of a layer, before the projections' names.
-        fused: The projection of queries, keys and values; None where there are three.
+        attention: Prefix of an attention's weights within a layer.
+        fused: The fused projection of queries, keys and values; None where there are three.
         output: Name of the output projection.
         output_conv1d: Whether its weight is stored ``[in, out]``.
-        norm: QK-norm in fp64, of a config, the norm's weight and a whole projection ``[tokens, heads * head_dim]``.
-        scale: Factor on the scores, of a config and a layer's index; None for ``head_dim ** -0.5``.
+        norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
+            and the projection.
+        norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
+        scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
-        longrope: Whether RoPE of type ``longrope`` serves, as the model drops its cache where the frequencies change.
-        embed: As `embed`.
-        run_layer: As `run_layer`.
-        buffers: Makes buffers that no checkpoint holds, of a config, by their names in modules.
+        longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
+        embed: Embeds ids, see the function `embed`.
+        run_layer: Runs an ordinary layer, see the function `run_layer`.
+        buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
         left_out: Ends of names in old checkpoints that models no longer read.
-        renamed: Beginnings of names in checkpoints, and what models have in their place.
+        renamed: Beginnings of names in checkpoints, and their replacements in models.
         auto: Auto class of the ordinary and of the slim models.
     """
 
     architecture: str
-    slim_model: type[PreTrainedModel]
+    slim_model: Any
     slim_config: type[SlimConfig]
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None
@@ -120,6 +119,9 @@ class Family:
     output: str = "o_proj"
     output_conv1d: bool = False
     norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    norm_weight: Callable[[Mapping[str, Tensor], str], Tensor | None] = lambda plain, part: plain.get(
+        f"{part}_norm.weight"
+    )
     scale: Callable[[Any, int], float] | None = None
     refusal: Callable[[Any], str | None] = lambda config: None
     longrope: bool = False
@@ -129,6 +131,11 @@ class Family:
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = field(default_factory=dict)
     auto: Any = AutoModelForCausalLM
+
+    def register(self) -> None:
+        """Register the slim models with the Auto classes."""
+        AutoModel.register(self.slim_config, self.slim_model.slim_decoder, exist_ok=True)
+        self.auto.register(self.slim_config, self.slim_model, exist_ok=True)
 
     @property
     def plans(self) -> tuple[str, ...]:
@@ -152,13 +159,7 @@ class Family:
         return dict(plain) if self.fused is None else self.fused.join(config, plain)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """The projections of a layer.
-
-        Args:
-            config: Of the model.
-            plain: As `plain` gives them.
-            index: Of the layer.
-        """
+        """The projections of layer `index`, from the tensors that `plain` returns."""
         heads = config.num_attention_heads
         output = plain[f"{self.output}.weight"]
         return AttentionWeights(
@@ -173,8 +174,8 @@ class Family:
             value_bias=plain.get("v_proj.bias"),
             output_bias=plain.get(f"{self.output}.bias"),
             scale=None if self.scale is None else self.scale(config, index),
-            query_norm=self._norm(config, plain.get("q_norm.weight")),
-            key_norm=self._norm(config, plain.get("k_norm.weight")),
+            query_norm=self._norm(config, self.norm_weight(plain, "q")),
+            key_norm=self._norm(config, self.norm_weight(plain, "k")),
         )
 
     def _norm(self, config: Any, weight: Tensor | None) -> Callable[[Tensor], Tensor] | None:
@@ -208,21 +209,21 @@ def model_name(renamed: Mapping[str, str], stored: str) -> str:
 
 
 def language_config(config: Any) -> Any:
-    """Config of the language model; of multimodal models it is a part of the model's own."""
+    """Config of the language model, which is a part of a multimodal model's config."""
     return getattr(config, "text_config", None) or config
 
 
 def kv_heads(config: Any) -> int:
-    """Key and value heads; as many as query heads where a config does not tell."""
+    """Key and value heads; as many as query heads where a config does not say."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads
 
 
 def longest_text(config: Any) -> int:
-    """Most tokens of a calibration text: layers are measured without a sliding window, so within one.
+    """Most tokens of a calibration text: a sliding window at most, as layers are measured without one.
 
-    Up to `original_max_position_embeddings`, RoPE of type ``longrope`` has the frequencies of short texts. T5's biases
-    of positions have no end; it was trained on 512 tokens.
+    Up to `original_max_position_embeddings`, RoPE of type ``longrope`` has the frequencies of short texts. T5, which
+    has no bound, was trained on 512 tokens.
     """
     names = (
         "max_target_positions",

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode import limits as devices
-from hf_fastdecode.kernels.slim_decode import api, limits
+from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 
@@ -81,12 +81,12 @@ def test_clusters_are_neither_chosen_nor_taken(monkeypatch):
 def test_fp8_is_refused_where_triton_does_not_convert_it(capability, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for module in (devices, limits):
+    for module in (devices, inputs):
         monkeypatch.setattr(module, "compute_capability", lambda _: capability)
     with FakeTensorMode():
         for dtype in (INT8, FP8):
             keys, coordinates = (torch.empty(1, 9, width, dtype=dtype, device="cuda") for width in (128, 0))
-            found = limits.refusal(torch.empty(1, 2, 1, 64, device="cuda"), keys, coordinates)
+            found = inputs.refusal(torch.empty(1, 2, 1, 64, device="cuda"), keys, coordinates)
             if dtype == FP8 and capability < (8, 9):
                 assert f"float8_e4m3fn from compute capability 8.9, got 8.{capability[1]}; int8 runs here" in found
             else:

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fastdecode.kernels.forest_decode import limits
-from hf_fastdecode.kernels.slim_decode.limits import refusal
+from hf_fastdecode.kernels.slim_decode.inputs import refusal
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig, slim_decode

@@ -12,7 +12,7 @@ from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_decode import api, launches
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
-from hf_fastdecode.patches.values.slim_values import SlimValues
+from hf_fastdecode.patches.layers.slim_values import SlimValues
 
 from .problems import Case, Problem, make_problem
 

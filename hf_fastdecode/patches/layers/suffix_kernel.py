@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor, float32
 
 from ...attention.kv import Segment
 from ...attention.partial import Partial
 from ...conversion.fit.eight_bits import EIGHT_BITS, views
-from ...kernels.slim_decode.limits import refusal
-from ...kernels.slim_decode.scales import Scales
-from ...kernels.slim_decode.tables import RotaryTables
+from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens
 
 
-class _Suffix(NamedTuple):
-    """Suffixes as `slim_decode` takes them: views of what is cached, with scales if that is in 8 bits."""
-
-    keys: Tensor
-    coordinates: Tensor
-    scales: Scales | None
-
-
-def _suffix(layer: SlimTokens, stored: Segment) -> _Suffix:
+def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
+    """Keys and V-coordinates as `slim_decode` takes them: views of what is cached, with scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
     dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
-        return _Suffix(keys, coordinates, None)
+        return keys, coordinates, None
     (keys, of_keys), (coordinates, of_coordinates) = (
         views(part, dtype, layer.head_dim) for part in (keys, coordinates)
     )
-    return _Suffix(keys, coordinates, Scales(of_keys, of_coordinates))
+    return keys, coordinates, Scales(of_keys, of_coordinates)
 
 
 def layer_refusal(layer: SlimTokens) -> str | None:
@@ -41,7 +30,7 @@ def layer_refusal(layer: SlimTokens) -> str | None:
         return "it reads keys, and the layer caches inputs"
     if layer.config.unrotates:
         return "it reads keys of before RoPE, and slim_rope is 'unrotate'"
-    if type(layer).key_norm is not SlimTokens.key_norm:
+    if layer.normalizes_keys:
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
@@ -49,30 +38,25 @@ def layer_refusal(layer: SlimTokens) -> str | None:
 
 
 def kernel_refusal(layer: SlimTokens, query: Tensor, suffix: Segment) -> str | None:
-    """Why `slim_decode` does not attend to a layer's suffixes; None when it does.
-
-    Args:
-        layer: The attention layer.
-        query: ``[rows, heads, queries, head_dim]``, rotated.
-        suffix: As cached, ``[rows, 1, slots, width]`` each.
-    """
+    """Why `slim_decode` does not attend to a layer's suffixes; None when it does; as `averages_by_kernel`."""
     return layer_refusal(layer) or refusal(query, *_suffix(layer, suffix)[:2])
 
 
 def averages_by_kernel(
     layer: SlimTokens, query: Tensor, suffix: Segment, lengths: Tensor, tables: RotaryTables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Averages of each row's suffix, of which `partial_of` makes values.
+    """Averages over each row's suffix, from which `partial_of` makes values.
 
     Args:
         layer: The attention layer.
         query: ``[rows, heads, 1, head_dim]``, normalised and rotated.
         suffix: As cached, ``[rows, 1, slots, width]`` each.
         lengths: ``[rows]`` int32, on the device: tokens in each suffix.
-        tables: Of the suffixes' slots, or more; None without RoPE.
+        tables: Tables of at least the suffixes' slots; None without RoPE.
 
     Returns:
-        Of keys ``[rows, heads, e]``, of V-coordinates ``[rows, heads, r]``, and the log-sum-exp ``[rows, heads]``.
+        Averages of keys ``[rows, heads, e]`` and V-coordinates ``[rows, heads, r]``, and the log-sum-exp
+        ``[rows, heads]``.
     """
     from ...kernels.slim_decode.api import slim_decode
 

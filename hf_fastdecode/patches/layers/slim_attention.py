@@ -1,8 +1,16 @@
-"""Attention over a slim cache, in PyTorch's operators."""
+"""Attention over what a slim layer caches, in PyTorch's operators, with softmax sparsity where a config asks for it.
+
+Sparsity (Slim attention, section 3): tokens whose attention weight is below a threshold add nothing, and the other
+weights are not renormalised. PyTorch's operators multiply zeros as any number, so this saves no time here; it shows
+what a kernel that skips tokens could save, and at which error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +19,54 @@ from torch.nn import functional as F
 from ...attention.autocast import no_autocast
 from ...conversion.fit.eight_bits import EIGHT_BITS
 from ..slim_layers import SlimLayer, check_threshold
-from .cached_values import CachedValues
-from .sparsity import QUERIES_AT_ONCE, averaged, without_small
+
+
+class CachedValues(Protocol):
+    """Values that follow from what a layer caches: `slim_values.SlimValues` or `projections.InputValues`."""
+
+    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
+
+    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1."""
+
+
+QUERIES_AT_ONCE: Final = 256
+"""Queries whose attention weights are in memory at a time, where a threshold needs these."""
+
+_below: ContextVar[list[Tensor] | None] = ContextVar("weights_below_threshold", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[list[Tensor]]:
+    """Collect the number of weights below the threshold at each use, with the zeros of masked tokens."""
+    counts: list[Tensor] = []
+    token = _below.set(counts)
+    try:
+        yield counts
+    finally:
+        _below.reset(token)
+
+
+def without_small(probabilities: Tensor, threshold: float) -> Tensor:
+    """Attention weights, ``[rows, heads, queries, tokens]``, with zeros for those below a threshold."""
+    small = probabilities < threshold
+    if (counts := _below.get()) is not None:
+        counts.append(small.sum())
+    return probabilities.masked_fill(small, 0)
+
+
+def averaged(values: CachedValues, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+    """As `CachedValues.averaged`, for weights that need not sum to 1: constants of the values are weighted too."""
+    total = probabilities.sum(-1, keepdim=True)
+    shares = probabilities / total.clamp(min=torch.finfo(total.dtype).tiny)
+    return values.averaged(shares, keys, coordinates) * total
 
 
 def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
-    """Dtype of a layer's cache: its own, if it has one.
+    """Dtype of a layer's cache: `SlimLayer.cache_dtype`, or by default the model's, in which inputs are exact.
 
-    Else fp16 for keys of bf16 models where their range allows, which has less error in the same bytes, and the model's
-    otherwise, in which inputs are exact.
+    Keys of bf16 models are by default cached in fp16 where their range allows: less error in the same bytes.
     """
     if layer.cache_dtype is not None:
         dtype: torch.dtype = getattr(torch, layer.cache_dtype)
@@ -30,11 +77,7 @@ def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
 
 
 def check_trainable(dtype: torch.dtype, layer_idx: int) -> None:
-    """Refuse to train a layer whose cache has this dtype.
-
-    Raises:
-        ValueError: It has 8 bits.
-    """
+    """Raise ValueError for training a layer that caches in 8 bits."""
     if dtype in EIGHT_BITS:
         raise ValueError(
             f"layer {layer_idx} caches in {str(dtype).removeprefix('torch.')}, through which no gradients flow; call "
@@ -59,24 +102,25 @@ def slim_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend.
 
-    Few queries average the keys, and their averages are multiplied by M; many have the values of all tokens made
-    first, at the cost of an ordinary value projection, and PyTorch's fused attention.
+    For few queries, keys are averaged and the averages are multiplied by the matrix M that maps keys to values. For
+    many, the values of all tokens are made first, at the cost of an ordinary value projection, and PyTorch's fused
+    attention runs.
 
     Args:
         query: ``[rows, heads, queries, head_dim]`` after RoPE, in fp32.
         rotated_keys: ``[rows, heads or 1, tokens, head_dim]`` after RoPE, in fp32.
-        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached; of 8 bits, as read from them; inputs,
-            ``[rows, 1, tokens, d]``, where those are.
-        coordinates: ``[rows, 1, tokens, r]``, alike.
-        values: Of the layer.
-        mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None as of `causal_mask`, or
-            for all tokens.
+        keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, dequantised from 8 bits; or cached inputs,
+            ``[rows, 1, tokens, d]``.
+        coordinates: ``[rows, 1, tokens, r]``, likewise.
+        values: Makes the values of `keys` and `coordinates`.
+        mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
+            with ``causal=False`` for all tokens.
         scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
-        threshold: Weights below it count as 0, see `sparsity`; 0 for none.
-        dtype: Of fused attention and of the result.
-        weights_wanted: Whether to return the attention weights, which fused attention does not have.
-        causal: Without a mask: whether queries see no tokens after themselves, as of `causal_mask`.
+        threshold: Weights below it count as 0; 0 turns this off.
+        dtype: Dtype of fused attention and of the result.
+        weights_wanted: Whether to return the attention weights, which fused attention does not give.
+        causal: Whether `causal_mask` applies without a mask.
 
     Returns:
         ``[rows, queries, heads * value_dim]``, and the weights ``[rows, heads, queries, tokens]`` in fp32 or None.
@@ -123,13 +167,13 @@ def slim_attention(
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
     """Tokens that each query sees where transformers gives no mask, ``[queries, tokens]`` of bool.
 
-    One query sees all tokens. Several are the first tokens: more than these are slots that a static cache has left.
+    One query sees all tokens. Several are the first tokens; behind them are free slots of a static cache.
     """
     return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(0 if queries > 1 else tokens)
 
 
 def attention_scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Scores, ``[rows, heads, queries, tokens]``, of queries against keys or inputs, as `slim_attention` has them."""
+    """Scores, ``[rows, heads, queries, tokens]``, of queries against keys or inputs."""
     if keys.shape[1] == 1:  # one product for all heads, rather than a copy of the keys for each
         return (query.flatten(1, 2) @ keys[:, 0].mT).unflatten(1, query.shape[1:3]) * scaling
     return query @ keys.mT * scaling
@@ -145,7 +189,7 @@ def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: fl
 
 
 def _split_mask(mask: Tensor | None, queries: int, at_once: int) -> Iterable[Tensor | None]:
-    """Parts of a mask, ``[..., queries, tokens]`` or for all queries alike, one per part of the queries."""
+    """A mask ``[..., queries or 1, tokens]``, split like the queries."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * -(-queries // at_once)
     return mask.split(at_once, -2)

@@ -1,12 +1,45 @@
-"""Replacement of a slim layer's value projection."""
+"""Values of a slim layer's cached keys and V-coordinates: the replacement of its value projection."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
-from .stored_products import sum_of_products, wide
-from .wide_products import KeepsDtype, StoredMatrix
+import torch
+from torch import Tensor, nn
+
+from .stored_products import Product, sum_of_products, wide
+
+
+class KeepsDtype(nn.Module):
+    """A module whose buffers follow the model to other devices, but keep their dtype when it is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+
+class StoredMatrix(KeepsDtype):
+    """A matrix ``[rows, columns]`` as ``values * scales``, with a scale per column, as conversion rounded it."""
+
+    values: Tensor
+    scales: Tensor
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.zeros(rows, columns, dtype=dtype))
+        self.register_buffer("scales", torch.ones(columns, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., rows]`` to ``[..., columns]`` in fp32, see `sum_of_products`."""
+        return sum_of_products([self.product(x)])
+
+    def product(self, x: Tensor) -> Product:
+        """The operands of a product of `x` with this matrix."""
+        return Product(x, self.values, self.scales)
 
 
 class SlimValues(KeepsDtype):
@@ -16,11 +49,11 @@ class SlimValues(KeepsDtype):
     an offset, ``[rows, 1, tokens, e]``, and V-coordinates, ``[rows, 1, tokens, r]``, of width 0 for r = 0.
 
     Args:
-        inputs: d, what the projections read.
-        keys: e.
-        values: e_v.
-        rank: r.
-        matrix_dtype: Of M, of the projection to V-coordinates and of B.
+        inputs: Width d of the layer's inputs.
+        keys: Width e of the keys of all heads.
+        values: Width e_v of the values of all heads.
+        rank: Number r of V-coordinates.
+        matrix_dtype: Dtype of M, of B, and of the projection to V-coordinates.
     """
 
     key_offset: Tensor
@@ -60,8 +93,8 @@ class SlimValues(KeepsDtype):
 
         Args:
             probabilities: ``[rows, heads, queries, tokens]``, in fp32; each row of them sums to 1.
-            keys: Cached.
-            coordinates: Cached.
+            keys: Cached keys.
+            coordinates: Cached V-coordinates.
 
         Returns:
             ``[rows, heads, queries, e_v / heads]``, fp32.
@@ -74,15 +107,9 @@ class SlimValues(KeepsDtype):
         return self.of_averages(of_keys, of_coordinates, keys.dtype)
 
     def of_averages(self, keys: Tensor, coordinates: Tensor, stored: torch.dtype) -> Tensor:
-        """Averaged values of averaged keys and V-coordinates.
+        """Averaged values ``[rows, heads, queries, e_v / heads]`` of averaged keys and V-coordinates, all in fp32.
 
-        Args:
-            keys: ``[rows, heads, queries, e]``, fp32.
-            coordinates: ``[rows, heads, queries, r]``, fp32.
-            stored: Dtype of the cached keys.
-
-        Returns:
-            ``[rows, heads, queries, e_v / heads]``, fp32.
+        `stored` is the dtype of the cached keys: averages of fp16 are in fp16's range.
         """
         return self._values(keys, coordinates, keys.shape[1], in_range=stored == torch.float16)
 

@@ -1,14 +1,59 @@
-"""Projections of cached inputs, on whichever side of the softmax is cheaper (Slim attention, section 6, option 2)."""
+"""Projections of keys and values whose results the values depend on.
+
+Projections of cached inputs are applied on whichever side of the softmax is cheaper (Slim attention, section 6, option
+2).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .projection import Projection
+from ...attention.autocast import no_autocast
 from .stored_products import wide
+
+
+class Projection(nn.Module):
+    """Linear layer that is not an `nn.Linear`, so that quantizers and adapters leave it out.
+
+    Rounding errors of its weight would be amplified in the values, and an adapter of keys would change the values too.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        linear = nn.Linear(in_features, out_features, bias=bias)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    def as_linear(self) -> nn.Linear:
+        """An `nn.Linear` that shares the parameters, which transformers knows how to initialise."""
+        linear: Any = nn.Linear(1, 1, device=torch.device("meta"))
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear
+
+    def extra_repr(self) -> str:
+        """The text of `nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class KeyProjection(Projection):
+    """A projection of keys whose result is not rounded to the model's dtype, which may be coarser than the cache's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., e]`` in fp32, or in fp64 for fp64."""
+        dtype = wide(x.dtype)
+        with no_autocast(x.device):
+            if x.is_cuda and x.dtype == self.weight.dtype != dtype and not torch.is_grad_enabled():
+                out = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=dtype).unflatten(0, x.shape[:-1])
+                return out if self.bias is None else out + self.bias
+            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 class InputProjection(Projection):
@@ -26,10 +71,10 @@ class InputProjection(Projection):
         Args:
             x: Inputs, ``[..., d]``; with `kv_heads` averages of inputs, ``[rows, heads, queries, d]``, or queries,
                 ``[rows, heads, queries, head_dim]``.
-            kv_heads: Each head multiplies the weight of its own key and value head, of so many.
-            to_inputs: Take queries, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds one
+            kv_heads: Number of key and value heads, where each head of `x` is multiplied by the weight of its own.
+            to_inputs: `x` are queries, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds one
                 number to all scores of a query.
-            with_bias: Without `kv_heads`: add the bias.
+            with_bias: Add the bias; with `kv_heads` it is always added.
 
         Returns:
             ``[..., e]`` in the weight's dtype; with `kv_heads` ``[rows, heads, queries, head_dim or d]``, with nothing
@@ -48,12 +93,12 @@ class InputProjection(Projection):
 
 @dataclass(frozen=True)
 class InputValues:
-    """Values of cached inputs, in the place of `slim_values.SlimValues`.
+    """Values of cached inputs, with the methods of `slim_values.SlimValues`.
 
     Attributes:
-        projection: Of values.
-        heads: Of queries.
-        kv_heads: Of keys and values.
+        projection: Projection of values.
+        heads: Query heads.
+        kv_heads: Key and value heads.
     """
 
     projection: InputProjection
@@ -65,12 +110,12 @@ class InputValues:
         return _of_query_heads(self.projection(keys[:, 0]), self.heads, self.kv_heads).flatten(-2)
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head: inputs are, and their averages are projected.
+        """Values averaged per head: inputs are averaged, and the averages are projected.
 
         Args:
             probabilities: ``[rows, heads, queries, tokens]``, in fp32; each row of them sums to 1.
             keys: Cached inputs, ``[rows, 1, tokens, d]``.
-            coordinates: Of width 0.
+            coordinates: Empty, and not read.
 
         Returns:
             ``[rows, heads, queries, value_dim]``, fp32.
@@ -89,13 +134,13 @@ def score_operands(
     Args:
         query: ``[rows, heads, queries, head_dim]``, in fp32.
         cached: Inputs, ``[rows, 1, tokens, d]``.
-        projection: Of keys.
-        kv_heads: Of the layer.
-        absorb: Multiply queries by the projection, which is less work for few, rather than all inputs.
+        projection: Projection of keys.
+        kv_heads: Key and value heads.
+        absorb: Project the queries, which is less work for few, rather than all inputs.
 
     Returns:
         ``q W_K,i^T`` and inputs, ``[rows, 1, tokens, d]``; or queries and keys, ``[rows, heads, tokens, head_dim]``.
-        Both leave the bias of keys out, so that partials of one kind merge with those of the other.
+        Both leave the bias of keys out, so that their partials merge.
     """
     if absorb:
         return projection(query, kv_heads, to_inputs=True), cached.to(query.dtype)
@@ -103,17 +148,7 @@ def score_operands(
 
 
 def input_keys(cached: Tensor, projection: InputProjection, heads: int, kv_heads: int) -> Tensor:
-    """Keys of cached inputs, without their bias, as `score_operands` leaves it out of queries.
-
-    Args:
-        cached: ``[rows, 1, tokens, d]``.
-        projection: Of keys.
-        heads: Of queries.
-        kv_heads: Of the layer.
-
-    Returns:
-        ``[rows, heads, tokens, head_dim]``, in fp32.
-    """
+    """Keys ``[rows, heads, tokens, head_dim]`` in fp32 of inputs ``[rows, 1, tokens, d]``, without their bias."""
     keys = projection(cached[:, 0], with_bias=False)
     return _of_query_heads(keys, heads, kv_heads).transpose(1, 2).to(wide(keys.dtype))
 

@@ -12,15 +12,14 @@ from ...attention.kv import Segment
 from ...conversion.fit.eight_bits import load, store, stored_bytes
 from ...conversion.fit.stored_positions import DIGITS, with_positions, without_positions
 from ..slim_layers import SlimLayer
-from ..values.input_projections import InputProjection, InputValues, input_keys, score_operands
-from ..values.slim_values import SlimValues
-from ..values.stored_products import wide
-from .cached_values import CachedValues
+from .projections import InputProjection, InputValues, input_keys, score_operands
 from .rotation import Rotation, Tables, rotate, unrotate
-from .slim_attention import cache_dtype
+from .slim_attention import CachedValues, cache_dtype
+from .slim_values import SlimValues
+from .stored_products import wide
 
 _TOKENS_AT_ONCE = 8192
-"""Cached tokens of which keys and values are made at a time, in fp32 and in several steps."""
+"""Cached tokens whose keys and values are made at a time: their intermediate results are in fp32."""
 
 
 class CachedTokens(NamedTuple):
@@ -29,7 +28,7 @@ class CachedTokens(NamedTuple):
     Attributes:
         keys: ``[rows, 1, tokens, heads * head_dim]`` before norm and RoPE, less the offset; or inputs.
         coordinates: ``[rows, 1, tokens, r]``.
-        tables: Of their positions; None without RoPE.
+        tables: Tables of the tokens' positions; None without RoPE.
         rotated: Keys after RoPE, less the rotated offset, where they were cached so and need no norm.
     """
 
@@ -42,15 +41,15 @@ class CachedTokens(NamedTuple):
 class SlimTokens(nn.Module):
     """Base class of slim attention layers: what they cache, and the keys and values that follow from it.
 
-    With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0. Neither
-    norm nor RoPE is in such layers.
+    With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0; such
+    layers have neither norm nor RoPE.
 
     Attributes:
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
-        tables: Makes the tables of positions ``[rows or 1, tokens]``; the decoder sets it if there is RoPE.
-        layer: What the layer caches.
+        tables: Makes the tables of positions ``[rows or 1, tokens]``; set by decoders with RoPE.
+        layer: Cache layout of the layer.
         slim: Values of cached keys and V-coordinates.
-        v_proj: That of the ordinary layer, for cached inputs.
+        v_proj: Value projection of the ordinary layer, with plan ``x``.
     """
 
     interleaved: ClassVar[bool] = False
@@ -85,16 +84,13 @@ class SlimTokens(nn.Module):
         return self.slim.to_cache(inputs, self.k_proj(inputs))
 
     def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:
-        """Tokens as they are cached.
+        """Tokens as they are cached: rounded, and with ``unrotate`` rotated, with positions beside the coordinates.
 
         Args:
             keys: ``[rows, 1, tokens, heads * head_dim]`` before RoPE, or inputs.
             coordinates: ``[rows, 1, tokens, r]``.
-            dtype: Of the cache; in 8 bits scales follow the numbers.
-            rotation: Of the pass, whose first tokens these are; None without RoPE.
-
-        Returns:
-            Both rounded; of keys after RoPE, with positions beside the coordinates.
+            dtype: Dtype of the cache; in 8 bits scales follow the numbers.
+            rotation: Tables of the pass that begins with these tokens; None without RoPE.
         """
         if not self.config.unrotates or rotation is None:
             return Segment(store(keys, dtype, self.head_dim), store(coordinates, dtype, self.head_dim))
@@ -105,14 +101,7 @@ class SlimTokens(nn.Module):
         return Segment(store(self._joined(keys), dtype, self.head_dim), beside)
 
     def require_layout(self, cached: Tensor) -> None:
-        """Refuse a cache that was begun with another `slim_rope`, or by another model.
-
-        Args:
-            cached: The cache's tensor in the place of values.
-
-        Raises:
-            ValueError: It is not as `stored` makes it.
-        """
+        """Raise ValueError for a cache of another `slim_rope` or model, by its tensor in the place of values."""
         dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
         width = stored_bytes(self.layer.rank, dtype, self.head_dim) // dtype.itemsize + DIGITS * self.config.unrotates
         if (cached.shape[1], cached.shape[-1]) != (1, width):
@@ -123,13 +112,7 @@ class SlimTokens(nn.Module):
             )
 
     def read(self, keys: Tensor, coordinates: Tensor, tables: Tables | None) -> CachedTokens:
-        """Inverse of `stored`.
-
-        Args:
-            keys: As cached.
-            coordinates: As cached.
-            tables: Of their positions, where these are not cached; None without RoPE.
-        """
+        """Inverse of `stored`; `tables` are of the tokens' positions, where these are not cached."""
         dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
         if not self.config.unrotates:
             return CachedTokens(load(keys, dtype, self.head_dim), load(coordinates, dtype, self.head_dim), tables)
@@ -138,9 +121,13 @@ class SlimTokens(nn.Module):
         keys = load(keys, dtype, self.head_dim)[:, 0]
         rotated = self._heads(keys.to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
-        normed = type(self).key_norm is not SlimTokens.key_norm
         numbers = load(coordinates, dtype, self.head_dim)
-        return CachedTokens(plain, numbers, tables, None if normed else rotated)
+        return CachedTokens(plain, numbers, tables, None if self.normalizes_keys else rotated)
+
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether `key_norm` changes keys; architectures whose configs decide that override it."""
+        return type(self).key_norm is not SlimTokens.key_norm
 
     def query_norm(self, query: Tensor) -> Tensor:
         """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""
@@ -151,11 +138,10 @@ class SlimTokens(nn.Module):
         return keys
 
     def scored_query(self, query: Tensor, tables: Tables | None) -> Tensor:
-        """Queries, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32.
+        """Normalise and rotate projected queries, ``[rows, tokens, heads * head_dim]``.
 
-        Args:
-            query: ``[rows, tokens, heads * head_dim]`` as projected.
-            tables: Of their positions; None without RoPE.
+        Returns:
+            ``[rows, heads, tokens, head_dim]`` in fp32.
         """
         query = self._heads(self.query_norm(query).to(wide(query.dtype)))
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
@@ -165,7 +151,7 @@ class SlimTokens(nn.Module):
         keys, _, tables, rotated = tokens
         if self.layer.plan == "x":
             return input_keys(keys, self.k_proj, self.heads, self.heads)
-        if tables is None:  # the key offset may stay away: it adds one number to all scores of a query
+        if tables is None:  # the key offset may be left out: it adds one number to all scores of a query
             return self._heads(keys[:, 0].to(wide(keys.dtype)))
         if rotated is not None:
             offset = self._heads(self.slim.key_offset[None, None])
@@ -173,15 +159,12 @@ class SlimTokens(nn.Module):
         return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
 
     def score_operands(self, query: Tensor, tokens: CachedTokens, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Operands of the scores: few queries meet cached inputs as they are, rather than keys made of all of them.
+        """Queries and keys, as `slim_attention` takes them, or queries and inputs, for few queries over cached inputs.
 
         Args:
             query: From `scored_query`.
             tokens: From `read`.
-            dropout: Share of the attention weights that is dropped, which takes the values of each token.
-
-        Returns:
-            Queries and keys, or queries and inputs, as `slim_attention` takes them.
+            dropout: Share of the attention weights that is dropped; any needs the values of each token.
         """
         if self.layer.plan != "x":
             return query, self.scored_keys(tokens)

@@ -9,9 +9,9 @@ A decoder layer has two attentions, each with a plan of its own:
 | ``x`` | self-attention | the layer's inputs |
 | ``e`` | cross-attention | nothing: option 2 of the paper |
 
-With ``e``, layers read the encoder's output where generation passes it to every step, and transformers repeats it for
-beams and for `num_return_sequences`. It is stored once for all layers, outside the cache, in ordinary models too, so
-that it does not count as bytes of the cache.
+With ``e``, layers read the encoder's output, which generation passes to every step, repeated for beams and for
+`num_return_sequences`. Ordinary models too keep it, once for all layers and outside the cache, so it does not count as
+bytes of the cache.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
 from ...conversion.fit.eight_bits import load, store
 from ..slim_layers import SlimLayer
-from ..values.input_projections import InputProjection, InputValues, score_operands
-from ..values.slim_values import SlimValues
-from ..values.stored_products import wide
-from ..values.wide_products import KeyProjection
-from .cached_values import CachedValues
-from .slim_attention import cache_dtype, check_trainable, slim_attention
+from .projections import InputProjection, InputValues, KeyProjection, score_operands
+from .slim_attention import CachedValues, cache_dtype, check_trainable, slim_attention
+from .slim_values import SlimValues
+from .stored_products import wide
 
 
 class SlimDecoderAttention(nn.Module):
     """Self-attention or cross-attention of a decoder, without RoPE, that does not cache keys and values.
 
-    A base class that precedes an architecture's own, of which it keeps the projections of queries and of the output,
-    biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are those of the ordinary layer.
+    Precedes an architecture's own class among base classes, of which it keeps the projections of queries and of the
+    output, biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are the ordinary layer's.
 
     Args:
-        layer: What it caches, not ``kv``.
+        layer: Cache layout of the layer, not ``kv``.
         cross: Whether keys and values are of the encoder's output.
         ordinary: Arguments of the architecture's own class.
 
@@ -106,7 +104,7 @@ class SlimDecoderAttention(nn.Module):
             hidden_states: ``[rows, queries, d]``.
             encoded: The encoder's output, ``[rows, tokens, key_d]``, for cross-attention.
             cache: An `EncoderDecoderCache`; any cache for self-attention; or None.
-            mask: See `slim_attention`.
+            mask: As for `slim_attention`.
 
         Returns:
             ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.
@@ -162,14 +160,14 @@ class SlimDecoderAttention(nn.Module):
         return getattr(self, output_name)(out), weights
 
     def _filled(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """What cross-attention cached of the encoder's output in an earlier pass."""
+        """Tensors that cross-attention cached in an earlier pass; None before."""
         if not (self.cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.layer_idx)):
             return None
         layer = cache.cross_attention_cache.layers[self.layer_idx]
         return layer.keys, layer.values
 
     def _update(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the cache, and give all of it; cross-attention caches in an `EncoderDecoderCache` only."""
+        """Add to the cache, and return all of it; cross-attention caches in an `EncoderDecoderCache` only."""
         part = None if self.cross else cache
         if isinstance(cache, EncoderDecoderCache):
             part = cache.cross_attention_cache if self.cross else cache.self_attention_cache

@@ -13,36 +13,35 @@ from ...attention.autocast import no_autocast
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
 from ..slim_layers import SlimLayer
-from ..values.input_projections import InputProjection
-from ..values.slim_values import SlimValues
-from ..values.wide_products import KeyProjection
-from .captured_attention import captured_attention
+from .projections import InputProjection, KeyProjection
 from .rotation import ROTATION, Rotation, takes_kernels
-from .shared_attention import shared_attention
+from .shared_attention import captured_attention, shared_attention
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
+from .slim_values import SlimValues
 from .suffix_kernel import kernel_refusal, layer_refusal
 
 
 class SlimAttention(SlimTokens):
-    """Attention that caches keys from before the norm, and V-coordinates, in the place of keys and values.
+    """Attention that caches keys from before QK-norm, and V-coordinates, in the place of keys and values.
 
-    Keys are cached before RoPE, or after it, beside their positions (`SlimConfig.slim_rope`).
+    Keys are cached before RoPE, or after it, beside their positions (`SlimConfig.slim_rope`). Without norm and RoPE,
+    plan ``x`` caches the layer's inputs instead, with all weights as in the ordinary layer.
 
-    Or, without norm and RoPE, the layer's inputs (plan ``x``), with all weights as in the ordinary layer.
-
-    A base class that precedes an architecture's own, of which it keeps the output projection, dropouts and scale.
+    Precedes an architecture's own class among base classes, of which it keeps output projection, dropouts and scale.
 
     Args:
-        config: Of the model.
-        layer_idx: Of the layer.
-        layer: What it caches, not ``kv``.
+        config: The model's config.
+        layer_idx: Index of the layer.
+        layer: Cache layout of the layer, not ``kv``.
 
     Attributes:
-        values_from: Name of the ordinary layer's value projection, which the slim layer drops but for plan ``x``. If
-            it is fused with those of queries and keys, the slim layer has ``q_proj``, ``k_proj`` and, for plan ``x``,
-            ``v_proj`` instead: keys alone leave their accumulator in fp32.
+        values_from: Name of the ordinary layer's value projection, which only plan ``x`` keeps. If it is fused with
+            those of queries and keys, the slim layer has ``q_proj``, ``k_proj`` and, for plan ``x``, ``v_proj``
+            instead, so that keys leave their accumulator in fp32.
         output_projection: Name of the output projection.
+
+    Architectures also override `interleaved`, `query_norm`, `key_norm`, `output`, `dropout_share` where they differ.
     """
 
     values_from: ClassVar[str] = "v_proj"
@@ -74,12 +73,12 @@ class SlimAttention(SlimTokens):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the ordinary layer's arguments, but `slim_rotation` in the place of `position_embeddings`.
+        """Attend, with the ordinary layer's arguments, but `ROTATION` in the place of `position_embeddings`.
 
         Raises:
-            ValueError: `slim_rotation` is missing, since the layer is not called by a slim model; the layer caches in
-                8 bits, through which no gradients flow, and is being trained; a `QuantizedCache` would round
-                positions; or the cache holds tokens of another `slim_rope` or model.
+            ValueError: `ROTATION` is missing, since the layer is not called by a slim model; the layer caches in 8
+                bits and is being trained; a `QuantizedCache` would round positions; or the cache holds tokens of
+                another `slim_rope` or model.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
@@ -129,7 +128,7 @@ class SlimAttention(SlimTokens):
 
     @property
     def no_captured_steps(self) -> str | None:
-        """Why steps of a model with this layer cannot be captured; None if no reason is known."""
+        """Why decode steps with this layer cannot be captured; None if no reason is known."""
         if (reason := layer_refusal(self)) is not None:
             return f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
@@ -142,15 +141,15 @@ class SlimAttention(SlimTokens):
         weight = self.k_proj.weight
         if not takes_kernels(backend, weight.device):
             return False
-        none = weight.new_empty(1, 1, 0, self.heads * self.head_dim)
-        suffix = self.stored(none, none[..., : self.layer.rank], cache_dtype(weight.dtype, self.layer), None)
-        bytes_of_nodes = tokens * 2 * none.shape[-1] * weight.element_size()
+        empty = weight.new_empty(1, 1, 0, self.heads * self.head_dim)
+        suffix = self.stored(empty, empty[..., : self.layer.rank], cache_dtype(weight.dtype, self.layer), None)
+        bytes_of_nodes = tokens * 2 * empty.shape[-1] * weight.element_size()
         if room * sum(part.shape[-1] * part.element_size() for part in suffix) >= bytes_of_nodes:
             return False
         return kernel_refusal(self, weight.new_empty(rows, self.heads, 1, self.head_dim), suffix) is None
 
     def output(self, out: Tensor) -> Tensor:
-        """Output projection and, in architectures that have it here, residual dropout."""
+        """Output projection, and residual dropout in architectures whose attention has it."""
         projected: Tensor = getattr(self, self.output_projection)(out)
         return projected
 
@@ -164,7 +163,7 @@ class SlimAttention(SlimTokens):
 
 
 def values_held(cache: Any, layer_idx: int) -> Tensor | None:
-    """What a cache of transformers holds in the place of a layer's values, ``[rows, heads, slots, width]``, if any."""
+    """A transformers cache's tensor in the place of a layer's values, ``[rows, heads, slots, width]``, if any."""
     layers = getattr(cache, "layers", ())
     held = getattr(layers[layer_idx], "values", None) if layer_idx < len(layers) else None
     return held if held is not None and held.dim() == 4 else None

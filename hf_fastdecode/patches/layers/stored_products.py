@@ -20,7 +20,7 @@ class Product(NamedTuple):
     """Operands of a product with a stored matrix.
 
     Attributes:
-        factor: ``[..., width]``; for the columns of each head by themselves ``[batch, heads, queries, width]``.
+        factor: ``[..., width]``; ``[batch, heads, queries, width]`` where heads have their own columns.
         matrix: ``[width, columns]``.
         scales: ``[columns]`` fp32: the matrix is ``matrix * scales``.
     """
@@ -43,8 +43,8 @@ def sum_of_products(
     Args:
         products: One or more, with factors of one dtype.
         constant: ``[columns]`` fp32, to be added.
-        heads: The columns are those of so many heads, and each head of a factor is multiplied by its own.
-        in_range: All factors are in fp16's range.
+        heads: Number of heads that the columns belong to, if each head of a factor is multiplied by its own columns.
+        in_range: Whether all factors are in fp16's range.
 
     Returns:
         ``[..., columns]``; with `heads` ``[batch, heads, queries, columns / heads]``.
@@ -75,12 +75,9 @@ def sum_of_products(
 
 
 def takes_halves(factor: Tensor, matrix: Tensor) -> bool:
-    """Whether to multiply on tensor cores, with factors split into fp16 parts, which TF32 cannot round either."""
-    return factor.is_cuda and matrix.dtype == torch.float16 and _is_narrow(factor) and not factor.requires_grad
-
-
-def _is_narrow(factor: Tensor) -> bool:
-    return wide(factor.dtype) == torch.float32
+    """Whether to multiply on tensor cores, with factors split into fp16 parts, which TF32 does not round."""
+    narrow = wide(factor.dtype) == torch.float32
+    return factor.is_cuda and matrix.dtype == torch.float16 and narrow and not factor.requires_grad
 
 
 def _by_group(factor: Tensor, heads: int | None) -> Tensor:
@@ -90,8 +87,8 @@ def _by_group(factor: Tensor, heads: int | None) -> Tensor:
     return factor.transpose(1, 2).reshape(-1, heads, factor.shape[-1])
 
 
-# Code that torch.compile makes keeps fp32 where rounding to fp16 is asked for, which an operator of its own prevents:
-# a factor less its rounded self would be 0.
+# An operator of its own, because torch.compile keeps fp32 where code rounds to fp16: a factor less its rounded self
+# would be 0.
 @torch.library.custom_op(
     "hf_fastdecode::stored_products",
     mutates_args=(),
@@ -159,11 +156,11 @@ def in_halves(x: Tensor, *, in_range: bool = False) -> tuple[Tensor, Tensor | No
 
     Args:
         x: ``[..., width]``.
-        in_range: All of it is in fp16's range, so that no row needs scaling.
+        in_range: Whether all of it is in fp16's range, so that no row needs scaling.
 
     Returns:
-        ``[parts, ..., width]`` in fp16, and the power of two that each row was divided by, ``[..., 1]`` in fp32; None
-        where that was not needed.
+        ``[parts, ..., width]`` in fp16, and the power of two that each row was divided by, ``[..., 1]`` in fp32, or
+        None where rows were not scaled.
     """
     if x.dtype == torch.float16:
         return x[None], None

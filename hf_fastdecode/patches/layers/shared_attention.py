@@ -1,7 +1,7 @@
 """Attention of a slim layer over a shared-context cache.
 
-Nodes hold rotated keys and values, as for ordinary layers; what one row alone has is stored slim, in its suffix. Both
-give partials, which merge by their log-sum-exp.
+Nodes hold rotated keys and values, as for ordinary layers; suffixes are stored slim. Both give partials, which merge
+by their log-sum-exp. In a captured step, kernels read lengths and nodes on the device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ...attention.partial import Partial, merge
 from ...attention.scoring import Scoring
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...attention.torch_operators.operators import cannot_run
+from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV
 from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
-from .rotation import Rotation, Tables, takes_kernels
+from .rotation import OF_SLOTS, Rotation, Tables, takes_kernels
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens
 from .suffix_kernel import averages_by_kernel, kernel_refusal, partial_of
@@ -46,7 +47,7 @@ def shared_attention(
         keys: ``[rows, 1, tokens, heads * head_dim]``, or inputs, not yet rounded to the cache's dtype.
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         cache: The cache.
-        rotation: Of the pass; None without RoPE.
+        rotation: Tables of the pass; None without RoPE.
         mask: As the model's mask function returned it.
 
     Returns:
@@ -70,9 +71,7 @@ def shared_attention(
             handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, suffix_parts=stored)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
         handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx)
-        require_dtype(
-            dtype, handle.layer.storage.node_example
-        )  # that suffixes have the right one says nothing of nodes
+        require_dtype(dtype, handle.layer.storage.node_example)  # suffixes may have another one
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
         by_kernel = _by_kernel(layer, to_suffix, kv, rotation, cache)
@@ -89,11 +88,7 @@ def shared_attention(
 
 
 def check_shared(layer: SlimTokens, mask: Tensor | SlidingWindow | None) -> None:
-    """Check that a layer can attend to nodes and suffixes apart.
-
-    Raises:
-        Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
-    """
+    """Raise Unsupported where attention to nodes and to suffixes does not merge: with a window or a threshold."""
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
     if threshold := layer.config.slim_sparsity_threshold:
@@ -103,11 +98,7 @@ def check_shared(layer: SlimTokens, mask: Tensor | SlidingWindow | None) -> None
 def _by_kernel(
     layer: SlimTokens, query: Tensor, kv: ForestKV, rotation: Rotation | None, cache: SharedContextCache
 ) -> Partial | None:
-    """Attention to the suffixes by `slim_decode`; None where it does not attend to them.
-
-    Raises:
-        BackendError: The backend ``triton`` is forced, and it cannot.
-    """
+    """Attention to the suffixes by `slim_decode`; None where it cannot run and the backend is not forced."""
     if not takes_kernels(cache.state.backend, query.device):
         return None
     reason = kernel_refusal(layer, query, kv.suffix)
@@ -128,12 +119,12 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
     queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
     keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
-    if tables is not None:  # which may be of more tokens, where only the device knew the lengths
+    if tables is not None:  # longer than needed, where only the device knew the lengths
         tables = tables[0][:, :longest], tables[1][:, :longest]
     lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
     last_seen = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     slot = torch.arange(longest, device=query.device)
-    if shortest < longest:  # what lies behind a suffix is undefined, and 0 * NaN is NaN
+    if shortest < longest:  # slots behind a suffix are undefined, and 0 * NaN is NaN
         used = (slot < lengths[:, None])[:, None, :, None]
         keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
     tokens = layer.read(keys, coordinates, tables)
@@ -141,3 +132,51 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
     return Partial(layer.values.averaged((scores - lse[..., None]).exp(), tokens.keys, tokens.coordinates), lse)
+
+
+def captured_attention(
+    layer: SlimTokens,
+    query: Tensor,
+    keys: Tensor,
+    coordinates: Tensor,
+    cache: CapturedCache,
+    rotation: Rotation | None,
+    mask: Tensor | SlidingWindow | None,
+) -> Tensor:
+    """As `shared_attention` in a captured step, of one token per row.
+
+    Raises:
+        Unsupported: As `shared_attention`; or the kernels do not take these tensors.
+        ValueError: The cache holds another dtype.
+    """
+    check_shared(layer, mask)
+    dtype = query.dtype
+    with no_autocast(query.device):
+        stored = layer.stored(keys, coordinates, cache_dtype(dtype, layer.layer), rotation)
+        to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
+        averages = _append_and_average(layer, cache, stored, to_suffix)
+        merged = partial_of(layer, averages)
+        if cache.has_nodes:
+            to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
+            merged = merge(merged, _attend_to_nodes(layer, cache, to_nodes))
+    return merged.out.transpose(1, 2).flatten(2).to(dtype)
+
+
+# Kernels and caches stay out of compiled code: they read and write fixed addresses, and nothing fuses with them.
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _append_and_average(
+    layer: SlimTokens, cache: CapturedCache, stored: Segment, query: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    suffix = cache.append_in_place(layer.layer_idx, stored)
+    if reason := kernel_refusal(layer, query, suffix):
+        raise Unsupported(reason)
+    # Read here rather than passed, because compiled code would be made again for each number of slots.
+    tables = cache.constants[OF_SLOTS] if layer.config.rotary else None
+    return averages_by_kernel(layer, query, suffix, cache.after, tables)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_nodes(layer: SlimTokens, cache: CapturedCache, query: Tensor) -> Partial:
+    return cache.attend_nodes(layer.layer_idx, query, layer.scaling)

@@ -1,0 +1,99 @@
+"""StableLM with slim attention: partial RoPE, and a QK-norm of its own for each head where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.stablelm.modeling_stablelm import (
+    StableLmAttention,
+    StableLmDecoderLayer,
+    StableLmForCausalLM,
+    StableLmModel,
+    StableLmRotaryEmbedding,
+)
+
+from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..layers.attention_layer import SlimAttention
+from ..layers.family import Family, layer_norm
+from ..layers.rotation import ROTATION, Rotation
+from ..layers.stored_products import wide
+from ..slim_configs import SlimStableLmConfig
+
+
+class SlimStableLmAttention(SlimAttention, StableLmAttention):
+    """Attention of a layer that caches no values."""
+
+    qk_layernorm: bool
+    q_layernorm: Any
+    k_layernorm: Any
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Rotation | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `SlimAttention.forward` does, with the rotation as `position_embeddings`."""
+        return super().forward(hidden_states, **{ROTATION: position_embeddings}, **kwargs)
+
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether the config has QK-norm."""
+        return self.qk_layernorm
+
+    def query_norm(self, query: Tensor) -> Tensor:
+        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
+        return self.head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query
+
+    def key_norm(self, keys: Tensor) -> Tensor:
+        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
+        return self.head_norms(self.k_layernorm.norms, keys) if self.qk_layernorm else keys
+
+    def head_norms(self, norms: Iterable[nn.LayerNorm], x: Tensor) -> Tensor:
+        """Layer norm of each head of ``[rows, tokens, heads * head_dim]`` by the norm of that head."""
+        x = x.to(wide(x.dtype))
+        return layer_norm(self.config, torch.stack([norm.weight for norm in norms]).to(x.dtype), x)
+
+
+class SlimStableLmDecoderLayer(StableLmDecoderLayer):
+    """A layer with slim attention; the ordinary one hands its attention a fixed set of arguments."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run the layer, with the rotation in the place of `position_embeddings`."""
+        kwargs["position_embeddings"] = kwargs.pop(ROTATION, None)
+        out: Tensor = super().forward(hidden_states, **kwargs)
+        return out
+
+
+class SlimStableLmModel(SlimRotaryDecoder, StableLmModel):
+    """StableLM's decoder, with slim attention."""
+
+    config_class = SlimStableLmConfig
+    slim_attention = SlimStableLmAttention
+    slim_layer = SlimStableLmDecoderLayer
+    _no_split_modules = ("StableLmDecoderLayer", "SlimStableLmDecoderLayer")
+
+
+class SlimStableLmForCausalLM(SlimCausalLM, StableLmForCausalLM):
+    """StableLM for generation, with slim attention."""
+
+    config_class = SlimStableLmConfig
+    slim_decoder = SlimStableLmModel
+
+
+def norm_weight(plain: Mapping[str, Tensor], part: str) -> Tensor | None:
+    """Weights of the heads' norms, ``[heads, head_dim]``; they are modules of their own."""
+    start = f"{part}_layernorm.norms."
+    heads = sum(name.startswith(start) for name in plain)
+    return torch.stack([plain[f"{start}{head}.weight"] for head in range(heads)]) if heads else None
+
+
+FAMILY = Family(
+    "StableLmForCausalLM",
+    SlimStableLmForCausalLM,
+    SlimStableLmConfig,
+    StableLmDecoderLayer,
+    StableLmRotaryEmbedding,
+    norm=layer_norm,
+    norm_weight=norm_weight,
+)

@@ -1,1 +1,0 @@
-"""Attention of slim layers: what they compute in a forward pass, and at which positions."""

@@ -1,1 +1,0 @@
-"""What slim layers cache, in which dtype, and the values that follow from it."""
