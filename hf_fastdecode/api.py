@@ -19,8 +19,7 @@ from .generation.model_state import state_of
 from .generation.options import Options
 from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
-from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
-from .generation.prompts.stored_prompts import StoredPrompts
+from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .wrappers import unwrapped
@@ -221,17 +220,17 @@ def _plan(
         The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
     stored = StoredPrompts(cache)
-    plan = plan_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
     merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
-    sorted_plan = plan_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
-    if len(sorted_plan.new_tokens) >= len(plan.new_tokens):
-        return plan, None
+    in_order = compare_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
+    if in_order.new_length >= given.new_length:
+        return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]
     prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
-    return sorted_plan, sorted(range(len(prompts)), key=prompts.__getitem__)
+    return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
 
 
 def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:

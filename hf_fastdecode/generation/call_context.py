@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
 from .options import Options
+from .positions import Positions, reduced
 from .report import CallReport
 from .structure import Structure
 
@@ -79,6 +81,11 @@ class CallContext:
             report=report,
             structure=structure,
         )
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Positions of the prompts, as `generate` was given or prepared them."""
+        return reduced(self.arguments.get("position_ids"), self.arguments.get("attention_mask"))
 
     @property
     def returns_cache(self) -> bool:

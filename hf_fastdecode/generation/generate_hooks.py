@@ -48,7 +48,6 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .call_context import CallContext
 from .decoding.decode import decode_shared
-from .instance_patch import STATE_ATTRIBUTE
 from .model_state import ModelState
 from .prompts.first_pass import AwaitedPrompts
 from .prompts.start import start_shared
@@ -59,9 +58,6 @@ from .support import check_call, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
-
-# Per-call data is attached to the call's own copy of the generation config, as transformers does.
-_CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
 
 @dataclass
@@ -74,6 +70,7 @@ class _ActiveCall:
         loop: The user's ``custom_generate``, if any.
         report: The call's report, once created.
         structure: Of the model, once read.
+        context: What our loop decodes; None for a call that it hands over to transformers' loops.
     """
 
     model: PreTrainedModel
@@ -81,6 +78,7 @@ class _ActiveCall:
     loop: Callable[..., Any] | None = None
     report: CallReport | None = None
     structure: Structure | None = None
+    context: CallContext | None = None
 
 
 # The innermost active call of this thread.
@@ -169,10 +167,11 @@ def _prepare_cache_for_generation(
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
         return prepare()
-    needed_by = other_loop(model, generation_mode, generation_config, model_kwargs)
+    needed_by = other_loop(call, generation_mode)
     loop = needed_by if users_loop is None else "custom_generate"
     if loop is None:
-        setattr(generation_config, _CALL_ATTRIBUTE, report)
+        assert active_call is not None  # for the loop is ours
+        active_call.context = call
         return prepare()
     model_kwargs.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
@@ -282,10 +281,11 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
-    report: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
-    if report is not None:
-        state, structure = vars(model)[STATE_ATTRIBUTE], _structure(model)
-        call = CallContext.of(model, state, generation_config, model_kwargs, report, structure)
+    call, active_call = None, _active_call.get()
+    if active_call is not None:
+        call, active_call.context = active_call.context, None
+    if call is not None:
+        call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         with call.or_stock():

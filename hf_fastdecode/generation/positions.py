@@ -19,6 +19,12 @@ class Positions(NamedTuple):
     planes: int = 0
 
     @property
+    def shape(self) -> list[int]:
+        """Shape of the positions as the model takes them."""
+        reduced_to_one = self.planes and not self.differ
+        return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
+
+    @property
     def differ(self) -> bool:
         """Whether planes differ, so that tokens have no single position."""
         return self.ids is not None and self.ids.dim() == 3

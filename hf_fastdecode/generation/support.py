@@ -21,8 +21,9 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from .call_context import CallContext
 from .foreign_code import check_code
-from .positions import Positions, reduced
+from .positions import Positions
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
@@ -177,10 +178,9 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
             raise Unsupported(f"the argument {name!r} is not accelerated yet")
 
 
-def other_loop(
-    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
-) -> str | None:
+def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
     """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
+    model = call.model
     for name in LOOP_METHODS:
         method = getattr(type(model), name, None)
         if name in vars(model):
@@ -189,11 +189,11 @@ def other_loop(
             return f"{type(model).__name__}.{name}"
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
-    if config.output_hidden_states:
+    if call.config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(arguments.get("inputs_embeds")):
+    if not is_nothing(call.arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
-    if reduced(arguments.get("position_ids"), arguments.get("attention_mask")).differ:
+    if call.positions.differ:
         return "position_ids whose planes differ"
     return None
 
@@ -265,10 +265,10 @@ def check_prompts(
     layout: ModelLayout,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    position_ids: Tensor | None = None,
+    positions: Positions = Positions(None),  # noqa: B008 - it is immutable
     *,
     longest: int,
-) -> Positions:
+) -> None:
     """Check prompts, with their masks and positions.
 
     Args:
@@ -276,12 +276,8 @@ def check_prompts(
         layout: Of the model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
-        position_ids: ``[rows or 1, length]``, or ``[planes, rows or 1, length]``, as `generate` prepared or was given
-            them, or None.
+        positions: As `generate` prepared or was given them.
         longest: Maximum row length, padding included; masks are checked where it exceeds a window.
-
-    Returns:
-        The positions; of equal planes, one.
 
     Raises:
         Unsupported: They cannot share context.
@@ -305,20 +301,18 @@ def check_prompts(
                 f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
             )
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
-    positions = reduced(position_ids, attention_mask)
-    if position_ids is None or positions.ids is None or positions.differ:
-        return positions
+    if positions.ids is None or positions.differ:
+        return
     if positions.ids.dim() != 2 or positions.ids.shape[1] != input_ids.shape[1]:
-        raise Unsupported(why_not_counted(model, position_ids))
+        raise Unsupported(why_not_counted(model, positions))
     right = positions.ids == expected
     if positions.planes and attention_mask is not None:
         right = right | (attention_mask == 0)  # where planes have numbers of their own
     if not bool(right.all()):
-        raise Unsupported(why_not_counted(model, position_ids))
-    return positions
+        raise Unsupported(why_not_counted(model, positions))
 
 
-def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
+def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     offset = getattr(getattr(model, "model", None), "rope_deltas", None)
     if isinstance(offset, Tensor) and bool(offset.any()):
@@ -328,7 +322,7 @@ def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
         )
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
-            made_by, shape = f"{type(model).__name__}.{name}", list(position_ids.shape)
+            made_by, shape = f"{type(model).__name__}.{name}", positions.shape
             if len(shape) == 2:  # as those that a caller may give
                 return f"position_ids, given or made by {made_by}, are not those of the attention mask"
             return (

@@ -19,8 +19,8 @@ from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
-from ..prompts.own_prompts import prefill_own_prompts
 from ..prompts.start import Start
+from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.runners import EagerSteps, Steps
 from .finished_row_poller import FinishedRowPoller
 from .sampling import Drawn, Sampler
@@ -107,9 +107,9 @@ class Loop:
         base = self.start.cache
         rows = wave.rows.tolist()
         cache = base.nodes_only(forest.select_rows(rows), max_suffix=base.state.max_suffix)
-        if self.start.own is not None:
-            own = self.start.own.of_rows(rows)
-            prefill_own_prompts(self.call.model, cache, own, max_tokens=self.call.max_prefill_tokens)
+        if self.start.unshared is not None:
+            unshared = self.start.unshared.of_rows(rows)
+            prefill_unshared(self.call.model, cache, unshared, max_tokens=self.call.max_prefill_tokens)
         width = self.prompts.shape[1]
         suffix_tokens = self.start.suffix_tokens[wave.rows]
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)

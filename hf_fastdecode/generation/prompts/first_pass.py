@@ -23,10 +23,11 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
+from ..positions import reduced
 from ..support import check_arguments, check_prompts
-from .by_rows import Rows, plan_rows, row_passes
+from .by_rows import Rows, row_passes
 from .packed import prefill_passes
-from .prompt_tree import PromptGroup, PromptPlan, group_prompts
+from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import find_shared, keep_nodes, require_gain
 
 _KNOWN_ARGUMENTS = {
@@ -95,9 +96,10 @@ class AwaitedPrompts:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width, given = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
-        positions = check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
-        if mask is not None and given is None and not bool(mask.all()):
+        mask, width = arguments.get("attention_mask"), ids.shape[1]
+        positions = reduced(arguments.get("position_ids"), mask)
+        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        if mask is not None and positions.ids is None and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
@@ -110,10 +112,9 @@ class AwaitedPrompts:
         report.mode_reason = report.sampler_reason = reason
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         reuse = embeddings is None and by_rows is None
-        found = find_shared(call, groups, max_suffix, recompute=recompute, reuse=reuse)
-        if by_rows is not None:
-            found.plan = plan_rows(groups, found.cache)
-        require_gain(call, found, max_suffix)
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
+        plan = found.prompts.plan()
+        require_gain(call, found, plan, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
@@ -125,15 +126,15 @@ class AwaitedPrompts:
             0 if positions.differ else positions.planes,
         )
         report.cache = ref(cache)
-        places = _places(groups, found.plan, width, wanted)
+        places = _places(groups, plan, width, wanted)
         extra = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows is not None:
             distinct = Rows(ids if embeddings is None else arguments["inputs_embeds"], mask, by_rows).distinct(groups)
-            passes = list(row_passes(model, cache, found.plan, distinct, keep=wanted, max_tokens=limit))
+            passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
-            packed = partial(prefill_passes, model, cache, found.plan, tokens, max_tokens=limit, length=width)
+            packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)
             passes = list(packed(embeddings=embeddings, **extra))
         if reuse:
             keep_nodes(call, cache)
@@ -143,7 +144,7 @@ class AwaitedPrompts:
         fields: dict[str, Any] = {CACHE: cache}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
-            every = _places(groups, found.plan, width, width)
+            every = _places(groups, plan, width, width)
             states = zip(*(done.output.hidden_states for done in passes), strict=True)
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states

@@ -15,8 +15,7 @@ from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ..identity import Fingerprint, pass_settings
-from .prompt_tree import PromptGroup
-from .stored_prompts import StoredPrompts
+from .prompt_plan import PromptGroup, StoredPrompts
 
 _MOST_CALLS = 64
 """Kept calls; every new prompt is compared with all of them."""

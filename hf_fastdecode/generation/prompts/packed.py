@@ -17,7 +17,7 @@ from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass, input_device
-from .prompt_tree import PromptPlan
+from .prompt_plan import PromptPlan
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def prefill_nodes(
     Args:
         model: The enabled model.
         cache: The cache the plan was made for; the new tokens become its next segment.
-        plan: From `plan_prompts` with this cache.
+        plan: Of prompts that were compared with this cache.
         max_tokens: Maximum tokens per forward pass.
         length: Padded length of the rows, see `SharedContextCache.set_forest`.
 
@@ -45,7 +45,7 @@ def prefill_nodes(
 def node_logits(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
 ) -> list[Tensor | None]:
-    """As `prefill_nodes`, with the logits of each group apart; None where a group's last token is in no new node."""
+    """As `prefill_nodes`, the logits of each group; None where a group's last token is in no new node."""
     wanted = sorted({end for end in plan.ends if end is not None})
     logits: dict[int | None, Tensor] = {}
     for run in prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length):
@@ -90,7 +90,7 @@ def prefill_passes(
     Args:
         model: The enabled model.
         cache: The cache the plan was made for; the new tokens become its next segment.
-        plan: From `plan_prompts` with this cache.
+        plan: Of prompts that were compared with this cache.
         wanted: Indices of new tokens to return logits for, ascending.
         max_tokens: Maximum tokens per forward pass.
         length: Padded length of the rows, see `SharedContextCache.set_forest`.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import tensor_version
-from .prompt_tree import PromptGroup
+from .prompt_plan import PromptGroup
 
 _CALLS_TO_TELL = 3
 _RECENT = 8  # prompts that a new one is compared with
