@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import cast, no_autocast
-from .scoring import Scoring
+from .kv import Scoring
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""

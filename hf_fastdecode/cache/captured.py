@@ -11,11 +11,10 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
-from ..attention.kv import Segment
+from ..attention.kv import Scoring, Segment
 from ..attention.launch.step_tables import StepTables
 from ..attention.launch.tables_by_shape import TablesByShape
 from ..attention.partial import Partial
-from ..attention.scoring import Scoring
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.empty import EmptyLayer
 from .shared import SharedContextCache

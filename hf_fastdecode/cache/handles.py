@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
-from ..attention.kv import ForestKV, Segment
+from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from ..attention.scoring import Scoring
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
@@ -215,7 +214,7 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, segments, rows = self.layer.state, self.layer.segments, self.layer.state.rows_of_pass
+        state, segments, rows = self.layer.state, self.layer.segments, self.layer.state.places_of_pass
         count, width = query.shape[0], query.shape[2]
         if rows is not None:
             query = packed(query, rows)

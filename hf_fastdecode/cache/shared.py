@@ -13,14 +13,14 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
-from ..attention.torch_operators.backends import BACKENDS
+from ..attention.torch_operators import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
+from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
 from .layout import ModelLayout, Store
-from .nodes import CacheNodes
 from .state import SharedState
 from .suffixes import Suffixes
 
@@ -47,7 +47,7 @@ class FilledBy(Protocol):
         ...
 
 
-class SharedContextCache(CacheNodes):
+class SharedContextCache(ForestCache):
     """Cache of keys and values for rows that share context.
 
     Nodes (runs of tokens shared by a contiguous range of rows) are stored once. Each row's own tokens go to a suffix,
@@ -71,7 +71,7 @@ class SharedContextCache(CacheNodes):
         self.stores: tuple[tuple[Store, ...], ...] | None = None  # of the model that was met
         self.segment_tokens, self.protected_segments = [], 0
         self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
-        self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
+        self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
 
     def longest_row(self, queries: int) -> int:
@@ -274,8 +274,8 @@ class SharedContextCache(CacheNodes):
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
-        if self.awaited is not None:
-            self.awaited.stock.activate_past_recording()
+        if self.first_pass is not None:
+            self.first_pass.stock.activate_past_recording()
 
     def reset(self) -> None:
         """Remove all tokens and rows."""

@@ -57,14 +57,14 @@ class SharedState:
         suffixes: Lengths and token ids of the rows' suffixes.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `backends.BACKENDS`.
+        backend: One of `torch_operators.BACKENDS`.
         choices: Choices between kernels and PyTorch's operators.
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
-        rows_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]`` int64;
-            None when tokens are packed into one row.
+        places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
+            int64; None when tokens are packed into one row.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
     """
@@ -79,7 +79,7 @@ class SharedState:
     packed: Sequence[PrefillItem] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
-    rows_of_pass: Tensor | None = None
+    places_of_pass: Tensor | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
 

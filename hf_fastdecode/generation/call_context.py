@@ -6,20 +6,81 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
+from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
 from .options import Options
-from .positions import Positions, reduced
 from .report import CallReport
-from .structure import Structure
+
+
+class Positions(NamedTuple):
+    """Positions of a batch of prompts.
+
+    Attributes:
+        ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ; None for those of the mask.
+        planes: Number of planes that the model takes; 0 for positions without planes.
+    """
+
+    ids: Tensor | None
+    planes: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the positions as the model takes them."""
+        reduced_to_one = self.planes and not self.differ
+        return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
+
+    @property
+    def differ(self) -> bool:
+        """Whether planes differ, so that tokens have no single position."""
+        return self.ids is not None and self.ids.dim() == 3
+
+
+def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
+    """Reduce planes to one where all are equal, as for prompts of text alone.
+
+    Args:
+        position_ids: ``[rows or 1, width]`` or ``[planes, rows or 1, width]``, or None.
+        attention_mask: ``[rows, width]``, or None; what padding has is left aside.
+    """
+    if position_ids is None or position_ids.dim() != 3:
+        return Positions(position_ids)
+    first = position_ids[0]
+    equal = position_ids == first
+    if attention_mask is not None and attention_mask.shape[-1] == position_ids.shape[-1]:
+        equal = equal | (attention_mask == 0)
+    return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
+
+
+class Structure:
+    """What passes with shared context need to know of a model.
+
+    Args:
+        model: The model as it is now; its modules may change between calls.
+
+    Attributes:
+        configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """What each layer stores; passes over a cache that has met the model do not need it."""
+        return ModelLayout.of(self._model)
+
 
 # Options that a stock call fulfils anyway.
 _STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")

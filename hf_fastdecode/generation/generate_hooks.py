@@ -46,14 +46,13 @@ from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from .call_context import CallContext
-from .decoding.decode import decode_shared
+from .call_context import CallContext, Structure
+from .decoding.loop import decode_shared
 from .model_state import ModelState
-from .prompts.first_pass import AwaitedPrompts
+from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.modes import choose_mode
-from .structure import Structure
 from .support import check_call, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -105,8 +104,8 @@ def _forward_shared(
 ) -> Any:
     names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
     given = named_arguments(names, args, kwargs)
-    if cache.awaited is not None:
-        return cache.awaited.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
+    if cache.first_pass is not None:
+        return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
@@ -176,7 +175,7 @@ def _prepare_cache_for_generation(
     model_kwargs.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
-    cache.awaited = AwaitedPrompts(
+    cache.first_pass = FirstPassPrompts(
         call,
         stock=model_kwargs[CACHE],
         longest=max_cache_length + 1,
@@ -300,9 +299,9 @@ def _decode(
                 )
             return decode_shared(call, start, input_ids, logits_processor, stopping_criteria, streamer)
     cache = model_kwargs.get(CACHE)
-    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.awaited, AwaitedPrompts):
-        cache.awaited.call.refuse(_synced())
-        model_kwargs[CACHE] = cache.awaited.stock
+    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
+        cache.first_pass.call.refuse(_synced())
+        model_kwargs[CACHE] = cache.first_pass.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it

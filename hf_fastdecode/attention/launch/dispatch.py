@@ -4,7 +4,7 @@ The candidates are this package's kernels, PyTorch's fused operators over the sa
 decoding, in which every row reads its own copy of its whole context (what stock transformers does). Each part takes
 the longer of its bytes at the candidate's bandwidth and its operations at the candidate's rate, plus launches; the
 constants are in `costs.py`. Times of nodes and suffixes are added, also where the kernels overlap the two
-(`Plan.programs`) and take less.
+(`LaunchPlan.programs`) and take less.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import (
     needed_capacity,
 )
 from ..forest import Forest
-from ..scoring import Scoring
+from ..kv import Scoring
 from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -56,7 +56,7 @@ class HeadShape(NamedTuple):
         return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
 
 
-class Plan:
+class LaunchPlan:
     """Launch parameters and schedules of a layer's kernels over a forest.
 
     Args:
@@ -182,7 +182,7 @@ def differ_by_length(chosen: Config, kept: Config) -> bool:
 def decode_config(
     forest: Forest, shape: HeadShape, device: torch.device, rows: int, *, own_dominate: bool = False
 ) -> Config:
-    """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `Plan`."""
+    """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `LaunchPlan`."""
     from ...kernels.forest_decode.api import choose_config
 
     keys = shape.kv_heads * sum(

@@ -18,13 +18,11 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
-from ..kv import Segment, SuffixLengths
+from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from ..scoring import Scoring
-from .addresses import node_addresses, suffix_addresses
-from .kernel_call import run_kernels, run_node_kernels
+from .kernel_call import node_addresses, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
-from .plan import HeadShape, Plan, differ_by_length
+from .plan import HeadShape, LaunchPlan, differ_by_length
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
@@ -56,12 +54,12 @@ class StoredKV(Protocol):
 class _Scheduled:
     """Schedule tables of one head shape, and the plan whose schedule they hold."""
 
-    plan: Plan
+    plan: LaunchPlan
     programs: int
     room: Capacity
     tables: Schedule
 
-    def load(self, plan: Plan, suffix_length: int) -> None:
+    def load(self, plan: LaunchPlan, suffix_length: int) -> None:
         """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
@@ -290,9 +288,9 @@ class StepTables:
             return False
         return known.room.holds(self._plan(forest, shape, kept).needed)
 
-    def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> Plan:
+    def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> LaunchPlan:
         own_dominate = self.own_nodes.dominate
-        return Plan(forest, shape, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
+        return LaunchPlan(forest, shape, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
 
 
 def _rounded(count: int) -> int:

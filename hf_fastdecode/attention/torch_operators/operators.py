@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial, empty_partial, merge
-from .backends import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
+from . import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
 
 # Packed queries from which cuDNN is faster than flash over a long context, on an H200:
 #   32 KV heads: 512; 8 KV heads: between 512 and 4096; 1 KV head: more than 8192

@@ -145,7 +145,7 @@ class SharedContextLayer(CacheLayerMixin):
             ValueError: The cache holds another dtype, number of rows, or shape.
         """
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        if (rows := self.state.rows_of_pass) is not None:
+        if (rows := self.state.places_of_pass) is not None:
             parts = Segment._make(packed(part, rows) for part in parts)
         self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:

@@ -22,8 +22,7 @@ from ..._compat import CACHE
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext
-from ..positions import reduced
+from ..call_context import CallContext, reduced
 from ..support import check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
@@ -46,7 +45,7 @@ _UNSUPPORTED_OPTIONS = ("mode='graph'", "mode='compile'", "sampler='fast'")
 
 
 @dataclass
-class AwaitedPrompts:
+class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
@@ -77,7 +76,7 @@ class AwaitedPrompts:
         Raises:
             ValueError: The caller's cache cannot be used.
         """
-        cache.awaited = None
+        cache.first_pass = None
         output = None
         with self.call.or_stock():
             output = self._prefill(cache, arguments)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
+from ..call_context import Structure
 from ..forward_pass import forward_pass
-from ..structure import Structure
 from .cuda_graph import CaptureOptions, Captures, bucket
 
 logger = logging.getLogger("hf_fastdecode")
