@@ -145,7 +145,7 @@ class SharedContextCache(ForestCache):
             if isinstance(layer, EmptyLayer):
                 twin.layers.append(EmptyLayer(twin.state))
                 continue
-            fresh = SharedContextLayer(twin.state, index, layer.storage.empty(), layer.store)
+            fresh = SharedContextLayer(twin.state, index, layer.store, layer.storage.empty())
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
@@ -264,11 +264,7 @@ class SharedContextCache(ForestCache):
             Unsupported: By the model's layout the layer stores nothing.
         """
         require_active()  # fail before appending tokens that attention could not read
-        if self.stores is None:  # a pass that no model runs
-            self.layers += [EmptyLayer(self.state) for _ in range(len(self.layers), layer_idx + 1)]
-            if isinstance(self.layers[layer_idx], EmptyLayer):
-                self.layers[layer_idx] = SharedContextLayer(self.state, layer_idx)
-        elif layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
+        if layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

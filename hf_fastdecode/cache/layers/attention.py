@@ -14,7 +14,7 @@ from ...attention.forest import Forest, Span, joined
 from ...attention.interface import SharedKV
 from ...attention.kv import Segment
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout import Kind, Store
+from ..layout import Store
 from ..state import SharedState
 from ..storage import TokenStorage
 
@@ -70,8 +70,8 @@ class SharedContextLayer(CacheLayerMixin):
     Args:
         state: State shared by all layers of the cache.
         index: Index of the layer in the cache.
-        storage: The layer's token storage.
         store: What the model's layout says of the layer.
+        storage: The layer's token storage; that of keys and values when None.
 
     Attributes:
         appended: Tokens that the current forward pass has appended to each row's suffix.
@@ -86,8 +86,8 @@ class SharedContextLayer(CacheLayerMixin):
         self,
         state: SharedState,
         index: int,
+        store: Store,
         storage: TokenStorage | None = None,
-        store: Store = Store(Kind.FULL),  # noqa: B008 - it is frozen
     ):
         super().__init__()
         self.stored = StoredLayer(state, storage if storage is not None else TokenStorage(), index, store)
@@ -99,7 +99,7 @@ class SharedContextLayer(CacheLayerMixin):
 
     @property
     def store(self) -> Store:
-        """What the model's layout says of the layer; no sizes in a cache that no model has met."""
+        """What the model's layout says of the layer."""
         return self.stored.store
 
     @property

@@ -32,7 +32,7 @@ class EmptyLayer(CacheLayerMixin):
         """No-op: there is nothing to allocate."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse tokens, which `SharedContextCache.update` gives to another layer in this one's place.
+        """Refuse tokens, as `SharedContextCache.update` does before with a better message.
 
         Raises:
             TypeError: Always.

@@ -36,7 +36,7 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
             layers.append(EmptyLayer(state))
             continue
         if not isinstance(layer, SharedContextLayer):
-            layer = SharedContextLayer(state, index, None if own is None else OwnStorage(ref(own)))
+            layer = SharedContextLayer(state, index, store, None if own is None else OwnStorage(ref(own)))
         elif (node := layer.storage.node_example) is not None:
             for part, width in zip(node, (store.head_dim, store.value_dim), strict=True):
                 got = part.shape[-3], part.shape[-1]
