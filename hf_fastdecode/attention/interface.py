@@ -199,14 +199,11 @@ def shared_context_attention(
     """Attention function: calls `SharedKV.attend` of the cache layer.
 
     Args:
-        module: The attention layer.
         query: ``[batch, heads, queries, head_dim]``.
         key: What the cache layer's ``update`` returned.
-        value: The same.
         attention_mask: What `shared_context_mask` returned for the layer.
         scaling: Factor on the scores; ``head_dim ** -0.5`` when None.
         dropout: Must be 0.
-        softcap: Soft cap on the scores, if any.
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True; the module's attribute of that name, if any, when None.

@@ -34,7 +34,6 @@ class CapturedCache(Cache):
         before: ``[rows]`` int64: tokens in each row's suffix before the step.
         after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
-        position_planes: As of the cache.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -66,7 +65,6 @@ class CapturedCache(Cache):
         """Write a token of each row to suffixes that are captured in place.
 
         Args:
-            layer: Index of the layer.
             new: Parts, ``[rows, 1, 1, width]`` each.
 
         Returns:
@@ -133,10 +131,7 @@ class InPlaceLayer(_CapturedLayer):
     """A layer whose suffixes are captured in place, by `CapturedCache.append_in_place`.
 
     Args:
-        tables: Of the step.
-        index: Index of the layer.
         storage: The batch's own, with capacity for the step.
-        window: Of the layer, see `SharedKV.stored_window`.
     """
 
     def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):

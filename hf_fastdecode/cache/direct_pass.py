@@ -14,11 +14,6 @@ from .shared import SharedContextCache
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a forward pass by name.
 
-    Args:
-        names: Names of the method's arguments, in their order.
-        args: Positional arguments of the pass.
-        kwargs: Its keyword arguments.
-
     Raises:
         TypeError: An argument is given twice, or more are given than there are.
     """
@@ -42,7 +37,6 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
     """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
 
     Args:
-        cache: The cache.
         mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
             four dimensions are left to the attention function, which rejects them.
         queries: Tokens the pass appends to each row.
@@ -74,7 +68,6 @@ def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
     """Refuse positions other than `next_positions`, for layers that rotate suffixes by their places in them.
 
     Args:
-        cache: The cache.
         position_ids: ``[rows or 1, queries]``, of the pass.
 
     Raises:

@@ -26,12 +26,6 @@ from .storage import TokenStorage
 class StoredLayer:
     """One cache layer as seen by attention.
 
-    Args:
-        state: State shared by all layers of the cache.
-        storage: The layer's token storage.
-        index: Index of the layer in the cache.
-        store: What the model's layout says of the layer.
-
     Attributes:
         window: Window of the last pass, where it hid any token.
         report_note: What the last pass had beyond causal attention, for reports.
@@ -102,7 +96,6 @@ class DecodeKV(SharedKV):
 
     Args:
         layer: The layer, with capacity for the new tokens.
-        parts: The new tokens' storage parts.
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment):

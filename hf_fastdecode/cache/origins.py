@@ -15,7 +15,6 @@ class SuffixOrigins:
     permuted, once for all layers; keys and values stay in place.
 
     Args:
-        rows: Number of rows.
         length: Tokens in each row, all in its own storage row.
         device: Device of the first layer's keys and values.
     """

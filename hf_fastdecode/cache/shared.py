@@ -84,9 +84,6 @@ class SharedContextCache(ForestCache):
     def meet(self, layout: ModelLayout) -> None:
         """Make the layers of a model, or check that the cache's are its.
 
-        Args:
-            layout: Of the model.
-
         Raises:
             ValueError: The cache holds tokens of a model with other layers.
         """
@@ -252,13 +249,6 @@ class SharedContextCache(ForestCache):
     ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
 
-        Args:
-            key_states: See `SharedContextLayer.update`.
-            value_states: Likewise.
-            layer_idx: Index of the layer.
-            args: Passed on to the layer's storage.
-            kwargs: Likewise.
-
         Raises:
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
@@ -290,11 +280,7 @@ class SharedContextCache(ForestCache):
         return self.get_max_length()
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse what transformers' caches give: each layer's keys and values.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse what transformers' caches give: each layer's keys and values."""
         raise TypeError(no_tensor("keys"))
 
     def __repr__(self) -> str:

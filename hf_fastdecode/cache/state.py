@@ -37,12 +37,7 @@ class PrefillItem:
 
 
 class MadeTables(NamedTuple):
-    """Kernel tables, and whether they were made while own nodes held most keys.
-
-    Attributes:
-        tables: The tables.
-        dominate: As `SharedState.own_nodes_dominate` at that time.
-    """
+    """Kernel tables, and whether they were made while own nodes held most keys."""
 
     tables: StepTables
     dominate: bool
@@ -54,11 +49,9 @@ class SharedState:
 
     Attributes:
         forest: Nodes over the rows; None while the number of rows is unknown.
-        suffixes: Lengths and token ids of the rows' suffixes.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `torch_operators.BACKENDS`.
-        choices: Choices between kernels and PyTorch's operators.
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.

@@ -46,7 +46,6 @@ class TokenStorage:
             keys: ``[rows, kv_heads, tokens, head_dim]``, as passed to ``cache.update``.
             values: The same shape.
             args: Further arguments of ``cache.update``.
-            kwargs: Likewise.
 
         Returns:
             Each part ``[rows, heads, tokens, width]``.
@@ -134,9 +133,6 @@ class TokenStorage:
         """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
 
         Args:
-            rows: Number of rows.
-            tokens: Required capacity.
-            used: Tokens already written.
             like: Example parts, each ending in ``[heads, tokens, width]``.
             most: Upper bound for doubling, if known.
 
@@ -158,8 +154,6 @@ class TokenStorage:
         """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some.
 
         Args:
-            rows: Number of rows.
-            longest: Tokens of the longest prompt.
             like: As for `grow`.
             most: Upper bound on the tokens of a suffix, if known.
         """
@@ -177,7 +171,6 @@ class TokenStorage:
         """Tokens of one row's suffix as keys and values, ``[heads, tokens, head_dim]`` each.
 
         Args:
-            row: The row.
             span: Its tokens; the number of the segment says nothing.
             first: Position of the suffix's first token.
             dtype: Of the result, where storage decides nothing.
@@ -212,8 +205,6 @@ class TokenStorage:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
         Args:
-            length: Tokens per row.
-            origins: Of reordered suffixes.
             starts: Position of each suffix's first token.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients

@@ -123,7 +123,6 @@ class Suffixes:
 
         Args:
             counts: ``[rows]`` int64. On a GPU the host does not read them: `longest` stays as it was.
-            storages: The layers' storages.
         """
         bound = self.longest
         before = self.lengths.per_row
@@ -149,8 +148,6 @@ class Suffixes:
 
         Args:
             rows: ``[rows]`` int64, on the CPU.
-            before: Number of rows so far.
-            storages: The layers' storages.
         """
         self.ids = self.ids.select(rows)
         per_row = self.lengths.per_row

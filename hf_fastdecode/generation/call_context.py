@@ -91,16 +91,12 @@ class CallContext:
     """One `generate` call of an enabled model.
 
     Attributes:
-        model: The model.
-        state: Its state.
         options: Its options at the start of the call, unaffected by a concurrent `enable`.
         config: The call's generation config, with lengths prepared.
         arguments: Model arguments, as `generate` prepared them.
         given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
         must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
-        max_prefill_tokens: Maximum tokens per prefill pass.
         report: The call's report, which is written here and never read.
-        structure: Of the model.
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
     """

@@ -21,10 +21,7 @@ def forward_pass(
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows.
 
     Args:
-        model: The model.
-        cache: The cache of the pass.
         position_ids: ``[rows or 1, tokens]``; models whose positions have planes get as many equal ones.
-        arguments: Other arguments of the model, by name.
     """
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)

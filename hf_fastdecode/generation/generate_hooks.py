@@ -64,11 +64,8 @@ class _ActiveCall:
     """A `generate` call in progress.
 
     Attributes:
-        model: The model.
         loop_is_ours: Whether this package's decoding loop was passed.
         loop: The user's ``custom_generate``, if any.
-        report: The call's report, once created.
-        structure: Of the model, once read.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
     """
 

@@ -39,9 +39,6 @@ class Fingerprint:
     replaced tensors by address or identity, replaced modules and settings directly. Writes that bypass these, such as
     in place to ``parameter.data``, are detected only if they change one of a few sampled elements per parameter. The
     samples also compare copies of a model or of a cache.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module):
@@ -77,12 +74,7 @@ def pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
-
-    Args:
-        model: The model.
-        configs: The config objects of the model's modules.
-    """
+    """Model state that a capture bakes in: tensor addresses, host state of modules and configs."""
     return (
         addresses(model.parameters()),
         addresses(model.buffers()),

@@ -25,11 +25,6 @@ logger = logging.getLogger("hf_fastdecode")
 class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
-    Args:
-        model: The model.
-        options: Options of `enable`.
-        hooks: Method overrides by name.
-
     Raises:
         TypeError: The model has no `generate` of a supported transformers version.
     """

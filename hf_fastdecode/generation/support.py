@@ -271,8 +271,6 @@ def check_prompts(
     """Check prompts, with their masks and positions.
 
     Args:
-        model: The model.
-        layout: Of the model.
         input_ids: ``[rows, length]``.
         attention_mask: ``[rows, length]`` or None.
         positions: As `generate` prepared or was given them.

@@ -30,7 +30,6 @@ class Costs:
     """Constants of one device; see `dispatch`.
 
     Attributes:
-        kernels: This package's kernels.
         library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
         plain: Plain decoding, with a copy of the context per row.
         beside_bandwidth: Bytes per second of suffixes per multiprocessor, beside the node kernel.
@@ -121,7 +120,6 @@ def estimated_costs(
     """Estimate the constants of a device that was not measured.
 
     Args:
-        multiprocessors: Streaming multiprocessors.
         bandwidth: Peak memory bandwidth in bytes per second; scaled by multiprocessors when None.
         capability: Major compute capability.
         l2_bytes: Size of the L2 cache; an H200's when None.

@@ -21,8 +21,6 @@ def node_addresses(
     """Address of each node's keys, address of its values, and stride between KV heads in numbers.
 
     Args:
-        forest: The nodes.
-        segments: Storage of shared nodes.
         suffix: Storage of own nodes, ``[rows, kv_heads, capacity, head_dim]`` each; needed if there are any.
 
     Returns:

@@ -37,9 +37,7 @@ class HeadShape(NamedTuple):
     """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them.
 
     Attributes:
-        kv_heads: KV heads.
         queries_per_kv_head: Packed queries of one row per KV head.
-        head_dim: Numbers per head.
         windowed: Whether a sliding window binds.
     """
 
@@ -60,9 +58,6 @@ class LaunchPlan:
     """Launch parameters and schedules of a layer's kernels over a forest.
 
     Args:
-        forest: The nodes.
-        shape: Head shape of the layer.
-        device: Device of the layer.
         rows: Rows of the step; the forest's by default, more for a captured step that serves smaller batches too.
         own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
         config: Launch parameters, such as those of a captured graph; chosen when None.

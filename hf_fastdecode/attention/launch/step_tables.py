@@ -83,7 +83,6 @@ class StepTables:
         rows: Rows of the step; a batch may have fewer.
         layers: Indices of the layers that read the tables, or those known so far; the tables grow for more.
         forest: The forest that decides the sizes, which are rounded up.
-        device: Device of the step.
         own_nodes: How to attend to long suffixes.
     """
 
@@ -157,12 +156,9 @@ class StepTables:
         """Append new keys and values to the suffixes, and attend.
 
         Args:
-            layer: Index of the layer.
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            scoring: The layer's score options.
-            origins: See `forest_decode`.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -182,9 +178,7 @@ class StepTables:
         """Attend to the nodes alone, for a layer that attends to its suffixes by itself; without own nodes.
 
         Args:
-            layer: Index of the layer.
             query: ``[rows, heads, 1, head_dim]``, with as many KV heads, in the dtype of the nodes.
-            scale: Factor on the scores.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.

@@ -30,10 +30,7 @@ class TablesByShape:
     """Tables of a step for every layer, see `StepTables`.
 
     Args:
-        rows: Rows of the step; a batch may have fewer.
         layers: What each layer has in common with others, by index.
-        forest: The forest that decides the sizes.
-        device: Device of the step.
 
     Attributes:
         layers: As given.

@@ -51,7 +51,6 @@ def plain_partial(
         query: ``[..., queries, head_dim]``.
         keys: ``[..., length, head_dim]``.
         values: ``[..., length, value_dim]``.
-        scale: Factor on the scores.
         visible: Boolean, broadcastable to ``[..., queries, length]``: visible keys; all when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
     """
@@ -156,7 +155,6 @@ def dense_partial(
         query: ``[batch, heads, queries, head_dim]``.
         keys: ``[batch, heads, length, head_dim]``.
         values: ``[batch, heads, length, head_dim]``.
-        scale: Factor on the scores.
         causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
         backend: One of `TORCH_BACKENDS`.
     """
@@ -173,8 +171,6 @@ class DenseAttention:
     """Dense attention with a fixed scale, soft cap and backend.
 
     Attributes:
-        scale: Factor on the scores.
-        softcap: Soft cap on the scores, if any.
         backend: One of `TORCH_BACKENDS`.
     """
 

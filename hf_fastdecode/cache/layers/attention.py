@@ -68,9 +68,6 @@ class SharedContextLayer(CacheLayerMixin):
     them to each row's suffix. It returns a `SharedKV` in place of the key and value tensors.
 
     Args:
-        state: State shared by all layers of the cache.
-        index: Index of the layer in the cache.
-        store: What the model's layout says of the layer.
         storage: The layer's token storage; that of keys and values when None.
 
     Attributes:
@@ -136,7 +133,6 @@ class SharedContextLayer(CacheLayerMixin):
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
-            kwargs: As `args`.
 
         Returns:
             The handle for the attention function, twice.

@@ -18,8 +18,6 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
     """The layers of a cache for a model: new ones, or those held, which are then known to be the model's.
 
     Args:
-        layout: Of the model.
-        state: State shared by the cache's layers.
         held: The cache's layers so far; none in a new cache.
 
     Raises:

@@ -43,13 +43,7 @@ class Loop:
     """Decoding loop of one call.
 
     Attributes:
-        call: The call.
         prompts: ``[rows, width]`` int64.
-        start: The prefilled cache and first logits.
-        sampler: The sampler.
-        stopping: The stopping criteria.
-        streamer: Receives every token, if any.
-        make_steps: Creates the step runner of a cache.
         make_eager: Creates an eager step runner, which takes several tokens per step.
         log_probs: Records the sampled tokens' log-probabilities, if requested.
     """

@@ -45,12 +45,6 @@ class Chain:
     """Parameters of a list of logits processors; absent processors have neutral values.
 
     Attributes:
-        temperature: Divisor of the logits.
-        top_k: 0 when off.
-        top_p: 1 when off.
-        min_p: 0 when off.
-        typical_p: 1 when off.
-        repetition_penalty: 1 when off.
         prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
         min_new_tokens: Minimum new tokens before an end token is allowed.
         eos_token_ids: The end tokens suppressed until then.
@@ -70,9 +64,7 @@ class Chain:
         """Kernel settings for this chain.
 
         Args:
-            device: Device of the logits.
             greedy: Take the largest processed logit instead of sampling.
-            seed: Seed of the random numbers.
         """
         from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
 

@@ -107,10 +107,8 @@ class FastSampler:
     A row's random numbers depend on the seed, its number in the call and the step, not on the other rows.
 
     Args:
-        chain: The call's processors.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
-        do_sample: Sample; else take the most likely token.
 
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched; no generator was advanced.
@@ -160,8 +158,6 @@ def choose_sampler(
 
     Args:
         asked: ``auto``, ``hf`` or ``fast``.
-        processors: As `generate` prepared them.
-        config: The call's generation config.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.

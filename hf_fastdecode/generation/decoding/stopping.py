@@ -32,10 +32,6 @@ class HostStoppingCriteria(StoppingCriteria):
 class Stopping:
     """Stopping criteria of one call.
 
-    Args:
-        criteria: As `generate` prepared them.
-        device: Device of the sampled tokens.
-
     Attributes:
         max_length: Length in tokens, prompt included, at which every row ends; None without such a criterion.
         pads: Whether finished rows continue with the pad token, so that they can be compacted away.
@@ -105,7 +101,6 @@ class FinishedRowPoller:
     """Copies the mask of unfinished rows to the host asynchronously, and keeps generator states to restore.
 
     Args:
-        device: Device of the mask.
         synchronous: Poll at every step and wait for the result.
         draws: Whether steps advance torch's generator of the device.
     """

@@ -64,13 +64,11 @@ def row_passes(
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
 
     Args:
-        model: The enabled model.
         cache: The empty cache; the tokens become its first segment.
         plan: With a node for each prompt.
         rows: The distinct rows, one for each of the plan's items.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
-        arguments: Further model arguments.
     """
     cache.add_segment(plan.new_tokens)
     width, device = rows.inputs.shape[1], input_device(model)

@@ -49,7 +49,6 @@ class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        call: The call.
         stock: The cache that transformers would have used.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
@@ -64,14 +63,6 @@ class FirstPassPrompts:
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
-
-        Args:
-            cache: The empty cache.
-            arguments: Arguments of the pass by name.
-            forward: The model's original method.
-
-        Returns:
-            The model's output for these arguments.
 
         Raises:
             ValueError: The caller's cache cannot be used.

@@ -71,8 +71,6 @@ class PrefixStore:
         """Keep the nodes of a call's cache, with one row per distinct prompt.
 
         Args:
-            model: The model.
-            cache: The call's prefilled cache.
             max_bytes: Maximum bytes kept over all calls.
 
         Returns:
@@ -144,7 +142,6 @@ class RepeatedPrompts:
 
         Args:
             model: The model; after training steps prompts must be computed again, so that it begins anew.
-            groups: The call's prompts.
             least: Tokens that two prompts must have in common to begin alike.
         """
         weight = next(model.parameters())

@@ -71,9 +71,6 @@ class StoredPrompts:
 
     Args:
         cache: A cache with empty suffixes.
-
-    Attributes:
-        next_segment: Number of the cache's next segment.
     """
 
     def __init__(self, cache: SharedContextCache):
@@ -155,12 +152,8 @@ class ComparedPrompts:
     Comparing tokens takes most of the time, so that what a call decides by the lengths below it decides before `plan`.
 
     Attributes:
-        groups: The prompts in row order.
         stored: For each group, the path in the cache that begins like it, and the number of tokens in common.
         common: Length of the common prefix of groups ``i`` and ``i + 1``.
-        next_segment: Number of the cache's next segment.
-        min_shared_tokens: Minimum length of a shared node.
-        recompute: Number of last tokens per prompt to compute even if stored.
     """
 
     groups: list[PromptGroup]

@@ -51,8 +51,6 @@ def find_shared(
     """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store.
 
     Args:
-        call: The call.
-        groups: The prompts in row order.
         max_suffix: Maximum tokens appended per row.
         recompute: See `compare_prompts`.
         by_rows: Whether different prompts share nothing, see `by_rows`.
@@ -99,8 +97,6 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
 
     Args:
         call: The call, with the mode set.
-        found: The prompts and their cache.
-        plan: Their plan.
         max_suffix: Maximum tokens appended per row.
         unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
             has.
@@ -159,9 +155,6 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
     """The cost model's choice if plain decoding is faster by more than sharing saves in prefill.
 
     Args:
-        model: The model.
-        layout: What its layers store.
-        forest: The planned nodes.
         new_tokens: Maximum new tokens per row.
     """
     if model.device.type != "cuda" or model.dtype.itemsize != 2:

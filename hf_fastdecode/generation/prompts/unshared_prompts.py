@@ -84,10 +84,7 @@ def prefill_unshared(
     """Prefill each row's unshared tokens into its suffix.
 
     Args:
-        model: The enabled model.
         cache: With the nodes of these rows, and without suffixes.
-        unshared: The tokens of these rows.
-        max_tokens: Maximum tokens per forward pass.
 
     Returns:
         By row, the logits ``[vocabulary]`` after its last token, for the rows that have some.

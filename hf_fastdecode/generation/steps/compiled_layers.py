@@ -64,7 +64,6 @@ def with_concurrent_linears(backend: str | Backend, most_rows: int) -> Backend:
     Graphs traced with gradients enabled are passed on unchanged, since the operator has no backward pass.
 
     Args:
-        backend: The backend to wrap, or its registered name.
         most_rows: Maximum rows of the input for which products run concurrently.
 
     Returns:
@@ -86,10 +85,6 @@ def replace_linears(graph: fx.Graph, most_rows: int) -> int:
     """Replace each group of `F.linear` calls of the same input by one call of the operator, in place.
 
     Weights and biases of a group are inputs of the graph, so no product of a group depends on another.
-
-    Args:
-        graph: A graph traced by Dynamo.
-        most_rows: See `with_concurrent_linears`.
 
     Returns:
         The number of groups.
@@ -171,7 +166,6 @@ class CompiledLayers:
         Every attribute is restored on exit, also by an error.
 
         Args:
-            model: The model.
             fused_rows: Maximum rows for which projections of the same input run concurrently; 0 compiles them as they
                 are.
 

@@ -44,9 +44,7 @@ class CaptureOptions(NamedTuple):
     """Options of a capture, other than the number of rows.
 
     Attributes:
-        compiled: Whether layers are compiled.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
-        arguments: Further model arguments by name.
     """
 
     compiled: bool
@@ -67,12 +65,7 @@ class CapturedStep:
     """One decode step of a model for up to `rows` rows.
 
     Args:
-        model: The model.
-        rows: Number of rows.
         cache: The batch to capture with; other batches can be loaded later.
-        configs: The model's config objects, see `attention.interface.active`.
-        options: Options of the capture.
-        compiled: The model's compiled layers.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
 
     Attributes:

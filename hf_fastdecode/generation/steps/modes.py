@@ -139,7 +139,6 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a call's decode steps, with the reason.
 
     Args:
-        call: The call.
         new_tokens: Maximum new tokens per row.
 
     Raises:

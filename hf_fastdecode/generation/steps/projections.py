@@ -72,9 +72,6 @@ class FusedProjections(TorchFunctionMode):
     """Context in which this thread computes projections of the same input concurrently.
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module):

@@ -85,14 +85,9 @@ class CapturedSteps:
     """Runs steps by captured graphs, one per bucket of rows.
 
     Args:
-        model: The model.
-        cache: The batch.
         arguments: Model arguments beyond tokens, positions and cache.
-        captures: The model's captured steps.
-        structure: Of the model.
         remake: Creates the runner of a batch that was compacted, or whose storage moved. For a compacted batch that
             cannot be captured, it returns the given larger runner if that can go on.
-        compiled: Compile the layers.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
     """
 
