@@ -114,11 +114,7 @@ _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", de
 
 
 def require_active() -> None:
-    """Check that the model's attention is routed here, which alone can read a shared-context cache.
-
-    Raises:
-        NotATensorError: The forward pass runs outside of `active`.
-    """
+    """Raise `NotATensorError` outside of `active`: only the functions here can read a shared-context cache."""
     if _lengths.get() is None:
         raise NotATensorError("update", "keys and values")
 

@@ -81,11 +81,7 @@ class CapturedCache(Cache):
         return suffix
 
     def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
-        """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`.
-
-        Raises:
-            ValueError: The nodes have another dtype than the query.
-        """
+        """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`."""
         found = self._in_place(layer)
         require_dtype(query.dtype, found.storage.node_example)
         return found.tables.attend_nodes(layer, query, scale)
@@ -128,11 +124,7 @@ class _CapturedLayer(CacheLayerMixin):
 
 
 class InPlaceLayer(_CapturedLayer):
-    """A layer whose suffixes are captured in place, by `CapturedCache.append_in_place`.
-
-    Args:
-        storage: The batch's own, with capacity for the step.
-    """
+    """A layer whose suffixes are captured in place, in the batch's own storage, by `CapturedCache.append_in_place`."""
 
     def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):
         super().__init__(tables, index, storage, window)
@@ -148,7 +140,7 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
 def _captured_layer(tables: TablesByShape, layer: SharedContextLayer | EmptyLayer) -> _CapturedLayer | EmptyLayer:
     if isinstance(layer, EmptyLayer):
         return layer
-    index, storage, window = layer.stored.index, layer.storage, layer.store.window
+    index, storage, window = layer.index, layer.storage, layer.store.window
     if storage.captured_in_place:
         return InPlaceLayer(tables.of(index), index, storage, window)
     return _CapturedLayer(tables.of(index), index, storage.empty(), window)

@@ -12,11 +12,7 @@ from .shared import SharedContextCache
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a forward pass by name.
-
-    Raises:
-        TypeError: An argument is given twice, or more are given than there are.
-    """
+    """Arguments of a forward pass by name; raises TypeError if one is given twice, or too many are given."""
     if len(args) > len(names):
         raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
     given = dict(zip(names, args, strict=False))

@@ -187,14 +187,7 @@ class ForestCache(Cache):
         return [layer.storage for layer in self.attention_layers]
 
     def add_segment(self, tokens: Tensor) -> int:
-        """Register a segment, to be filled by prefill.
-
-        Args:
-            tokens: ``[length]`` int64 token ids, on the CPU.
-
-        Returns:
-            The segment's number, for `Span.segment`.
-        """
+        """Register a segment of tokens ``[length]`` int64, on the CPU, to be filled by prefill; returns its number."""
         self.segment_tokens.append(tokens)
         self.state.segment_lengths.append(len(tokens))
         return len(self.segment_tokens) - 1

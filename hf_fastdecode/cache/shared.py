@@ -82,11 +82,7 @@ class SharedContextCache(ForestCache):
         return self.state.longest_row_bound + max(queries, room)
 
     def meet(self, layout: ModelLayout) -> None:
-        """Make the layers of a model, or check that the cache's are its.
-
-        Raises:
-            ValueError: The cache holds tokens of a model with other layers.
-        """
+        """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""
         if self.stores is not layout.layers:  # as it is in all but the first pass of a call
             held = self.layers if self.rows or self.segment_tokens else ()
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers

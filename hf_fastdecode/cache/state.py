@@ -20,12 +20,7 @@ from .suffixes import Suffixes
 
 @dataclass(frozen=True)
 class PrefillItem:
-    """A run of tokens to prefill in one forward pass.
-
-    Attributes:
-        span: Storage of the tokens.
-        context: Path of the tokens before them.
-    """
+    """A run of tokens to prefill in one forward pass: where they are stored, and the path of those before them."""
 
     span: Span
     context: Path = ()

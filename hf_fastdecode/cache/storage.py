@@ -192,11 +192,7 @@ class TokenStorage:
                 stored[torch.arange(rows, device=part.device)[:, None], :, at] = part.transpose(1, 2)
 
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
-        """Suffixes in row order: the storage itself, or a copy if rows were reordered.
-
-        Raises:
-            ValueError: The layer holds no suffix yet.
-        """
+        """Suffixes in row order: the storage itself, or a copy if rows were reordered."""
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.suffix if origins is None else _map(self.suffix, origins.gather)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,41 +103,23 @@ class CallContext:
 
     model: PreTrainedModel
     state: ModelState
-    options: Options
     config: GenerationConfig
     arguments: dict[str, Any]
-    given: SharedContextCache | None
-    must_share: bool
-    max_prefill_tokens: int
     report: CallReport
     structure: Structure
     mode: str = "eager"
     runs_stock: bool = False
+    options: Options = field(init=False)
+    given: SharedContextCache | None = field(init=False)
+    must_share: bool = field(init=False)
+    max_prefill_tokens: int = field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        state: ModelState,
-        config: GenerationConfig,
-        arguments: dict[str, Any],
-        report: CallReport,
-        structure: Structure,
-    ) -> CallContext:
-        """The context of a call with these arguments; see the attributes."""
-        cache, limit = arguments.get(CACHE), state.options.max_prefill_tokens
-        return cls(
-            model,
-            state,
-            state.options,
-            config,
-            arguments,
-            given=cache if isinstance(cache, SharedContextCache) and not cache.is_empty else None,
-            must_share=isinstance(cache, SharedContextCache),
-            max_prefill_tokens=min(config.prefill_chunk_size or limit, limit),
-            report=report,
-            structure=structure,
-        )
+    def __post_init__(self) -> None:
+        cache = self.arguments.get(CACHE)
+        self.options, limit = self.state.options, self.state.options.max_prefill_tokens
+        self.must_share = isinstance(cache, SharedContextCache)
+        self.given = cache if isinstance(cache, SharedContextCache) and not cache.is_empty else None
+        self.max_prefill_tokens = min(self.config.prefill_chunk_size or limit, limit)
 
     @cached_property
     def positions(self) -> Positions:
@@ -179,11 +161,7 @@ class CallContext:
         self.refuse(Unsupported(what, remedy))
 
     def refuse(self, error: Unsupported) -> None:
-        """Report that the call runs stock; log each reason once.
-
-        Raises:
-            ValueError: The call must share.
-        """
+        """Report that the call runs stock, and log each reason once; raises ValueError if the call must share."""
         if self.must_share:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None

@@ -156,7 +156,7 @@ def _prepare_cache_for_generation(
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model)
-    call = CallContext.of(model, model_state, generation_config, model_kwargs, report, structure)
+    call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     with call.or_stock():
         check_call(model, structure.layout, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:

@@ -48,11 +48,7 @@ _NOT_IN_STEPS = {
 
 
 def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
-    """Check that this model, of this layout, can decode with shared context.
-
-    Raises:
-        Unsupported: It never can.
-    """
+    """Raise `Unsupported` if this model, of this layout, can never decode with shared context."""
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
@@ -124,11 +120,7 @@ def check_call(
     config: GenerationConfig,
     arguments: dict[str, Any],
 ) -> None:
-    """Check the model and the arguments of a `generate` call.
-
-    Raises:
-        Unsupported: The call must run stock.
-    """
+    """Raise `Unsupported` if a `generate` call must run stock, by its model and arguments."""
     check_model(model, layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
@@ -167,11 +159,7 @@ def _adapter_with_keys(model: PreTrainedModel) -> str | None:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Check that no model argument other than `known` ones has a value other than a switch.
-
-    Raises:
-        Unsupported: One has.
-    """
+    """Raise `Unsupported` if a model argument other than `known` ones has a value other than a switch."""
     for name, value in arguments.items():
         if name not in known and not is_nothing(value) and not isinstance(value, bool):
             raise Unsupported(f"the argument {name!r} is not accelerated yet")
@@ -198,11 +186,7 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
 
 
 def check_state(model: PreTrainedModel) -> None:
-    """Check what may change from call to call: training mode and third-party code.
-
-    Raises:
-        Unsupported: The model cannot currently share context.
-    """
+    """Raise `Unsupported` for what may change from call to call: training mode and third-party code."""
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")

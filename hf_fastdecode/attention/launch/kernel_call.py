@@ -120,11 +120,7 @@ def run_kernels(
 def run_node_kernels(
     query: Tensor, node_addresses: Tensor, slots: Tensor, schedule: Schedule, config: Config, scale: float
 ) -> Partial:
-    """`forest_partial` likewise, of a layer with as many KV heads as query heads.
-
-    Returns:
-        The partial of the nodes, in fp32.
-    """
+    """`forest_partial` likewise, of a layer with as many KV heads as query heads: the fp32 partial of the nodes."""
     from ...kernels.forest_decode.api import forest_partial
 
     if query.stride(-1) != 1:

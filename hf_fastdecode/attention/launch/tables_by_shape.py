@@ -15,12 +15,7 @@ from .step_tables import StepTables, StoredKV
 
 
 class Alike(NamedTuple):
-    """What layers have in common that read the same tables.
-
-    Attributes:
-        shape: Their heads, with one query per row.
-        own_nodes: How they attend to long suffixes.
-    """
+    """What layers have in common that read the same tables: their heads, and how they attend to long suffixes."""
 
     shape: HeadShape
     own_nodes: OwnNodes

@@ -1,4 +1,4 @@
-"""The decoding loop, step for step equivalent to transformers' own.
+"""Decoding of one call with shared context, by a loop that is step for step equivalent to transformers' own.
 
 Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
 few steps, and undoes steps after the last row's end. A batch that does not fit in memory is split into smaller waves.
@@ -44,7 +44,6 @@ class Loop:
 
     Attributes:
         prompts: ``[rows, width]`` int64.
-        make_eager: Creates an eager step runner, which takes several tokens per step.
         log_probs: Records the sampled tokens' log-probabilities, if requested.
     """
 
@@ -55,15 +54,10 @@ class Loop:
     stopping: Stopping
     streamer: BaseStreamer | None
     make_steps: Callable[[SharedContextCache], Steps]
-    make_eager: Callable[[SharedContextCache], EagerSteps]
     log_probs: TokenLogProbs | None = None
 
     def run(self) -> Wave:
-        """Decode all rows.
-
-        Returns:
-            One wave with all rows, padded after each row's end.
-        """
+        """Decode all rows; returns one wave with all rows, padded after each row's end."""
         limit = self.stopping.max_length or self.call.config.max_length
         waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
         done: list[Wave] = []
@@ -112,7 +106,7 @@ class Loop:
         suffix_tokens = self.start.suffix_tokens[wave.rows]
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
-        feed = self.make_eager(cache).feed
+        feed = EagerSteps(self.call.model, cache, step_arguments(self.call.arguments)).feed
         at_once = 1 if self.call.structure.layout.own else _REPLAY  # whose kernel takes one query
         for first in range(0, tokens.shape[1], at_once):
             part = tokens[:, first : first + at_once]
@@ -267,7 +261,7 @@ def decode_shared(
     streamer: BaseStreamer | None,
 ) -> FastDecodeOutput | Tensor:
     """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
-    model, config, arguments = call.model, call.config, step_arguments(call.arguments)
+    model, config = call.model, call.config
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
     processors, log_probs = _without_recorder(processors)
@@ -276,11 +270,8 @@ def decode_shared(
     )
     call.report.sampler = sampler.name
 
-    def eager(cache: SharedContextCache) -> EagerSteps:
-        return EagerSteps(model, cache, arguments)
-
     with optimized_for_decode(model), steps_maker(call) as make_steps:
-        wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, eager, log_probs).run()
+        wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens
     start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the caller may keep the cache

@@ -182,11 +182,7 @@ def choose_sampler(
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    """The chain for the kernel.
-
-    Raises:
-        Unsupported: The kernel does not support the call.
-    """
+    """The chain for the kernel; raises `Unsupported` if the kernel does not support the call."""
     if refused := limits.refusal(logits.device, logits.dtype):
         raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):

@@ -114,12 +114,7 @@ class FinishedRowPoller:
             self._states = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
 
     def poll(self, mask: Tensor, step: int) -> Tensor | None:
-        """Return the mask on the host, possibly some steps old; None between polls.
-
-        Args:
-            mask: ``[rows]`` bool.
-            step: Steps completed.
-        """
+        """Return the mask of unfinished rows on the host, possibly some steps old; None between polls."""
         if not self.is_async:
             return mask.cpu()
         if self._states is not None:

@@ -142,11 +142,7 @@ class FirstPassPrompts:
         return type(passes[-1].output)(**fields)
 
     def _check_rows(self, hidden: bool) -> None:
-        """Check a call whose planes of positions differ: its cache must not outlive it, as it knows no planes.
-
-        Raises:
-            Unsupported: It would, or hidden states are wanted, which are of packed tokens.
-        """
+        """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
         if self.call.must_share:
             raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")
         if hidden:
@@ -163,11 +159,7 @@ def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
 
 
 def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) -> Tensor:
-    """Map the last positions of each group's padded prompt to indices of the plan's new tokens.
-
-    Returns:
-        ``[groups, last]`` int64 on the CPU; -1 for padding.
-    """
+    """Indices in the plan's new tokens of each group's last positions: ``[groups, last]``, -1 for padding."""
     places = torch.full((len(groups), last), -1, device="cpu")
     segment = plan.items[0].span.segment
     row = 0

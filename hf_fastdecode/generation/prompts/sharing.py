@@ -152,11 +152,7 @@ def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
 
 
 def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
-    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill.
-
-    Args:
-        new_tokens: Maximum new tokens per row.
-    """
+    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill."""
     if model.device.type != "cuda" or model.dtype.itemsize != 2:
         return None
     seconds = defaultdict[str, float](float)

@@ -25,11 +25,7 @@ from .sharing import Shared
 
 @dataclass(frozen=True)
 class UnsharedPrompts:
-    """The last tokens of each prompt, those that no other row shares.
-
-    Attributes:
-        tokens: For each row its unshared tokens, ``[length]`` int64 on the CPU.
-    """
+    """For each row its last prompt tokens, those that no other row shares: ``[length]`` int64 each, on the CPU."""
 
     tokens: tuple[Tensor, ...]
 

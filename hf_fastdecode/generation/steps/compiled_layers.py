@@ -82,12 +82,9 @@ def with_concurrent_linears(backend: str | Backend, most_rows: int) -> Backend:
 
 
 def replace_linears(graph: fx.Graph, most_rows: int) -> int:
-    """Replace each group of `F.linear` calls of the same input by one call of the operator, in place.
+    """Replace each group of `F.linear` calls of the same input by one call of the operator, and return their number.
 
     Weights and biases of a group are inputs of the graph, so no product of a group depends on another.
-
-    Returns:
-        The number of groups.
     """
     by_input: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:

@@ -153,7 +153,7 @@ class CapturedStep:
             shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
-            found[layer.stored.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
+            found[layer.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
         return found
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class CapturedStep:
         return self.logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:
-        layers = {layer.stored.index: layer.stored for layer in cache.attention_layers}
+        layers = {layer.index: layer for layer in cache.attention_layers}
         suffixes = cache.state.suffixes
         if not suffixes.in_order:
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
@@ -228,11 +228,7 @@ class Captures:
         configs: list[PreTrainedConfig],
         options: CaptureOptions,
     ) -> CapturedStep:
-        """Get or capture a step for this cache's rows.
-
-        Raises:
-            Unsupported: The kernels cannot compute the model's attention.
-        """
+        """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         for index, step in enumerate(self._steps):
             if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):

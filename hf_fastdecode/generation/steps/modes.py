@@ -136,14 +136,7 @@ def _is_memory_failure(reason: str) -> bool:
 
 
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
-    """Choose the mode of a call's decode steps, with the reason.
-
-    Args:
-        new_tokens: Maximum new tokens per row.
-
-    Raises:
-        ValueError: A forced mode cannot run.
-    """
+    """Choose the mode of a call's decode steps, with the reason; raises ValueError if a forced mode cannot run."""
     model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     per_call = bool(call.structure.layout.own)  # whose suffixes are captured in place

@@ -111,11 +111,11 @@ class CapturedSteps:
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, structure.configs, self._options)
         for layer in cache.attention_layers:
-            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.stored.index)
+            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
             did = f"{nodes} and {cache.rows} suffixes by triton, captured"
             if own is not None:
                 did = f"{nodes} by triton, {own.suffixes_read}, captured"
-            layer.stored.report("decode", did)
+            layer.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._instead is None:
