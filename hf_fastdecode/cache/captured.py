@@ -12,8 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment
-from ..attention.launch.step_tables import StepTables
-from ..attention.launch.tables_by_shape import TablesByShape
+from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.empty import EmptyLayer

@@ -14,9 +14,8 @@ from ..attention.forest import Forest
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
 from .layers.empty import EmptyLayer
-from .state import PrefillItem, SharedState
+from .state import PrefillItem, SharedState, Suffixes
 from .storage import TokenStorage
-from .suffixes import Suffixes
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

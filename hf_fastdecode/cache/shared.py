@@ -21,8 +21,7 @@ from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
 from .layout import ModelLayout, Store
-from .state import SharedState
-from .suffixes import Suffixes
+from .state import SharedState, Suffixes
 
 
 class FirstPass(Protocol):

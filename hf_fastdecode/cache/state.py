@@ -1,4 +1,4 @@
-"""State shared by all layers of one cache."""
+"""What all layers of one cache share: the forest, and the lengths, ids and order of suffixes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,169 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.kv import SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from .suffixes import Suffixes
+from .origins import SuffixOrigins
+from .storage import TokenStorage
+
+_MOST_PARTS = 256
+"""Parts, usually of one step each, after which they are joined."""
+
+
+class SuffixIds:
+    """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
+
+    Args:
+        parts: ``[rows, tokens]`` int64 each, one after the other.
+    """
+
+    def __init__(self, parts: tuple[Tensor, ...] = ()):
+        self._parts = parts
+
+    @property
+    def length(self) -> int:
+        """Known tokens per row, up to the longest suffix."""
+        return sum(part.shape[1] for part in self._parts)
+
+    def whole(self, rows: int) -> Tensor:
+        """All known ids ``[rows, length]``; undefined beyond a row's own length."""
+        if not self._parts:
+            return torch.empty(rows, 0, dtype=torch.long, device="cpu")
+        device = self._parts[-1].device
+        return torch.cat([part.to(device) for part in self._parts], dim=1)
+
+    def plus(self, ids: Tensor, before: SuffixLengths) -> SuffixIds:
+        """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`.
+
+        Ids behind a gap are not kept.
+        """
+        if self.length != before.longest:
+            return self
+        ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
+        if before.per_row is None:
+            few = len(self._parts) < _MOST_PARTS
+            return SuffixIds((*(self._parts if few else (self.whole(len(ids)),)), ids))
+        known = self.whole(len(ids)).to(ids.device)
+        known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
+        lengths = before.per_row.to(ids.device, non_blocking=True).long()
+        at = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        return SuffixIds((known.scatter_(1, at, ids),))
+
+    def first(self, tokens: int) -> SuffixIds:
+        """The first `tokens` of every row."""
+        if tokens >= self.length or not self._parts:
+            return self
+        return SuffixIds((self.whole(len(self._parts[0]))[:, :tokens],))
+
+    def select(self, rows: Tensor) -> SuffixIds:
+        """The ids of these rows, ``[rows]`` int64 on any device."""
+        if not self._parts:
+            return self
+        whole = self.whole(len(self._parts[0]))
+        return SuffixIds((whole.index_select(0, rows.to(whole.device)),))
+
+
+class Suffixes:
+    """State of the suffixes that all layers share; keys and values are in each layer's `TokenStorage`.
+
+    Attributes:
+        lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        ids: Their ids, as far as they are known.
+        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+        longest_prompt: Tokens of prompts that the longest suffix begins with.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = SuffixLengths()
+        self.ids = SuffixIds()
+        self.origins: SuffixOrigins | None = None
+        self.longest_prompt = 0
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor]) -> Suffixes:
+        """Suffixes that begin with these tokens of prompts, ``[length]`` int64 for each row, on the CPU."""
+        suffixes, lengths = cls(), [len(own) for own in tokens]
+        suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
+        shortest, longest = min(lengths), max(lengths)
+        suffixes.longest_prompt = longest
+        per_row = None if shortest == longest else torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        suffixes.lengths = SuffixLengths(longest, per_row, shortest)
+        return suffixes
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest suffix, or an upper bound; see `SuffixLengths`."""
+        return self.lengths.longest
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each suffix is in its own storage row, as own nodes need."""
+        return self.origins is None
+
+    def per_row(self, rows: int) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        if self.lengths.per_row is not None:
+            return self.lengths.per_row.long().cpu()
+        return torch.full((rows,), self.longest, device="cpu")
+
+    def restore(self, lengths: SuffixLengths, ids: SuffixIds) -> None:
+        """Return to an earlier state, after a forward pass that failed."""
+        self.lengths, self.ids = lengths, ids
+        if self.origins is not None:
+            self.origins.truncate(self.longest)
+
+    def drop(self, counts: Tensor, storages: Sequence[TokenStorage]) -> None:
+        """Remove the last ``counts[i]`` tokens of row ``i``, of all where it has fewer.
+
+        Args:
+            counts: ``[rows]`` int64. On a GPU the host does not read them: `longest` stays as it was.
+        """
+        bound = self.longest
+        before = self.lengths.per_row
+        counts = counts.clamp_min(0)
+        left = (bound - counts if before is None else before.to(counts.device) - counts).clamp_min(0).int()
+        if counts.is_cuda:
+            self.lengths = SuffixLengths(bound, left)
+        else:
+            shortest, bound = min(left.tolist(), default=0), max(left.tolist(), default=0)
+            self.lengths = SuffixLengths(bound, None if shortest == bound else left, shortest)
+        self.ids = self.ids.first(bound)
+        if self.origins is None:
+            return
+        if self.lengths.per_row is None:
+            self.origins.truncate(bound)
+        else:  # new tokens go to places that the index table gives to other rows
+            self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
+
+    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+        """Replace row ``i`` by row ``rows[i]``.
+
+        If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
+
+        Args:
+            rows: ``[rows]`` int64, on the CPU.
+        """
+        self.ids = self.ids.select(rows)
+        per_row = self.lengths.per_row
+        if per_row is not None:
+            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)], self.lengths.shortest)
+        if per_row is not None or len(rows) != before:
+            self._copy_rows(rows, storages)
+        elif self.longest:
+            if self.origins is None:
+                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device)
+            self.origins.select(rows)
+
+    def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
+        for storage in storages:
+            storage.select_rows(rows, self.origins)
+        self.origins = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
-from ...attention.launch.tables_by_shape import Alike, TablesByShape
+from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
