@@ -159,9 +159,7 @@ _switch = _ConfigSwitch()
 def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
     """Make these configs name this file's attention and mask function inside the context; restores them on exit.
 
-    Args:
-        configs: The distinct config objects that the model's attention layers and mask creation read.
-        lengths: Length of the longest row in the passes inside the context.
+    They are the distinct config objects that the model's attention layers and mask creation read.
     """
     entered: list[PreTrainedConfig] = []
     token = _lengths.set(lengths)

@@ -61,16 +61,10 @@ class CapturedCache(Cache):
         return self.constants[name]
 
     def append_in_place(self, layer: int, new: Segment) -> Segment:
-        """Write a token of each row to suffixes that are captured in place.
+        """Write a token of each row, parts ``[rows, 1, 1, width]``, to suffixes that are captured in place.
 
-        Args:
-            new: Parts, ``[rows, 1, 1, width]`` each.
-
-        Returns:
-            The suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens.
-
-        Raises:
-            ValueError: The cache holds another dtype.
+        Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens. Raises
+        ValueError if the cache holds another dtype.
         """
         suffix = self._in_place(layer).suffix
         require_dtype(new.keys.dtype, suffix)

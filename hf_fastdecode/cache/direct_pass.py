@@ -61,13 +61,9 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
 
 
 def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
-    """Refuse positions other than `next_positions`, for layers that rotate suffixes by their places in them.
+    """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`.
 
-    Args:
-        position_ids: ``[rows or 1, queries]``, of the pass.
-
-    Raises:
-        ValueError: They are others.
+    It is for layers that rotate suffixes by their places in them.
     """
     rows, queries = position_ids.shape
     if cache.rows not in (0, 1, rows) and rows != 1:

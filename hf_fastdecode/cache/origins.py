@@ -56,13 +56,9 @@ class SuffixOrigins:
         return self._tables[device]
 
     def gather(self, stored: Tensor) -> Tensor:
-        """Copy each row's tokens from their storage rows.
+        """Copy each row's tokens, in order, from their storage rows.
 
-        Args:
-            stored: ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for scalars.
-
-        Returns:
-            The same shape with the tokens of each row in order.
+        It takes ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for scalars.
         """
         table = self.table(stored.device)[:, : self._length].long()
         if stored.dim() == 2:

@@ -27,8 +27,7 @@ _MOST_PARTS = 256
 class SuffixIds:
     """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
 
-    Args:
-        parts: ``[rows, tokens]`` int64 each, one after the other.
+    They are parts ``[rows, tokens]`` int64, one after the other.
     """
 
     def __init__(self, parts: tuple[Tensor, ...] = ()):
@@ -129,8 +128,7 @@ class Suffixes:
     def drop(self, counts: Tensor, storages: Sequence[TokenStorage]) -> None:
         """Remove the last ``counts[i]`` tokens of row ``i``, of all where it has fewer.
 
-        Args:
-            counts: ``[rows]`` int64. On a GPU the host does not read them: `longest` stays as it was.
+        Counts on a GPU are not read by the host: `longest` stays as it was.
         """
         bound = self.longest
         before = self.lengths.per_row

@@ -40,10 +40,10 @@ class TokenStorage:
         self.version = object()
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """Convert the keys and values of a forward pass to storage parts.
+        """Convert the keys and values of a forward pass, as passed to ``cache.update``, to storage parts.
 
         Args:
-            keys: ``[rows, kv_heads, tokens, head_dim]``, as passed to ``cache.update``.
+            keys: ``[rows, kv_heads, tokens, head_dim]``.
             values: The same shape.
             args: Further arguments of ``cache.update``.
 
@@ -130,14 +130,11 @@ class TokenStorage:
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
 
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
-        """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
+        """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
 
         Args:
             like: Example parts, each ending in ``[heads, tokens, width]``.
             most: Upper bound for doubling, if known.
-
-        Returns:
-            Whether storage moved.
         """
         if self.suffix is not None and tokens <= self.capacity:
             return False
@@ -151,12 +148,7 @@ class TokenStorage:
         return True
 
     def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
-        """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some.
-
-        Args:
-            like: As for `grow`.
-            most: Upper bound on the tokens of a suffix, if known.
-        """
+        """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some; see `grow`."""
         if self.suffix is None:
             room = longest + _FIRST_CAPACITY
             self.grow(rows, room if most is None else max(longest, min(room, most)), 0, like, most)
@@ -170,10 +162,7 @@ class TokenStorage:
     def suffix_as_node(self, row: int, span: Span, first: int, dtype: torch.dtype) -> Segment:
         """Tokens of one row's suffix as keys and values, ``[heads, tokens, head_dim]`` each.
 
-        Args:
-            span: Its tokens; the number of the segment says nothing.
-            first: Position of the suffix's first token.
-            dtype: Of the result, where storage decides nothing.
+        The span's number of a segment says nothing; `first` is the position of the suffix's first token.
         """
         assert self.suffix is not None
         stored = _map(self.suffix, lambda part: part[row : row + 1, :, span.start : span.stop])
@@ -200,8 +189,7 @@ class TokenStorage:
     def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None, starts: Sequence[int]) -> Segment:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
-        Args:
-            starts: Position of each suffix's first token.
+        Suffixes begin at the positions `starts`.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`

@@ -46,11 +46,9 @@ class Positions(NamedTuple):
 
 
 def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
-    """Reduce planes to one where all are equal, as for prompts of text alone.
+    """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
 
-    Args:
-        position_ids: ``[rows or 1, width]`` or ``[planes, rows or 1, width]``, or None.
-        attention_mask: ``[rows, width]``, or None; what padding has is left aside.
+    What padding has, by the mask ``[rows, width]``, is left aside.
     """
     if position_ids is None or position_ids.dim() != 3:
         return Positions(position_ids)
@@ -62,10 +60,7 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
 
 
 class Structure:
-    """What passes with shared context need to know of a model.
-
-    Args:
-        model: The model as it is now; its modules may change between calls.
+    """What passes with shared context need to know of a model, whose modules may change between calls.
 
     Attributes:
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
@@ -141,9 +136,7 @@ class CallContext:
         """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.
 
         With a transformers release that is newer than tested, errors are taken for its changes, so that calls go on.
-
-        Raises:
-            ValueError: The call is unsupported and must share.
+        Raises ValueError where the call must share.
         """
         try:
             yield

@@ -108,9 +108,7 @@ def adapter_state(model: nn.Module) -> Hashable:
 def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
     """Host-side state of modules: scalar, string and tensor attributes, and instance-level `forward` overrides.
 
-    Args:
-        model: The model. Its own `forward` is left to the caller, since `enable` overrides it.
-        without: Attribute names to skip. Private ones are always skipped as bookkeeping.
+    The model's own `forward` is left to the caller, since `enable` overrides it; private attributes are bookkeeping.
     """
     return tuple(
         (

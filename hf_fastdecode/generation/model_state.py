@@ -25,8 +25,7 @@ logger = logging.getLogger("hf_fastdecode")
 class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
-    Raises:
-        TypeError: The model has no `generate` of a supported transformers version.
+    Raises TypeError if the model has no `generate` of a supported transformers version.
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, hooks: Mapping[str, Wrapper]):

@@ -252,16 +252,9 @@ def check_prompts(
     *,
     longest: int,
 ) -> None:
-    """Check prompts, with their masks and positions.
+    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context.
 
-    Args:
-        input_ids: ``[rows, length]``.
-        attention_mask: ``[rows, length]`` or None.
-        positions: As `generate` prepared or was given them.
-        longest: Maximum row length, padding included; masks are checked where it exceeds a window.
-
-    Raises:
-        Unsupported: They cannot share context.
+    Masks are also checked where the `longest` row of the call, padding included, exceeds a window.
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")

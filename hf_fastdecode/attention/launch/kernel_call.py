@@ -18,16 +18,9 @@ from ..partial import Partial
 def node_addresses(
     forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None = None
 ) -> Tensor:
-    """Address of each node's keys, address of its values, and stride between KV heads in numbers.
+    """Addresses of each node's keys and values, and stride between KV heads in numbers: ``[3, nodes]`` int64.
 
-    Args:
-        suffix: Storage of own nodes, ``[rows, kv_heads, capacity, head_dim]`` each; needed if there are any.
-
-    Returns:
-        ``[3, nodes]`` int64, on the CPU.
-
-    Raises:
-        ValueError: Keys and values have different strides.
+    Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
     """
     numbers, starts = forest.places
     table = np.zeros((3, len(numbers)), dtype=np.int64)  # arithmetic, because a view per node takes far longer
@@ -48,11 +41,7 @@ def node_addresses(
 
 
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
-    """Addresses of the suffixes' keys and values from token `first` on, and strides of rows and KV heads.
-
-    Raises:
-        ValueError: Keys and values have different strides.
-    """
+    """Addresses of the suffixes' keys and values from token `first` on, and strides of rows and KV heads."""
     _check_strides(suffix)
     begin = first * suffix.keys.stride(2) * suffix.keys.element_size()
     return [suffix.keys.data_ptr() + begin, suffix.values.data_ptr() + begin, *suffix.keys.stride()[:2]]

@@ -63,7 +63,6 @@ class LaunchPlan:
         config: Launch parameters, such as those of a captured graph; chosen when None.
 
     Attributes:
-        config: Launch parameters for all schedules.
         grid: Programs that the device runs at once.
     """
 

@@ -300,14 +300,7 @@ class Alike(NamedTuple):
 
 
 class TablesByShape:
-    """Tables of a step for every layer, see `StepTables`.
-
-    Args:
-        layers: What each layer has in common with others, by index.
-
-    Attributes:
-        layers: As given.
-    """
+    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others."""
 
     def __init__(self, rows: int, layers: Mapping[int, Alike], forest: Forest, device: torch.device):
         self.layers = layers

@@ -129,11 +129,7 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
 
 
 def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """The name of the operator for dense attention over these tensors.
-
-    Raises:
-        BackendError: `backend` is unknown, or forces an operator that cannot run here.
-    """
+    """The name of the operator for dense attention over these tensors; BackendError if a forced one cannot run."""
     if backend not in TORCH_BACKENDS:
         raise BackendError(f"backend must be one of {', '.join(TORCH_BACKENDS)}, got {backend!r}")
     if backend != "auto":
@@ -168,11 +164,7 @@ def dense_partial(
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention with a fixed scale, soft cap and backend.
-
-    Attributes:
-        backend: One of `TORCH_BACKENDS`.
-    """
+    """Dense attention with a fixed scale, soft cap and backend, one of `TORCH_BACKENDS`."""
 
     scale: float
     softcap: float | None = None

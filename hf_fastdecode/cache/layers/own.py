@@ -36,9 +36,7 @@ class AttendsByItself(Protocol):
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
         """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.
 
-        Args:
-            room: Tokens that all suffixes would have room for.
-            tokens: Tokens of the prompts.
+        Suffixes would have room for `room` tokens; the prompts have `tokens`.
         """
         ...
 

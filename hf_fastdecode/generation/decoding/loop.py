@@ -40,12 +40,7 @@ _REPLAY = 16
 
 @dataclass
 class Loop:
-    """Decoding loop of one call.
-
-    Attributes:
-        prompts: ``[rows, width]`` int64.
-        log_probs: Records the sampled tokens' log-probabilities, if requested.
-    """
+    """Decoding loop of one call, over prompts ``[rows, width]`` int64, with a recorder of log-probabilities if any."""
 
     call: CallContext
     prompts: Tensor

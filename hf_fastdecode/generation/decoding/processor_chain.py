@@ -61,11 +61,7 @@ class Chain:
     eos_token_ids: tuple[int, ...] = ()
 
     def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0) -> Settings:
-        """Kernel settings for this chain.
-
-        Args:
-            greedy: Take the largest processed logit instead of sampling.
-        """
+        """Kernel settings for this chain; `greedy` takes the largest processed logit instead of sampling."""
         from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
 
         settings = Settings(
@@ -90,17 +86,13 @@ class Chain:
 
 
 def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
-    """Recognise a list of logits processors.
+    """Recognise a list of logits processors, as ``generate`` passes them to a decoding loop.
 
     Only transformers' own classes are recognised, not subclasses, and only in the order in which ``generate`` builds
-    them.
+    them. Raises `Unsupported`, with the processor's name, where the kernel does not compute the same.
 
     Args:
-        processors: As ``generate`` passes them to a decoding loop.
         prompt_length: Tokens of ``input_ids``, padding included.
-
-    Raises:
-        Unsupported: The kernel does not compute the same; the message names the processor.
     """
     values: dict[str, Any] = {}
     last: Any = None

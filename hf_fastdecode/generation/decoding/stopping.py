@@ -66,9 +66,7 @@ class Stopping:
     def all_end(self, length: int, view: Tensor) -> bool:
         """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.
 
-        Args:
-            length: Tokens per row, prompt included.
-            view: ``[rows, length]``, for transformers' warning about the model's maximum length.
+        The `view` of ids ``[rows, length]`` is for transformers' warning about the model's maximum length.
         """
         for criterion in self._warnings:
             if length >= criterion.max_position_embeddings:
@@ -100,9 +98,7 @@ _STEPS_BETWEEN_POLLS = 8
 class FinishedRowPoller:
     """Copies the mask of unfinished rows to the host asynchronously, and keeps generator states to restore.
 
-    Args:
-        synchronous: Poll at every step and wait for the result.
-        draws: Whether steps advance torch's generator of the device.
+    `synchronous` polls at every step and waits; `draws` says whether steps advance torch's generator of the device.
     """
 
     def __init__(self, device: torch.device, *, synchronous: bool, draws: bool):

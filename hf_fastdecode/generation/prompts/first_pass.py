@@ -64,8 +64,7 @@ class FirstPassPrompts:
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
 
-        Raises:
-            ValueError: The caller's cache cannot be used.
+        Raises ValueError if the caller's cache cannot be used.
         """
         cache.first_pass = None
         output = None
@@ -175,16 +174,12 @@ def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) 
 
 
 def _expand_to_rows(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs to all rows.
+    """Expand per-token outputs ``[tokens, ...]`` to all rows: ``[rows, last, ...]``, 0 for padding.
 
     Args:
-        numbers: ``[tokens, ...]``.
         places: ``[groups, last]`` int64 on the CPU: token index of each position.
         real: ``[groups, last]`` bool on the CPU: False for padding.
         rows: ``[groups]`` int64 on the CPU: rows per group.
-
-    Returns:
-        ``[rows, last, ...]``, 0 for padding.
     """
     device = numbers.device
     spread = numbers[places.clamp(0, len(numbers) - 1).to(device)]
@@ -194,13 +189,9 @@ def _expand_to_rows(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor)
 
 
 def _ids_of_embeddings(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Assign negative ids to embeddings, equal for bitwise equal vectors, with the inverse mapping.
+    """Assign negative ids ``[rows, width]`` to embeddings ``[rows, width, hidden]``, equal for bitwise equal vectors.
 
-    Args:
-        embeddings: ``[rows, width, hidden]``.
-
-    Returns:
-        ``[rows, width]`` int64, and a function from ids ``[tokens]`` to ``[tokens, hidden]``.
+    The second result maps ids ``[tokens]`` back to ``[tokens, hidden]``.
     """
     rows, width, hidden = embeddings.shape
     vectors = embeddings.detach()

@@ -68,16 +68,9 @@ class PrefixStore:
             return best.cache
 
     def keep(self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int) -> int:
-        """Keep the nodes of a call's cache, with one row per distinct prompt.
+        """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
 
-        Args:
-            max_bytes: Maximum bytes kept over all calls.
-
-        Returns:
-            Bytes now kept over all calls.
-
-        Raises:
-            torch.OutOfMemoryError: Not enough memory to merge a prompt's nodes; the store was cleared.
+        Raises torch.OutOfMemoryError where memory does not suffice to merge a prompt's nodes; the store is then empty.
         """
         twin = cache.nodes_only(Forest.from_paths(list(dict.fromkeys(cache.forest.paths))))
         # Calls share the storage of common nodes; merging would copy it for each call.
@@ -140,9 +133,8 @@ class RepeatedPrompts:
     def advice(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> str | None:
         """Take note of a call, and say what would help once this is the third that begins like an earlier one.
 
-        Args:
-            model: The model; after training steps prompts must be computed again, so that it begins anew.
-            least: Tokens that two prompts must have in common to begin alike.
+        Prompts begin alike by their first `least` tokens. After a training step they must be computed again, so that
+        counting begins anew.
         """
         weight = next(model.parameters())
         weights = (weight.data_ptr(), tensor_version(weight))

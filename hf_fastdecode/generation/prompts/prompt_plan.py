@@ -69,8 +69,7 @@ def _selected(table: Tensor, rows: list[int]) -> Tensor:
 class StoredPrompts:
     """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection.
 
-    Args:
-        cache: A cache with empty suffixes.
+    The cache has empty suffixes.
     """
 
     def __init__(self, cache: SharedContextCache):

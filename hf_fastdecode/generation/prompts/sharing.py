@@ -93,16 +93,13 @@ def find_shared(
 
 
 def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0) -> None:
-    """Check that sharing pays off, and report it.
+    """Raise `Unsupported` unless sharing pays off, and report it.
 
     Args:
         call: The call, with the mode set.
         max_suffix: Maximum tokens appended per row.
         unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
             has.
-
-    Raises:
-        Unsupported: It does not.
     """
     options, layout = call.options, call.structure.layout
     in_nodes = sum(plan.forest.context_lengths)

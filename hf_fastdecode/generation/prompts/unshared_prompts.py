@@ -77,13 +77,9 @@ def _own_layers(layout: ModelLayout) -> list[AttendsByItself]:
 def prefill_unshared(
     model: PreTrainedModel, cache: SharedContextCache, unshared: UnsharedPrompts, *, max_tokens: int
 ) -> dict[int, Tensor]:
-    """Prefill each row's unshared tokens into its suffix.
+    """Prefill unshared tokens into the suffixes of a cache that has the nodes of these rows.
 
-    Args:
-        cache: With the nodes of these rows, and without suffixes.
-
-    Returns:
-        By row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
+    Returns, by row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
     """
     rows = [row for row, tokens in enumerate(unshared.tokens) if len(tokens)]
     if not rows:  # a wave of rows that share all of their prompts

@@ -59,15 +59,10 @@ def _traced_linears(
 
 @cache  # models share compilations only if their backends are equal
 def with_concurrent_linears(backend: str | Backend, most_rows: int) -> Backend:
-    """Wrap a `torch.compile` backend: linear products of the same input become one operator.
+    """Wrap a `torch.compile` backend: linear products of one input, of up to `most_rows` rows, become one operator.
 
-    Graphs traced with gradients enabled are passed on unchanged, since the operator has no backward pass.
-
-    Args:
-        most_rows: Maximum rows of the input for which products run concurrently.
-
-    Returns:
-        The wrapped backend; the same object for equal arguments.
+    Graphs traced with gradients enabled are passed on unchanged, since the operator has no backward pass. The same
+    object is returned for equal arguments.
     """
     compile_graph = lookup_backend(backend)
 
@@ -160,14 +155,8 @@ class CompiledLayers:
     def installed(self, model: PreTrainedModel, fused_rows: int = 0) -> Iterator[None]:
         """Context in which this thread runs the model's layers compiled; other threads are unaffected.
 
-        Every attribute is restored on exit, also by an error.
-
-        Args:
-            fused_rows: Maximum rows for which projections of the same input run concurrently; 0 compiles them as they
-                are.
-
-        Raises:
-            ValueError: The model has no list of decoder layers, or a layer has an instance-level `forward`.
+        Every attribute is restored on exit, also by an error. Projections of the same input run concurrently for up to
+        `fused_rows` rows. Raises ValueError without a list of decoder layers, or if one has a `forward` of its own.
         """
         layers = decoder_layers(model)
         if not layers:

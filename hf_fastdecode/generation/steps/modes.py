@@ -48,9 +48,7 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
     """Context that yields a factory of step runners, in the call's mode.
 
     Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
-
-    Raises:
-        ValueError: A forced mode cannot run.
+    A forced mode that cannot run raises ValueError.
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
