@@ -143,6 +143,8 @@ def _prepare_cache_for_generation(
     active_call = _active_call.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
+    if active_call is not None:
+        active_call.context = None  # of an earlier try, which failed before it decoded
     if model_state.disable_pending and not loop_is_ours:
         return prepare()
     model_state.last_call = report = CallReport()
@@ -280,7 +282,7 @@ def _decode(
     call, active_call = None, _active_call.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
-    if call is not None:
+    if call is not None and call.model is model:
         call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
