@@ -178,7 +178,7 @@ class ComparedPrompts:
         return tuple(map(min, self.stored_lengths, most))
 
     @property
-    def hold_a_whole(self) -> bool:
+    def any_stored_whole(self) -> bool:
         """Whether the cache holds every token of a prompt."""
         return any(len(group.tokens) == length for group, length in zip(self.groups, self.stored_lengths, strict=True))
 

@@ -60,7 +60,7 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
     groups, cache = found.prompts.groups, found.cache
     cache.state.position_planes = planar.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
-    rerun_last_token = found.reuses and (found.prompts.hold_a_whole or found.prompts.new_length <= len(groups))
+    rerun_last_token = found.reuses and (found.prompts.any_stored_whole or found.prompts.new_length <= len(groups))
     unshared = None if rerun_last_token else unshared_prompts(call, found)
     if rerun_last_token:
         found.prompts = found.prompts.without_last([1] * len(groups))
