@@ -29,9 +29,9 @@ class Shared:
     """The prompts of a call and the cache to prefill them into.
 
     Attributes:
-        cache: A new cache, or a fork of a given or stored one.
+        cache: A new cache, or a fork of the given one or of one in the prefix store.
         prompts: The prompts, compared with each other and with the cache.
-        reuses: Whether the cache is a fork of a given or stored one.
+        reuses: Whether the cache is a fork.
     """
 
     cache: SharedContextCache
