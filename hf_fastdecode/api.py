@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
@@ -10,20 +12,23 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import _compat
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
-from .errors import Unsupported
-from .generation.enabled import install, report_on, uninstall
+from .errors import Unsupported, reason_of
+from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
-from .generation.model_state import state_of
+from .generation.instance_patch import STATE_ATTRIBUTE
+from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
 from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
-from .generation.prompts.prompt_tree import PromptGroup, PromptPlan, group_prompts, plan_prompts
-from .generation.prompts.stored_prompts import StoredPrompts
+from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.support import check_model, check_prompts, check_state, rope_limit
-from .wrappers import unwrapped
+from .generation.wrappers import unwrapped
+
+logger = logging.getLogger("hf_fastdecode")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -90,8 +95,34 @@ def enable(
         max_prefill_tokens,
         reuse_prefix,
     )
-    install(unwrapped(model), options)
+    _install(unwrapped(model), options)
     return model
+
+
+def _install(model: PreTrainedModel, options: Options) -> None:
+    """Override methods of the model instance, or replace the options of an enabled model."""
+    if (newer := _compat.untested_transformers()) is not None:
+        _warn_of(newer)
+    with STATE_LOCK:
+        model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
+        if model_state is None:
+            model_state = ModelState(model, options, METHODS)
+            model_state.methods.install(model, model_state)
+        else:
+            model_state.options, model_state.disable_pending = options, False
+            model_state.captures.retry()
+            if not options.reuse_prefix:
+                model_state.prefix_store.clear()
+
+
+@functools.cache  # once per process
+def _warn_of(newer: str) -> None:
+    logger.warning(
+        "transformers %s is newer than %d.%d, the newest release that this version of hf_fastdecode was tested with: "
+        "calls that fail with it before their first token run stock transformers; look for a newer hf_fastdecode",
+        newer,
+        *_compat.NEWEST_TESTED,
+    )
 
 
 def disable(model: Model) -> Model:
@@ -107,7 +138,13 @@ def disable(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    uninstall(unwrapped(model))
+    inner = unwrapped(model)
+    with STATE_LOCK:
+        model_state = state_of(inner)
+        if model_state is not None and model_state.is_generating():
+            model_state.disable_pending = True
+        elif model_state is not None:
+            model_state.uninstall(inner)
     return model
 
 
@@ -129,7 +166,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         if previous is None:
             disable(model)
         else:
-            install(inner, previous)
+            _install(inner, previous)
 
 
 def explain(model: nn.Module) -> Report:
@@ -138,7 +175,15 @@ def explain(model: nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    return report_on(unwrapped(model))
+    inner = unwrapped(model)
+    model_state, layout = state_of(inner), ModelLayout.of(inner)
+    return Report(
+        model=type(inner).__name__,
+        enabled=model_state is not None,
+        layer_count=len(layout.layers) or None,
+        model_reason=reason_of(check_model, inner, layout),
+        last_call=model_state.last_call if model_state else None,
+    )
 
 
 def prefill(
@@ -221,17 +266,17 @@ def _plan(
         The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
     stored = StoredPrompts(cache)
-    plan = plan_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
     merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
-    sorted_plan = plan_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
-    if len(sorted_plan.new_tokens) >= len(plan.new_tokens):
-        return plan, None
+    in_order = compare_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
+    if in_order.new_length >= given.new_length:
+        return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]
     prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
-    return sorted_plan, sorted(range(len(prompts)), key=prompts.__getitem__)
+    return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
 
 
 def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.torch_operators.backends import BACKENDS
+from hf_fastdecode.attention.torch_operators import BACKENDS
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
 

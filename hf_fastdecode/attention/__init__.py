@@ -26,14 +26,14 @@ a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which
 A prefill pass gets a `cache.handles.PrefillKV`, which calls `torch_operators.prefill_ops.causal_attention`.
 
 Who decides: `Choices.of` between kernels and PyTorch (unless a backend is forced), `choose_operator` among PyTorch's
-operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, and `Plan.programs` on how many
+operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, and `LaunchPlan.programs` on how many
 programs nodes get while suffixes run beside them.
 
 Where to add:
     A cache layout: a subclass of `cache.storage.TokenStorage` with `parts_of` and `keys_and_values`, or, like
         `cache.layers.own`, with suffixes of another layout than nodes, for layers that attend by themselves. If the
-        GPU is to read the stored form, also `launch.addresses` and a kernel, or `captured_in_place`.
+        GPU is to read the stored form, also `launch.kernel_call` and a kernel, or `captured_in_place`.
     An architecture: usually nothing. Else an argument of its attention function in `interface._WITHOUT_EFFECT`; a
-        score option in `scoring.Scoring`, the reference and all operators; a kind of mask in
+        score option in `kv.Scoring`, the reference and all operators; a kind of mask in
         `interface.shared_context_mask`; what cannot share in `generation/support.py`.
 """

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import cast, no_autocast
-from .scoring import Scoring
+from .kv import Scoring
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
@@ -114,11 +114,7 @@ _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", de
 
 
 def require_active() -> None:
-    """Check that the model's attention is routed here, which alone can read a shared-context cache.
-
-    Raises:
-        NotATensorError: The forward pass runs outside of `active`.
-    """
+    """Raise `NotATensorError` outside of `active`: only the functions here can read a shared-context cache."""
     if _lengths.get() is None:
         raise NotATensorError("update", "keys and values")
 
@@ -163,9 +159,7 @@ _switch = _ConfigSwitch()
 def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
     """Make these configs name this file's attention and mask function inside the context; restores them on exit.
 
-    Args:
-        configs: The distinct config objects that the model's attention layers and mask creation read.
-        lengths: Length of the longest row in the passes inside the context.
+    They are the distinct config objects that the model's attention layers and mask creation read.
     """
     entered: list[PreTrainedConfig] = []
     token = _lengths.set(lengths)
@@ -199,14 +193,11 @@ def shared_context_attention(
     """Attention function: calls `SharedKV.attend` of the cache layer.
 
     Args:
-        module: The attention layer.
         query: ``[batch, heads, queries, head_dim]``.
         key: What the cache layer's ``update`` returned.
-        value: The same.
         attention_mask: What `shared_context_mask` returned for the layer.
         scaling: Factor on the scores; ``head_dim ** -0.5`` when None.
         dropout: Must be 0.
-        softcap: Soft cap on the scores, if any.
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True; the module's attribute of that name, if any, when None.

@@ -16,10 +16,6 @@ class SharedRange:
     """Tokens ``start .. stop - 1``, which rows ``row_start .. row_stop - 1`` (one at least) have in common.
 
     Attributes:
-        row_start: The first row.
-        row_stop: The last row + 1.
-        start: The first token.
-        stop: The last token + 1.
         parent: The range that ends where this one starts; None where it starts at 0.
         depth: Number of ancestors.
     """

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention.launch.addresses import node_addresses
-from ..attention.launch.plan import HeadShape, Plan
+from ..attention.kv import Scoring
+from ..attention.launch.kernel_call import node_addresses
+from ..attention.launch.plan import HeadShape, LaunchPlan
 from ..attention.partial import Partial, empty_partial, merge
-from ..attention.scoring import Scoring
 from ..kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
 from ..kernels.forest_decode.schedule import Schedule
 from .op_inputs import OpInputs
 
 
-def plan_of(inputs: OpInputs) -> Plan:
+def plan_of(inputs: OpInputs) -> LaunchPlan:
     """How the kernels go over a case's forest."""
     shape = HeadShape.of(inputs.query, inputs.new.keys, Scoring(inputs.scale))
-    return Plan(inputs.forest, shape, inputs.query.device)
+    return LaunchPlan(inputs.forest, shape, inputs.query.device)
 
 
 class NodeKernel:

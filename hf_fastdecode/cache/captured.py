@@ -11,11 +11,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
-from ..attention.kv import Segment
-from ..attention.launch.step_tables import StepTables
-from ..attention.launch.tables_by_shape import TablesByShape
+from ..attention.kv import Scoring, Segment
+from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
-from ..attention.scoring import Scoring
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.empty import EmptyLayer
 from .shared import SharedContextCache
@@ -35,7 +33,6 @@ class CapturedCache(Cache):
         before: ``[rows]`` int64: tokens in each row's suffix before the step.
         after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
-        position_planes: As of the cache.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -64,17 +61,10 @@ class CapturedCache(Cache):
         return self.constants[name]
 
     def append_in_place(self, layer: int, new: Segment) -> Segment:
-        """Write a token of each row to suffixes that are captured in place.
+        """Write a token of each row, parts ``[rows, 1, 1, width]``, to suffixes that are captured in place.
 
-        Args:
-            layer: Index of the layer.
-            new: Parts, ``[rows, 1, 1, width]`` each.
-
-        Returns:
-            The suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens.
-
-        Raises:
-            ValueError: The cache holds another dtype.
+        Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens. Raises
+        ValueError if the cache holds another dtype.
         """
         suffix = self._in_place(layer).suffix
         require_dtype(new.keys.dtype, suffix)
@@ -84,11 +74,7 @@ class CapturedCache(Cache):
         return suffix
 
     def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
-        """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`.
-
-        Raises:
-            ValueError: The nodes have another dtype than the query.
-        """
+        """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`."""
         found = self._in_place(layer)
         require_dtype(query.dtype, found.storage.node_example)
         return found.tables.attend_nodes(layer, query, scale)
@@ -131,14 +117,7 @@ class _CapturedLayer(CacheLayerMixin):
 
 
 class InPlaceLayer(_CapturedLayer):
-    """A layer whose suffixes are captured in place, by `CapturedCache.append_in_place`.
-
-    Args:
-        tables: Of the step.
-        index: Index of the layer.
-        storage: The batch's own, with capacity for the step.
-        window: Of the layer, see `SharedKV.stored_window`.
-    """
+    """A layer whose suffixes are captured in place, in the batch's own storage, by `CapturedCache.append_in_place`."""
 
     def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):
         super().__init__(tables, index, storage, window)
@@ -154,7 +133,7 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
 def _captured_layer(tables: TablesByShape, layer: SharedContextLayer | EmptyLayer) -> _CapturedLayer | EmptyLayer:
     if isinstance(layer, EmptyLayer):
         return layer
-    index, storage, window = layer.stored.index, layer.storage, layer.store.window
+    index, storage, window = layer.index, layer.storage, layer.store.window
     if storage.captured_in_place:
         return InPlaceLayer(tables.of(index), index, storage, window)
     return _CapturedLayer(tables.of(index), index, storage.empty(), window)

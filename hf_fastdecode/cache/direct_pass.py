@@ -12,16 +12,7 @@ from .shared import SharedContextCache
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a forward pass by name.
-
-    Args:
-        names: Names of the method's arguments, in their order.
-        args: Positional arguments of the pass.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        TypeError: An argument is given twice, or more are given than there are.
-    """
+    """Arguments of a forward pass by name; raises TypeError if one is given twice, or too many are given."""
     if len(args) > len(names):
         raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
     given = dict(zip(names, args, strict=False))
@@ -42,7 +33,6 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
     """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
 
     Args:
-        cache: The cache.
         mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
             four dimensions are left to the attention function, which rejects them.
         queries: Tokens the pass appends to each row.
@@ -71,14 +61,9 @@ def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
 
 
 def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
-    """Refuse positions other than `next_positions`, for layers that rotate suffixes by their places in them.
+    """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`.
 
-    Args:
-        cache: The cache.
-        position_ids: ``[rows or 1, queries]``, of the pass.
-
-    Raises:
-        ValueError: They are others.
+    It is for layers that rotate suffixes by their places in them.
     """
     rows, queries = position_ids.shape
     if cache.rows not in (0, 1, rows) and rows != 1:

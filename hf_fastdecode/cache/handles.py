@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..attention.forest import Forest
 from ..attention.interface import SharedKV
-from ..attention.kv import ForestKV, Segment
+from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from ..attention.scoring import Scoring
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import Run, causal_attention
@@ -25,13 +24,7 @@ from .storage import TokenStorage
 
 
 class StoredLayer:
-    """One cache layer as seen by attention.
-
-    Args:
-        state: State shared by all layers of the cache.
-        storage: The layer's token storage.
-        index: Index of the layer in the cache.
-        store: What the model's layout says of the layer.
+    """One cache layer as seen by attention; base of `SharedContextLayer`.
 
     Attributes:
         window: Window of the last pass, where it hid any token.
@@ -40,8 +33,8 @@ class StoredLayer:
         ran_for: The forest and operators that ``ran["decode"]`` describes.
     """
 
-    def __init__(self, state: SharedState, storage: TokenStorage, index: int, store: Store):
-        self.state, self.storage, self.index, self.store = state, storage, index, store
+    def __init__(self, state: SharedState, index: int, store: Store, storage: TokenStorage):
+        self.state, self.index, self.store, self.storage = state, index, store, storage
         self.window: int | None = None
         self.report_note = ""
         self.ran: dict[str, str] = {}
@@ -49,11 +42,7 @@ class StoredLayer:
 
     @property
     def forest(self) -> Forest:
-        """The forest of nodes.
-
-        Raises:
-            ValueError: The number of rows is not yet known.
-        """
+        """The forest of nodes; raises ValueError while the number of rows is not known."""
         if self.state.forest is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.state.forest
@@ -77,14 +66,7 @@ class StoredLayer:
         return self.storage.version
 
     def forest_kv(self, appended: int = 0) -> ForestKV:
-        """Keys and values for PyTorch's operators; suffixes are copied if rows were reordered.
-
-        Args:
-            appended: Tokens in each row's suffix beyond those that the state counts.
-
-        Raises:
-            ValueError: The layer holds no suffix yet.
-        """
+        """Keys and values for PyTorch's operators, with `appended` more suffix tokens; reordered rows are copied."""
         suffixes = self.state.suffixes
         stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
         return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
@@ -99,12 +81,7 @@ class StoredLayer:
 
 
 class DecodeKV(SharedKV):
-    """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix.
-
-    Args:
-        layer: The layer, with capacity for the new tokens.
-        parts: The new tokens' storage parts.
-    """
+    """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix."""
 
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
@@ -201,12 +178,7 @@ class DecodeKV(SharedKV):
 
 
 class PrefillKV(SharedKV):
-    """Prefill handle: packed runs of tokens, each causal over itself and its own context.
-
-    Args:
-        layer: The layer, with the tokens already stored.
-        parts: Their storage parts, each ``[heads, tokens, width]``.
-    """
+    """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds."""
 
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer = layer
@@ -215,10 +187,10 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, segments, rows = self.layer.state, self.layer.segments, self.layer.state.rows_of_pass
+        state, segments, places = self.layer.state, self.layer.segments, self.layer.state.places_of_pass
         count, width = query.shape[0], query.shape[2]
-        if rows is not None:
-            query = packed(query, rows)
+        if places is not None:
+            query = packed(query, places)
 
         def stored(span: Any) -> Segment:
             if (row := state.suffix_rows.get(span.segment)) is not None:
@@ -243,17 +215,12 @@ class PrefillKV(SharedKV):
             whose = f"{whose}, then each row's own tokens" if segments else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
         tokens = out.transpose(0, 1)
-        if rows is None:
+        if places is None:
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
-        return spread.index_copy_(0, rows, tokens).unflatten(0, (count, width))
+        return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
 
 
-def packed(part: Tensor, rows: Tensor) -> Tensor:
-    """Pack the tokens of rows into one: ``[rows, heads, width, d]`` to ``[1, heads, tokens, d]``.
-
-    Args:
-        part: Of queries, keys or values.
-        rows: ``[tokens]`` int64: places of the rows' tokens, counted row by row.
-    """
-    return part.transpose(1, 2).flatten(0, 1).index_select(0, rows).transpose(0, 1).unsqueeze(0)
+def packed(part: Tensor, places: Tensor) -> Tensor:
+    """The tokens of ``[rows, heads, width, d]`` at places counted row by row: ``[1, heads, tokens, d]``."""
+    return part.transpose(1, 2).flatten(0, 1).index_select(0, places).transpose(0, 1).unsqueeze(0)

@@ -272,7 +272,7 @@ def _own(store: Store) -> Store:
 
 def _with_heads_of(module: nn.Module, store: Store) -> Store:
     """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ."""
-    keys, values = (_rows(getattr(module, name, None)) for name in ("k_proj", "v_proj"))
+    keys, values = (_outputs(getattr(module, name, None)) for name in ("k_proj", "v_proj"))
     head_dim = getattr(module, "head_dim", None)
     if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
         return store
@@ -282,11 +282,11 @@ def _with_heads_of(module: nn.Module, store: Store) -> Store:
     return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
 
 
-def _rows(projection: Any) -> int:
+def _outputs(projection: Any) -> int:
     """Outputs of a projection on this device; 0 if it is none."""
-    rows = getattr(projection, "out_features", 0)
+    count = getattr(projection, "out_features", 0)
     local = getattr(getattr(projection, "weight", None), "_local_tensor", None)  # of tensor parallelism
-    return int(rows if local is None else local.shape[0])
+    return int(count if local is None else local.shape[0])
 
 
 def _field(config: Any, name: str) -> Any:

@@ -15,7 +15,6 @@ class SuffixOrigins:
     permuted, once for all layers; keys and values stay in place.
 
     Args:
-        rows: Number of rows.
         length: Tokens in each row, all in its own storage row.
         device: Device of the first layer's keys and values.
     """
@@ -57,13 +56,9 @@ class SuffixOrigins:
         return self._tables[device]
 
     def gather(self, stored: Tensor) -> Tensor:
-        """Copy each row's tokens from their storage rows.
+        """Copy each row's tokens, in order, from their storage rows.
 
-        Args:
-            stored: ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for scalars.
-
-        Returns:
-            The same shape with the tokens of each row in order.
+        It takes ``[rows, ..., capacity, head_dim]`` by storage row, or ``[rows, capacity]`` for scalars.
         """
         table = self.table(stored.device)[:, : self._length].long()
         if stored.dim() == 2:

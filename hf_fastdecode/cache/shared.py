@@ -13,16 +13,15 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
-from ..attention.torch_operators.backends import BACKENDS
+from ..attention.torch_operators import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
+from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
 from .layout import ModelLayout, Store
-from .nodes import CacheNodes
-from .state import SharedState
-from .suffixes import Suffixes
+from .state import SharedState, Suffixes
 
 
 class FirstPass(Protocol):
@@ -47,7 +46,7 @@ class FilledBy(Protocol):
         ...
 
 
-class SharedContextCache(CacheNodes):
+class SharedContextCache(ForestCache):
     """Cache of keys and values for rows that share context.
 
     Nodes (runs of tokens shared by a contiguous range of rows) are stored once. Each row's own tokens go to a suffix,
@@ -71,7 +70,7 @@ class SharedContextCache(CacheNodes):
         self.stores: tuple[tuple[Store, ...], ...] | None = None  # of the model that was met
         self.segment_tokens, self.protected_segments = [], 0
         self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
-        self.awaited: FirstPass | None = None  # runs the next forward pass in place of the model
+        self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.checks_masks = True  # whether masks of direct passes need checking
 
     def longest_row(self, queries: int) -> int:
@@ -82,14 +81,7 @@ class SharedContextCache(CacheNodes):
         return self.state.longest_row_bound + max(queries, room)
 
     def meet(self, layout: ModelLayout) -> None:
-        """Make the layers of a model, or check that the cache's are its.
-
-        Args:
-            layout: Of the model.
-
-        Raises:
-            ValueError: The cache holds tokens of a model with other layers.
-        """
+        """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""
         if self.stores is not layout.layers:  # as it is in all but the first pass of a call
             held = self.layers if self.rows or self.segment_tokens else ()
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
@@ -145,7 +137,7 @@ class SharedContextCache(CacheNodes):
             if isinstance(layer, EmptyLayer):
                 twin.layers.append(EmptyLayer(twin.state))
                 continue
-            fresh = SharedContextLayer(twin.state, index, layer.storage.empty(), layer.store)
+            fresh = SharedContextLayer(twin.state, index, layer.store, layer.storage.empty())
             fresh.storage.segments = dict(layer.storage.segments)
             if layer.is_initialized:
                 fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
@@ -252,30 +244,19 @@ class SharedContextCache(CacheNodes):
     ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
 
-        Args:
-            key_states: See `SharedContextLayer.update`.
-            value_states: Likewise.
-            layer_idx: Index of the layer.
-            args: Passed on to the layer's storage.
-            kwargs: Likewise.
-
         Raises:
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
         """
         require_active()  # fail before appending tokens that attention could not read
-        if self.stores is None:  # a pass that no model runs
-            self.layers += [EmptyLayer(self.state) for _ in range(len(self.layers), layer_idx + 1)]
-            if isinstance(self.layers[layer_idx], EmptyLayer):
-                self.layers[layer_idx] = SharedContextLayer(self.state, layer_idx)
-        elif layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
+        if layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
-        if self.awaited is not None:
-            self.awaited.stock.activate_past_recording()
+        if self.first_pass is not None:
+            self.first_pass.stock.activate_past_recording()
 
     def reset(self) -> None:
         """Remove all tokens and rows."""
@@ -294,11 +275,7 @@ class SharedContextCache(CacheNodes):
         return self.get_max_length()
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse what transformers' caches give: each layer's keys and values.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse what transformers' caches give: each layer's keys and values."""
         raise TypeError(no_tensor("keys"))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""State shared by all layers of one cache."""
+"""What all layers of one cache share: the forest, and the lengths, ids and order of suffixes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,172 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.kv import SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from .suffixes import Suffixes
+from .origins import SuffixOrigins
+from .storage import TokenStorage
+
+_MOST_PARTS = 256
+"""Parts, usually of one step each, after which they are joined."""
+
+
+class SuffixIds:
+    """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
+
+    They are parts ``[rows, tokens]`` int64, one after the other.
+    """
+
+    def __init__(self, parts: tuple[Tensor, ...] = ()):
+        self._parts = parts
+
+    @property
+    def length(self) -> int:
+        """Known tokens per row, up to the longest suffix."""
+        return sum(part.shape[1] for part in self._parts)
+
+    def whole(self, rows: int) -> Tensor:
+        """All known ids ``[rows, length]``; undefined beyond a row's own length."""
+        if not self._parts:
+            return torch.empty(rows, 0, dtype=torch.long, device="cpu")
+        device = self._parts[-1].device
+        return torch.cat([part.to(device) for part in self._parts], dim=1)
+
+    def plus(self, ids: Tensor, before: SuffixLengths) -> SuffixIds:
+        """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`.
+
+        Ids behind a gap are not kept.
+        """
+        if self.length != before.longest:
+            return self
+        ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
+        if before.per_row is None:
+            few = len(self._parts) < _MOST_PARTS
+            return SuffixIds((*(self._parts if few else (self.whole(len(ids)),)), ids))
+        known = self.whole(len(ids)).to(ids.device)
+        known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
+        lengths = before.per_row.to(ids.device, non_blocking=True).long()
+        at = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        return SuffixIds((known.scatter_(1, at, ids),))
+
+    def first(self, tokens: int) -> SuffixIds:
+        """The first `tokens` of every row."""
+        if tokens >= self.length or not self._parts:
+            return self
+        return SuffixIds((self.whole(len(self._parts[0]))[:, :tokens],))
+
+    def select(self, rows: Tensor) -> SuffixIds:
+        """The ids of these rows, ``[rows]`` int64 on any device."""
+        if not self._parts:
+            return self
+        whole = self.whole(len(self._parts[0]))
+        return SuffixIds((whole.index_select(0, rows.to(whole.device)),))
+
+
+class Suffixes:
+    """State of the suffixes that all layers share; keys and values are in each layer's `TokenStorage`.
+
+    Attributes:
+        lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        ids: Their ids, as far as they are known.
+        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+        longest_prompt: Tokens of prompts that the longest suffix begins with.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = SuffixLengths()
+        self.ids = SuffixIds()
+        self.origins: SuffixOrigins | None = None
+        self.longest_prompt = 0
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor]) -> Suffixes:
+        """Suffixes that begin with these tokens of prompts, ``[length]`` int64 for each row, on the CPU."""
+        suffixes, lengths = cls(), [len(own) for own in tokens]
+        suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
+        shortest, longest = min(lengths), max(lengths)
+        suffixes.longest_prompt = longest
+        per_row = None if shortest == longest else torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        suffixes.lengths = SuffixLengths(longest, per_row, shortest)
+        return suffixes
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest suffix, or an upper bound; see `SuffixLengths`."""
+        return self.lengths.longest
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each suffix is in its own storage row, as own nodes need."""
+        return self.origins is None
+
+    def per_row(self, rows: int) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        if self.lengths.per_row is not None:
+            return self.lengths.per_row.long().cpu()
+        return torch.full((rows,), self.longest, device="cpu")
+
+    def restore(self, lengths: SuffixLengths, ids: SuffixIds) -> None:
+        """Return to an earlier state, after a forward pass that failed."""
+        self.lengths, self.ids = lengths, ids
+        if self.origins is not None:
+            self.origins.truncate(self.longest)
+
+    def drop(self, counts: Tensor, storages: Sequence[TokenStorage]) -> None:
+        """Remove the last ``counts[i]`` tokens of row ``i``, of all where it has fewer.
+
+        Counts on a GPU are not read by the host: `longest` stays as it was.
+        """
+        bound = self.longest
+        before = self.lengths.per_row
+        counts = counts.clamp_min(0)
+        left = (bound - counts if before is None else before.to(counts.device) - counts).clamp_min(0).int()
+        if counts.is_cuda:
+            self.lengths = SuffixLengths(bound, left)
+        else:
+            shortest, bound = min(left.tolist(), default=0), max(left.tolist(), default=0)
+            self.lengths = SuffixLengths(bound, None if shortest == bound else left, shortest)
+        self.ids = self.ids.first(bound)
+        if self.origins is None:
+            return
+        if self.lengths.per_row is None:
+            self.origins.truncate(bound)
+        else:  # new tokens go to places that the index table gives to other rows
+            self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
+
+    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+        """Replace row ``i`` by row ``rows[i]``.
+
+        If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
+
+        Args:
+            rows: ``[rows]`` int64, on the CPU.
+        """
+        self.ids = self.ids.select(rows)
+        per_row = self.lengths.per_row
+        if per_row is not None:
+            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)], self.lengths.shortest)
+        if per_row is not None or len(rows) != before:
+            self._copy_rows(rows, storages)
+        elif self.longest:
+            if self.origins is None:
+                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device)
+            self.origins.select(rows)
+
+    def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
+        for storage in storages:
+            storage.select_rows(rows, self.origins)
+        self.origins = None
 
 
 @dataclass(frozen=True)
 class PrefillItem:
-    """A run of tokens to prefill in one forward pass.
-
-    Attributes:
-        span: Storage of the tokens.
-        context: Path of the tokens before them.
-    """
+    """A run of tokens to prefill in one forward pass: where they are stored, and the path of those before them."""
 
     span: Span
     context: Path = ()
@@ -37,12 +186,7 @@ class PrefillItem:
 
 
 class MadeTables(NamedTuple):
-    """Kernel tables, and whether they were made while own nodes held most keys.
-
-    Attributes:
-        tables: The tables.
-        dominate: As `SharedState.own_nodes_dominate` at that time.
-    """
+    """Kernel tables, and whether they were made while own nodes held most keys."""
 
     tables: StepTables
     dominate: bool
@@ -54,17 +198,15 @@ class SharedState:
 
     Attributes:
         forest: Nodes over the rows; None while the number of rows is unknown.
-        suffixes: Lengths and token ids of the rows' suffixes.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `backends.BACKENDS`.
-        choices: Choices between kernels and PyTorch's operators.
+        backend: One of `torch_operators.BACKENDS`.
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
-        rows_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]`` int64;
-            None when tokens are packed into one row.
+        places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
+            int64; None when tokens are packed into one row.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
     """
@@ -79,7 +221,7 @@ class SharedState:
     packed: Sequence[PrefillItem] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
-    rows_of_pass: Tensor | None = None
+    places_of_pass: Tensor | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
 

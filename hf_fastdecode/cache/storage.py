@@ -40,13 +40,12 @@ class TokenStorage:
         self.version = object()
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """Convert the keys and values of a forward pass to storage parts.
+        """Convert the keys and values of a forward pass, as passed to ``cache.update``, to storage parts.
 
         Args:
-            keys: ``[rows, kv_heads, tokens, head_dim]``, as passed to ``cache.update``.
+            keys: ``[rows, kv_heads, tokens, head_dim]``.
             values: The same shape.
             args: Further arguments of ``cache.update``.
-            kwargs: Likewise.
 
         Returns:
             Each part ``[rows, heads, tokens, width]``.
@@ -131,17 +130,11 @@ class TokenStorage:
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
 
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
-        """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
+        """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
 
         Args:
-            rows: Number of rows.
-            tokens: Required capacity.
-            used: Tokens already written.
             like: Example parts, each ending in ``[heads, tokens, width]``.
             most: Upper bound for doubling, if known.
-
-        Returns:
-            Whether storage moved.
         """
         if self.suffix is not None and tokens <= self.capacity:
             return False
@@ -155,14 +148,7 @@ class TokenStorage:
         return True
 
     def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
-        """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some.
-
-        Args:
-            rows: Number of rows.
-            longest: Tokens of the longest prompt.
-            like: As for `grow`.
-            most: Upper bound on the tokens of a suffix, if known.
-        """
+        """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some; see `grow`."""
         if self.suffix is None:
             room = longest + _FIRST_CAPACITY
             self.grow(rows, room if most is None else max(longest, min(room, most)), 0, like, most)
@@ -176,11 +162,7 @@ class TokenStorage:
     def suffix_as_node(self, row: int, span: Span, first: int, dtype: torch.dtype) -> Segment:
         """Tokens of one row's suffix as keys and values, ``[heads, tokens, head_dim]`` each.
 
-        Args:
-            row: The row.
-            span: Its tokens; the number of the segment says nothing.
-            first: Position of the suffix's first token.
-            dtype: Of the result, where storage decides nothing.
+        The span's number of a segment says nothing; `first` is the position of the suffix's first token.
         """
         assert self.suffix is not None
         stored = _map(self.suffix, lambda part: part[row : row + 1, :, span.start : span.stop])
@@ -199,11 +181,7 @@ class TokenStorage:
                 stored[torch.arange(rows, device=part.device)[:, None], :, at] = part.transpose(1, 2)
 
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
-        """Suffixes in row order: the storage itself, or a copy if rows were reordered.
-
-        Raises:
-            ValueError: The layer holds no suffix yet.
-        """
+        """Suffixes in row order: the storage itself, or a copy if rows were reordered."""
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.suffix if origins is None else _map(self.suffix, origins.gather)
@@ -211,10 +189,7 @@ class TokenStorage:
     def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None, starts: Sequence[int]) -> Segment:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
-        Args:
-            length: Tokens per row.
-            origins: Of reordered suffixes.
-            starts: Position of each suffix's first token.
+        Suffixes begin at the positions `starts`.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`

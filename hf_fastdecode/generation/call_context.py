@@ -4,20 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
+from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport
-from .structure import Structure
+
+
+class Positions(NamedTuple):
+    """Positions of a batch of prompts.
+
+    Attributes:
+        ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ; None for those of the mask.
+        planes: Number of planes that the model takes; 0 for positions without planes.
+    """
+
+    ids: Tensor | None
+    planes: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the positions as the model takes them."""
+        reduced_to_one = self.planes and not self.differ
+        return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
+
+    @property
+    def differ(self) -> bool:
+        """Whether planes differ, so that tokens have no single position."""
+        return self.ids is not None and self.ids.dim() == 3
+
+
+def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
+    """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
+
+    What padding has, by the mask ``[rows, width]``, is left aside.
+    """
+    if position_ids is None or position_ids.dim() != 3:
+        return Positions(position_ids)
+    first = position_ids[0]
+    equal = position_ids == first
+    if attention_mask is not None and attention_mask.shape[-1] == position_ids.shape[-1]:
+        equal = equal | (attention_mask == 0)
+    return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
+
+
+class Structure:
+    """What passes with shared context need to know of a model, whose modules may change between calls.
+
+    Attributes:
+        configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """What each layer stores; passes over a cache that has met the model do not need it."""
+        return ModelLayout.of(self._model)
+
 
 # Options that a stock call fulfils anyway.
 _STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
@@ -28,57 +86,40 @@ class CallContext:
     """One `generate` call of an enabled model.
 
     Attributes:
-        model: The model.
-        state: Its state.
         options: Its options at the start of the call, unaffected by a concurrent `enable`.
         config: The call's generation config, with lengths prepared.
         arguments: Model arguments, as `generate` prepared them.
         given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
         must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
-        max_prefill_tokens: Maximum tokens per prefill pass.
         report: The call's report, which is written here and never read.
-        structure: Of the model.
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
     """
 
     model: PreTrainedModel
     state: ModelState
-    options: Options
     config: GenerationConfig
     arguments: dict[str, Any]
-    given: SharedContextCache | None
-    must_share: bool
-    max_prefill_tokens: int
     report: CallReport
     structure: Structure
     mode: str = "eager"
     runs_stock: bool = False
+    options: Options = field(init=False)
+    given: SharedContextCache | None = field(init=False)
+    must_share: bool = field(init=False)
+    max_prefill_tokens: int = field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        state: ModelState,
-        config: GenerationConfig,
-        arguments: dict[str, Any],
-        report: CallReport,
-        structure: Structure,
-    ) -> CallContext:
-        """The context of a call with these arguments; see the attributes."""
-        cache, limit = arguments.get(CACHE), state.options.max_prefill_tokens
-        return cls(
-            model,
-            state,
-            state.options,
-            config,
-            arguments,
-            given=cache if isinstance(cache, SharedContextCache) and not cache.is_empty else None,
-            must_share=isinstance(cache, SharedContextCache),
-            max_prefill_tokens=min(config.prefill_chunk_size or limit, limit),
-            report=report,
-            structure=structure,
-        )
+    def __post_init__(self) -> None:
+        cache = self.arguments.get(CACHE)
+        self.options, limit = self.state.options, self.state.options.max_prefill_tokens
+        self.must_share = isinstance(cache, SharedContextCache)
+        self.given = cache if isinstance(cache, SharedContextCache) and not cache.is_empty else None
+        self.max_prefill_tokens = min(self.config.prefill_chunk_size or limit, limit)
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Positions of the prompts, as `generate` was given or prepared them."""
+        return reduced(self.arguments.get("position_ids"), self.arguments.get("attention_mask"))
 
     @property
     def returns_cache(self) -> bool:
@@ -95,9 +136,7 @@ class CallContext:
         """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.
 
         With a transformers release that is newer than tested, errors are taken for its changes, so that calls go on.
-
-        Raises:
-            ValueError: The call is unsupported and must share.
+        Raises ValueError where the call must share.
         """
         try:
             yield
@@ -115,11 +154,7 @@ class CallContext:
         self.refuse(Unsupported(what, remedy))
 
     def refuse(self, error: Unsupported) -> None:
-        """Report that the call runs stock; log each reason once.
-
-        Raises:
-            ValueError: The call must share.
-        """
+        """Report that the call runs stock, and log each reason once; raises ValueError if the call must share."""
         if self.must_share:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None

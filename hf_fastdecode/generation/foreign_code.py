@@ -66,11 +66,7 @@ _WHY = "which would see prompts packed into one row"
 
 
 def check_code(model: nn.Module) -> None:
-    """Check that no third-party hooks, modules or `forward`s would see packed prompts.
-
-    Raises:
-        Unsupported: Some would.
-    """
+    """Raise `Unsupported` if third-party hooks, modules or `forward`s would see packed prompts."""
     for hook in global_forward_hooks():
         if not _is_known_hook(hook):
             raise Unsupported(f"all modules have a forward hook, {_name(hook)}, {_WHY}")

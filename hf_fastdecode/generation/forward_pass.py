@@ -18,13 +18,8 @@ def forward_pass(
 ) -> Any:
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
-    Dynamo would trace the cache object at every layer and step, and recompile whenever it grows.
-
-    Args:
-        model: The model.
-        cache: The cache of the pass.
-        position_ids: ``[rows or 1, tokens]``; models whose positions have planes get as many equal ones.
-        arguments: Other arguments of the model, by name.
+    Dynamo would trace the cache object at every layer and step, and recompile whenever it grows. Models whose
+    positions have planes get as many equal ones as they take.
     """
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)

@@ -46,22 +46,17 @@ from ..attention.interface import RowLengths, active
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from .call_context import CallContext
-from .decoding.decode import decode_shared
-from .instance_patch import STATE_ATTRIBUTE
+from .call_context import CallContext, Structure
+from .decoding.loop import decode_shared
 from .model_state import ModelState
-from .prompts.first_pass import AwaitedPrompts
+from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.modes import choose_mode
-from .structure import Structure
 from .support import check_call, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
-
-# Per-call data is attached to the call's own copy of the generation config, as transformers does.
-_CALL_ATTRIBUTE = "_hf_fastdecode_call"
 
 
 @dataclass
@@ -69,11 +64,9 @@ class _ActiveCall:
     """A `generate` call in progress.
 
     Attributes:
-        model: The model.
         loop_is_ours: Whether this package's decoding loop was passed.
         loop: The user's ``custom_generate``, if any.
-        report: The call's report, once created.
-        structure: Of the model, once read.
+        context: What our loop decodes; None for a call that it hands over to transformers' loops.
     """
 
     model: PreTrainedModel
@@ -81,6 +74,7 @@ class _ActiveCall:
     loop: Callable[..., Any] | None = None
     report: CallReport | None = None
     structure: Structure | None = None
+    context: CallContext | None = None
 
 
 # The innermost active call of this thread.
@@ -107,8 +101,8 @@ def _forward_shared(
 ) -> Any:
     names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
     given = named_arguments(names, args, kwargs)
-    if cache.awaited is not None:
-        return cache.awaited.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
+    if cache.first_pass is not None:
+        return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
     queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
@@ -149,6 +143,8 @@ def _prepare_cache_for_generation(
     active_call = _active_call.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
+    if active_call is not None:
+        active_call.context = None  # of an earlier try, which failed before it decoded
     if model_state.disable_pending and not loop_is_ours:
         return prepare()
     model_state.last_call = report = CallReport()
@@ -162,22 +158,23 @@ def _prepare_cache_for_generation(
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model)
-    call = CallContext.of(model, model_state, generation_config, model_kwargs, report, structure)
+    call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     with call.or_stock():
         check_call(model, structure.layout, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
         return prepare()
-    needed_by = other_loop(model, generation_mode, generation_config, model_kwargs)
+    needed_by = other_loop(call, generation_mode)
     loop = needed_by if users_loop is None else "custom_generate"
     if loop is None:
-        setattr(generation_config, _CALL_ATTRIBUTE, report)
+        assert active_call is not None  # for the loop is ours
+        active_call.context = call
         return prepare()
     model_kwargs.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
-    cache.awaited = AwaitedPrompts(
+    cache.first_pass = FirstPassPrompts(
         call,
         stock=model_kwargs[CACHE],
         longest=max_cache_length + 1,
@@ -282,10 +279,11 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
-    report: CallReport | None = vars(generation_config).pop(_CALL_ATTRIBUTE, None)
-    if report is not None:
-        state, structure = vars(model)[STATE_ATTRIBUTE], _structure(model)
-        call = CallContext.of(model, state, generation_config, model_kwargs, report, structure)
+    call, active_call = None, _active_call.get()
+    if active_call is not None:
+        call, active_call.context = active_call.context, None
+    if call is not None and call.model is model:
+        call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         with call.or_stock():
@@ -300,9 +298,9 @@ def _decode(
                 )
             return decode_shared(call, start, input_ids, logits_processor, stopping_criteria, streamer)
     cache = model_kwargs.get(CACHE)
-    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.awaited, AwaitedPrompts):
-        cache.awaited.call.refuse(_synced())
-        model_kwargs[CACHE] = cache.awaited.stock
+    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
+        cache.first_pass.call.refuse(_synced())
+        model_kwargs[CACHE] = cache.first_pass.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it

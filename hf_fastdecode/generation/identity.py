@@ -39,9 +39,6 @@ class Fingerprint:
     replaced tensors by address or identity, replaced modules and settings directly. Writes that bypass these, such as
     in place to ``parameter.data``, are detected only if they change one of a few sampled elements per parameter. The
     samples also compare copies of a model or of a cache.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module):
@@ -77,12 +74,7 @@ def pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
-
-    Args:
-        model: The model.
-        configs: The config objects of the model's modules.
-    """
+    """Model state that a capture bakes in: tensor addresses, host state of modules and configs."""
     return (
         addresses(model.parameters()),
         addresses(model.buffers()),
@@ -116,9 +108,7 @@ def adapter_state(model: nn.Module) -> Hashable:
 def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
     """Host-side state of modules: scalar, string and tensor attributes, and instance-level `forward` overrides.
 
-    Args:
-        model: The model. Its own `forward` is left to the caller, since `enable` overrides it.
-        without: Attribute names to skip. Private ones are always skipped as bookkeeping.
+    The model's own `forward` is left to the caller, since `enable` overrides it; private attributes are bookkeeping.
     """
     return tuple(
         (

@@ -27,12 +27,7 @@ _OURS: WeakKeyDictionary[Callable[..., Any], int] = WeakKeyDictionary()
 
 
 class WrappedMethods:
-    """Overrides of an instance's methods, and the originals.
-
-    Args:
-        instance: The instance to override methods of.
-        wrappers: Overrides by method name.
-    """
+    """Overrides of an instance's methods, and the originals."""
 
     def __init__(self, instance: object, wrappers: Mapping[str, Wrapper]):
         self._wrappers = wrappers

@@ -1,4 +1,4 @@
-"""Per-model state of `enable`: options, captured steps, kept prefixes, and the last call's report."""
+"""Per-model state of `enable`: options, captured steps, prefix store, and the last call's report."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from .instance_patch import STATE_ATTRIBUTE, WrappedMethods, Wrapper
 from .options import Options
-from .prompts.kept_prefixes import ReusedPrefixes
-from .prompts.repeated_prompts import RepeatedPrompts
+from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
 from .steps.cuda_graph import Captures
 
@@ -26,13 +25,7 @@ logger = logging.getLogger("hf_fastdecode")
 class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
-    Args:
-        model: The model.
-        options: Options of `enable`.
-        hooks: Method overrides by name.
-
-    Raises:
-        TypeError: The model has no `generate` of a supported transformers version.
+    Raises TypeError if the model has no `generate` of a supported transformers version.
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, hooks: Mapping[str, Wrapper]):
@@ -47,7 +40,7 @@ class ModelState:
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
-        self.reused = ReusedPrefixes()
+        self.prefix_store = PrefixStore()
         self.repeated = RepeatedPrompts()
         self._logged: set[str] = set()
 
@@ -78,9 +71,9 @@ class ModelState:
         return _calls.get(self, 0) > 0
 
     def uninstall(self, model: PreTrainedModel) -> None:
-        """Restore the model's methods and free captured steps and kept prefixes."""
+        """Restore the model's methods and free captured steps and stored prefixes."""
         self.methods.uninstall(model)
-        self.reused.clear()
+        self.prefix_store.clear()
         self.captures.release()
 
     def log_once(self, message: str, level: int = logging.WARNING) -> None:

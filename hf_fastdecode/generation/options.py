@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.torch_operators.backends import BACKEND_VARIABLE, BACKENDS, backend_of_environment
+from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, backend_of_environment
 
 MODES = ("auto", "eager", "graph", "compile")
 """Values of ``mode=``."""

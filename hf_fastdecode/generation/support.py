@@ -21,8 +21,8 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from .call_context import CallContext, Positions
 from .foreign_code import check_code
-from .positions import Positions, reduced
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
@@ -48,11 +48,7 @@ _NOT_IN_STEPS = {
 
 
 def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
-    """Check that this model, of this layout, can decode with shared context.
-
-    Raises:
-        Unsupported: It never can.
-    """
+    """Raise `Unsupported` if this model, of this layout, can never decode with shared context."""
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
@@ -124,11 +120,7 @@ def check_call(
     config: GenerationConfig,
     arguments: dict[str, Any],
 ) -> None:
-    """Check the model and the arguments of a `generate` call.
-
-    Raises:
-        Unsupported: The call must run stock.
-    """
+    """Raise `Unsupported` if a `generate` call must run stock, by its model and arguments."""
     check_model(model, layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
@@ -167,20 +159,15 @@ def _adapter_with_keys(model: PreTrainedModel) -> str | None:
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Check that no model argument other than `known` ones has a value other than a switch.
-
-    Raises:
-        Unsupported: One has.
-    """
+    """Raise `Unsupported` if a model argument other than `known` ones has a value other than a switch."""
     for name, value in arguments.items():
         if name not in known and not is_nothing(value) and not isinstance(value, bool):
             raise Unsupported(f"the argument {name!r} is not accelerated yet")
 
 
-def other_loop(
-    model: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, arguments: dict[str, Any]
-) -> str | None:
+def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
     """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
+    model = call.model
     for name in LOOP_METHODS:
         method = getattr(type(model), name, None)
         if name in vars(model):
@@ -189,21 +176,17 @@ def other_loop(
             return f"{type(model).__name__}.{name}"
     if mode not in _OUR_MODES:
         return f"generation mode {mode.value!r}"
-    if config.output_hidden_states:
+    if call.config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(arguments.get("inputs_embeds")):
+    if not is_nothing(call.arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
-    if reduced(arguments.get("position_ids"), arguments.get("attention_mask")).differ:
+    if call.positions.differ:
         return "position_ids whose planes differ"
     return None
 
 
 def check_state(model: PreTrainedModel) -> None:
-    """Check what may change from call to call: training mode and third-party code.
-
-    Raises:
-        Unsupported: The model cannot currently share context.
-    """
+    """Raise `Unsupported` for what may change from call to call: training mode and third-party code."""
     training = [module for module in model.modules() if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
@@ -265,26 +248,13 @@ def check_prompts(
     layout: ModelLayout,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    position_ids: Tensor | None = None,
+    positions: Positions = Positions(None),  # noqa: B008 - it is immutable
     *,
     longest: int,
-) -> Positions:
-    """Check prompts, with their masks and positions.
+) -> None:
+    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context.
 
-    Args:
-        model: The model.
-        layout: Of the model.
-        input_ids: ``[rows, length]``.
-        attention_mask: ``[rows, length]`` or None.
-        position_ids: ``[rows or 1, length]``, or ``[planes, rows or 1, length]``, as `generate` prepared or was given
-            them, or None.
-        longest: Maximum row length, padding included; masks are checked where it exceeds a window.
-
-    Returns:
-        The positions; of equal planes, one.
-
-    Raises:
-        Unsupported: They cannot share context.
+    Masks are also checked where the `longest` row of the call, padding included, exceeds a window.
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
@@ -305,20 +275,18 @@ def check_prompts(
                 f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
             )
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
-    positions = reduced(position_ids, attention_mask)
-    if position_ids is None or positions.ids is None or positions.differ:
-        return positions
+    if positions.ids is None or positions.differ:
+        return
     if positions.ids.dim() != 2 or positions.ids.shape[1] != input_ids.shape[1]:
-        raise Unsupported(why_not_counted(model, position_ids))
+        raise Unsupported(why_not_counted(model, positions))
     right = positions.ids == expected
     if positions.planes and attention_mask is not None:
         right = right | (attention_mask == 0)  # where planes have numbers of their own
     if not bool(right.all()):
-        raise Unsupported(why_not_counted(model, position_ids))
-    return positions
+        raise Unsupported(why_not_counted(model, positions))
 
 
-def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
+def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     offset = getattr(getattr(model, "model", None), "rope_deltas", None)
     if isinstance(offset, Tensor) and bool(offset.any()):
@@ -328,7 +296,7 @@ def why_not_counted(model: PreTrainedModel, position_ids: Tensor) -> str:
         )
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
-            made_by, shape = f"{type(model).__name__}.{name}", list(position_ids.shape)
+            made_by, shape = f"{type(model).__name__}.{name}", positions.shape
             if len(shape) == 2:  # as those that a caller may give
                 return f"position_ids, given or made by {made_by}, are not those of the attention mask"
             return (

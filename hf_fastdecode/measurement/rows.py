@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..attention.torch_operators.backends import BACKEND_VARIABLE
+from ..attention.torch_operators import BACKEND_VARIABLE
 
 if TYPE_CHECKING:
     import torch

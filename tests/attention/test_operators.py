@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.torch_operators.backends import TORCH_BACKENDS
+from hf_fastdecode.attention.torch_operators import TORCH_BACKENDS
 from hf_fastdecode.attention.torch_operators.decode_ops import describe, forest_attention
 from hf_fastdecode.attention.torch_operators.operators import (
     BackendError,

@@ -8,7 +8,7 @@ import torch
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
-from hf_fastdecode.attention.launch.plan import HeadShape, Plan
+from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 
 from .forests import one_context
@@ -21,7 +21,7 @@ GQA = HeadShape(kv_heads=8, queries_per_kv_head=4, head_dim=128, windowed=False)
 
 @pytest.mark.parametrize(("rows", "context"), [(128, 8192), (512, 8192), (1024, 2048), (1024, 16384)])
 def test_longer_suffixes_leave_fewer_programs_to_nodes(on_hopper, rows, context):
-    plan = Plan(one_context(rows, context), GQA, CPU)
+    plan = LaunchPlan(one_context(rows, context), GQA, CPU)
     chosen = [plan.programs(length) for length in (0, 64, 256, 1024, 4096)]
     assert chosen[0] == 132
     assert chosen == sorted(chosen, reverse=True)
@@ -35,13 +35,13 @@ def test_longer_suffixes_leave_fewer_programs_to_nodes(on_hopper, rows, context)
 
 def test_kernels_that_take_turns_use_all_programs(on_hopper):
     on_hopper[0] = replace(on_hopper[0], overlap_suffix=False)
-    plan = Plan(one_context(512, 8192), GQA, CPU)
+    plan = LaunchPlan(one_context(512, 8192), GQA, CPU)
     assert {plan.programs(length) for length in (0, 256, 10**6)} == {132}
 
 
 def test_tables_of_a_size_launch_all_programs(on_hopper):
     """Those without work end at once, and leave their multiprocessors to suffixes."""
-    plan = Plan(one_context(512, 8192), GQA, CPU, rows=512)
+    plan = LaunchPlan(one_context(512, 8192), GQA, CPU, rows=512)
     schedule = plan.schedule(88, Capacity(1, 1, 200))
     assert schedule.programs == 132
     working = schedule.pieces[:132, 0] >= 0
@@ -53,14 +53,14 @@ def test_tables_of_a_size_launch_all_programs(on_hopper):
 def test_without_suffixes_nodes_have_all_programs(on_hopper):
     """Also where fewer would happen to divide the work better."""
     leaves = [Node(Span(0, 128 + 1024 * index, 1024), 4 * index, 4, 1) for index in range(256)]
-    plan = Plan(Forest(1024, [Node(Span(0, 0, 128), 0, 1024), *leaves]), GQA, CPU)
+    plan = LaunchPlan(Forest(1024, [Node(Span(0, 0, 128), 0, 1024), *leaves]), GQA, CPU)
     assert plan.programs(0) == 132
 
 
 def test_nothing_is_left_to_suffixes_where_bytes_are_the_limit(on_hopper):
     """A thousand nodes of four rows each: their bytes and those of suffixes are read at one rate, in any order."""
     leaves = [Node(Span(0, 1000 + 300 * index, 300), 4 * index, 4, 1) for index in range(1000)]
-    plan = Plan(Forest(4000, [Node(Span(0, 0, 1000), 0, 4000), *leaves]), GQA, CPU)
+    plan = LaunchPlan(Forest(4000, [Node(Span(0, 0, 1000), 0, 4000), *leaves]), GQA, CPU)
     alone = plan._seconds(132, 128)
     assert all(
         plan._seconds(programs, 128) >= (plan._node_bytes + 4000 * 128 * 8 * 128 * 4) / _H200.kernels.bandwidth

@@ -8,14 +8,13 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import Segment, SuffixLengths
+from hf_fastdecode.attention.kv import Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch import own_nodes, step_tables
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.addresses import node_addresses, suffix_addresses
+from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
 from hf_fastdecode.attention.launch.own_nodes import OwnNodes
-from hf_fastdecode.attention.launch.plan import Plan
+from hf_fastdecode.attention.launch.plan import LaunchPlan
 from hf_fastdecode.attention.launch.step_tables import StepTables
-from hf_fastdecode.attention.scoring import Scoring
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.generation.steps import modes
 
@@ -44,7 +43,7 @@ def test_a_captured_graph_follows_rewritten_schedules(monkeypatch):
         pytest.skip("the kernel for Hopper leaves programs to suffixes")
     monkeypatch.setattr(step_tables, "_SCHEDULE_INTERVAL", 1)
     chosen = [132]
-    monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: chosen[0])
+    monkeypatch.setattr(LaunchPlan, "programs", lambda self, suffix_tokens: chosen[0])
     device, rows, room = torch.device("cuda"), 128, 40
     generator = torch.Generator(device).manual_seed(0)
 
@@ -127,10 +126,10 @@ def test_captured_steps_follow_their_suffixes(on_hopper, monkeypatch):
         asked.append(suffix_tokens)
         return 24 - 8 * min(2, suffix_tokens // 4)
 
-    monkeypatch.setattr(Plan, "programs", programs)
+    monkeypatch.setattr(LaunchPlan, "programs", programs)
     made = []
-    schedule = Plan.schedule
-    monkeypatch.setattr(Plan, "schedule", lambda self, *args: made.append(args[0]) or schedule(self, *args))
+    schedule = LaunchPlan.schedule
+    monkeypatch.setattr(LaunchPlan, "schedule", lambda self, *args: made.append(args[0]) or schedule(self, *args))
     model = tiny_model("llama-gqa", num_hidden_layers=1)
     call = ragged_prompts(70, 66, shared=60) | {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 12}
     stock = seeded(lambda: model.generate(**call))
@@ -176,7 +175,9 @@ def test_eager_steps_follow_their_suffixes(on_hopper, monkeypatch):
     monkeypatch.setattr(plans, "multiprocessors", lambda _: 24)
     monkeypatch.setattr(step_tables, "_SCHEDULE_INTERVAL", 1)
     seen = []
-    monkeypatch.setattr(Plan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens)
+    monkeypatch.setattr(
+        LaunchPlan, "programs", lambda self, suffix_tokens: seen.append(suffix_tokens) or 24 - suffix_tokens
+    )
     model = tiny_model("llama-gqa")
     call = ragged_prompts(41, shared=33) | {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 6}
     stock = seeded(lambda: model.generate(**call))
@@ -236,7 +237,7 @@ def test_an_update_that_failed_is_done_again(stepping, monkeypatch, where):
         def fail(*args, **kwargs):
             raise torch.OutOfMemoryError("no room")
 
-        patch.setattr(*((Plan, "schedule") if where == "schedule" else (step_tables, "suffix_addresses")), fail)
+        patch.setattr(*((LaunchPlan, "schedule") if where == "schedule" else (step_tables, "suffix_addresses")), fail)
         with pytest.raises(torch.OutOfMemoryError):
             step(4)
     for length in (4, 5, 8, 9):

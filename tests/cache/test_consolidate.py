@@ -11,6 +11,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
 from hf_fastdecode.cache.layers.attention import SharedContextLayer
+from hf_fastdecode.cache.layout import Kind, Store
 from hf_fastdecode.generation.steps import modes
 
 from ..module_calls import before_calls
@@ -29,7 +30,7 @@ def filled_cache(*lengths, layers=2):
     for length in lengths:
         cache.add_segment(torch.randint(1000, (length,)))
     for index in range(layers):
-        cache.layers.append(SharedContextLayer(cache.state, index))
+        cache.layers.append(SharedContextLayer(cache.state, index, Store(Kind.FULL)))
         cache.layers[-1].storage.segments = {
             index: Segment(torch.randn(3, length, 4), torch.randn(3, length, 5))
             for index, length in enumerate(lengths)

@@ -11,8 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, takes_cache
-from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.attention.kv import Scoring, Segment
 from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
 from hf_fastdecode.cache.shared import SharedContextCache
 

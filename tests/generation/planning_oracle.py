@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.state import PrefillItem
-from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan
+from hf_fastdecode.generation.prompts.prompt_plan import PromptPlan
 
 Tokens = tuple[int, ...]
 Address = tuple[int, int]
@@ -34,7 +34,10 @@ def group_prompts(input_ids: Tensor, mask: Tensor | None) -> list[tuple[Tokens, 
     return [(prompt, count) for _, prompt, count in groups]
 
 
-def plan_prompts(groups: Sequence[tuple[Tokens, int]], cache: SharedContextCache, *, min_shared: int) -> PromptPlan:
+def plan_prompts(
+    groups: Sequence[tuple[Tokens, int]], cache: SharedContextCache, *, min_shared: int
+) -> tuple[PromptPlan, tuple[int, ...]]:
+    """The plan, and how many tokens of each prompt the cache holds."""
     prompts = [prompt for prompt, _ in groups]
     stored = [(path, tuple(cache.path_tokens(path).tolist())) for path in cache.forest.paths]
     known = [_longest_known(prompt, stored) for prompt in prompts]
@@ -57,14 +60,13 @@ def plan_prompts(groups: Sequence[tuple[Tokens, int]], cache: SharedContextCache
             if fresh and stop == len(prompts[index]):
                 ends[index] = len(new_tokens) - 1
     rows = [path for path, (_, count) in zip(paths, groups, strict=True) for _ in range(count)]
-    return PromptPlan(
+    plan = PromptPlan(
         forest=forest_of(rows),
         items=tuple(items),
         new_tokens=torch.tensor(new_tokens, dtype=torch.long),
-        matched_lengths=(),
-        known_lengths=tuple(length for _, length in known),
         ends=tuple(ends),
     )
+    return plan, tuple(length for _, length in known)
 
 
 def _longest_known(prompt: Tokens, stored: Sequence[tuple[Path, Tokens]]) -> tuple[Path, int]:

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Conv1D
 
-from hf_fastdecode.generation.steps import compiled_projections
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
-from hf_fastdecode.generation.steps.compiled_projections import with_concurrent_linears
+from hf_fastdecode.generation.steps import compiled_layers
+from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers, with_concurrent_linears
 
 from ..tiny_models import tiny_model
 
@@ -207,11 +206,11 @@ def test_graphs_with_gradients_stay(compiled):
 def test_the_operator_counts_rows(monkeypatch, rows, most_rows, concurrent):
     asked = []
 
-    def linears(inputs, weights, biases, *, concurrent, stock=compiled_projections.linears):
+    def linears(inputs, weights, biases, *, concurrent, stock=compiled_layers.linears):
         asked.append(concurrent)
         return stock(inputs, weights, biases, concurrent=concurrent)
 
-    monkeypatch.setattr(compiled_projections, "linears", linears)
+    monkeypatch.setattr(compiled_layers, "linears", linears)
     OPERATOR(torch.randn(rows, 1, 5), weights(2, 3), [None, torch.randn(3)], most_rows)
     assert asked == [concurrent]
 

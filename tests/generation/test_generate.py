@@ -15,7 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import generate_hooks as methods
-from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.generation.call_context import Structure
+from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
@@ -358,7 +359,7 @@ def test_numbers_of_other_libraries(model, number):
     assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
     with fd.enabled(model):
         model.generate(**PROMPT, **SAMPLING | {"max_new_tokens": number})
-        assert type(vars(model)[methods.STATE_ATTRIBUTE].captures.steps_asked) is int
+        assert type(state_of(model).captures.steps_asked) is int
 
 
 def test_a_model_that_sees_images():

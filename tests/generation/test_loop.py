@@ -9,8 +9,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.decoding.finished_row_poller import FinishedRowPoller
-from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria, Stopping
+from hf_fastdecode.generation.decoding.stopping import FinishedRowPoller, HostStoppingCriteria, Stopping
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model

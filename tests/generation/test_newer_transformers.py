@@ -10,10 +10,9 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 import hf_fastdecode as fd
-from hf_fastdecode import _compat
+from hf_fastdecode import _compat, api
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.operators import BackendError
-from hf_fastdecode.generation import enabled
 from hf_fastdecode.generation.prompts import packed
 
 from ..tiny_models import ragged_prompts
@@ -28,9 +27,9 @@ LOOPS = [{}, {"do_sample": False, "num_beams": 4}]
 def newer(monkeypatch):
     """The installed release, taken for one that is newer than tested."""
     monkeypatch.setattr(_compat, "NEWEST_TESTED", (5, 0))
-    enabled._warn_of.cache_clear()
+    api._warn_of.cache_clear()
     yield _compat.TRANSFORMERS
-    enabled._warn_of.cache_clear()
+    api._warn_of.cache_clear()
 
 
 def changed(*args, **kwargs):

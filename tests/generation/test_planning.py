@@ -16,8 +16,7 @@ from torch import Tensor
 from hf_fastdecode.attention.forest import Forest, Path, Span, path_slice
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.prompts.packed import _passes
-from hf_fastdecode.generation.prompts.prompt_tree import PromptPlan, group_prompts, plan_prompts
-from hf_fastdecode.generation.prompts.stored_prompts import StoredPrompts
+from hf_fastdecode.generation.prompts.prompt_plan import PromptPlan, StoredPrompts, compare_prompts, group_prompts
 
 from . import planning_oracle as oracle
 
@@ -47,7 +46,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
 
 
 def assert_same(plan: PromptPlan, expected: PromptPlan) -> None:
-    assert (plan.items, plan.known_lengths, plan.ends) == (expected.items, expected.known_lengths, expected.ends)
+    assert (plan.items, plan.ends) == (expected.items, expected.ends)
     assert torch.equal(plan.new_tokens, expected.new_tokens)
     assert plan.forest == expected.forest
 
@@ -61,8 +60,12 @@ def test_plans_are_those_of_the_oracle(calls: list[tuple[Tensor, Tensor | None]]
         groups, expected = group_prompts(input_ids, mask), oracle.group_prompts(input_ids, mask)
         assert [(tuple(group.tokens.tolist()), group.count) for group in groups] == expected
         least, max_tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=least)
-        assert_same(plan, oracle.plan_prompts(expected, cache, min_shared=least))
+        compared = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least)
+        plan = compared.plan()
+        expected_plan, stored = oracle.plan_prompts(expected, cache, min_shared=least)
+        assert_same(plan, expected_plan)
+        assert compared.reused_lengths == compared.stored_lengths == stored
+        assert compared.new_length == len(plan.new_tokens)
         assert list(_passes(plan.items, max_tokens)) == oracle.passes(plan.items, max_tokens)
         cache.add_segment(plan.new_tokens)
         kept = data.draw(st.sampled_from([(), cache.forest.paths]))
@@ -78,7 +81,7 @@ def test_last_tokens_to_recompute_are_new(
     cache = SharedContextCache()
     for input_ids, mask in calls:
         groups = group_prompts(input_ids, mask)
-        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+        plan = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute).plan()
         number = cache.add_segment(plan.new_tokens)
         cache.set_forest(plan.forest)
         prompts = [group.tokens for group in groups for _ in range(group.count)]
@@ -95,7 +98,7 @@ def test_what_begins_kept_prompts_is_covered(calls: list[tuple[Tensor, Tensor | 
     for input_ids, mask in calls:
         groups = group_prompts(input_ids, mask)
         cache = SharedContextCache()
-        plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=2)
+        plan = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=2).plan()
         cache.add_segment(plan.new_tokens)
         cache.set_forest(plan.forest)
         stored.append(StoredPrompts(cache))
@@ -147,7 +150,7 @@ def _equal(rows: int) -> Tensor:
 
 
 def _plan(input_ids: Tensor, cache: SharedContextCache, max_tokens: int = 4096) -> PromptPlan:
-    plan = plan_prompts(group_prompts(input_ids, None), StoredPrompts(cache), min_shared_tokens=8)
+    plan = compare_prompts(group_prompts(input_ids, None), StoredPrompts(cache), min_shared_tokens=8).plan()
     for _ in _passes(plan.items, max_tokens):
         pass
     return plan

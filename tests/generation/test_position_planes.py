@@ -9,10 +9,11 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation import support
-from hf_fastdecode.generation.positions import Positions, reduced
+from hf_fastdecode.generation import call_context
+from hf_fastdecode.generation.call_context import Positions, reduced
+from hf_fastdecode.generation.prompts import first_pass
 from hf_fastdecode.generation.prompts.by_rows import Rows
-from hf_fastdecode.generation.prompts.prompt_tree import PromptGroup
+from hf_fastdecode.generation.prompts.prompt_plan import PromptGroup
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded
@@ -68,7 +69,8 @@ def test_text_alone_is_packed(planar, call):
 def test_by_rows(planar, call, differ, limit, monkeypatch):
     """A row for each distinct prompt, however many samples or beams it has, and in passes of few positions."""
     if not differ:
-        monkeypatch.setattr(support, "reduced", lambda ids, mask: Positions(ids, 0 if ids is None else len(ids)))
+        for module in (call_context, first_pass):
+            monkeypatch.setattr(module, "reduced", lambda ids, mask: Positions(ids, 0 if ids is None else len(ids)))
     planes = planes_of(planar, differ=differ)
     stock = run(planar, call, position_ids=planes)
     with fd.enabled(planar, max_prefill_tokens=limit), tokens_embedded(planar) as counted:

@@ -11,7 +11,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import repeated_prompts
+from hf_fastdecode.generation.prompts import prefix_store
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -136,10 +136,10 @@ def test_prompts_that_repeat_are_kept_once(model):
         for _ in range(3):
             for prompt in prompts(2):
                 run(model, prompt)
-        assert len(state_of(model).reused._kept) == 2
+        assert len(state_of(model).prefix_store._kept) == 2
         for index in range(70):
             run(model, prompts(1, length=65 + index % 3, shared=0, seed=index)[0])
-        assert len(state_of(model).reused._kept) == 64
+        assert len(state_of(model).prefix_store._kept) == 64
 
 
 def test_without_memory_for_merging_the_call_goes_on(model, monkeypatch):
@@ -224,8 +224,8 @@ def test_calls_of_several_threads_do_not_meet(model, monkeypatch):
     def call(prompt):
         model.generate(**prompt, max_new_tokens=1)
 
-    begin_alike = repeated_prompts._begin_alike
-    monkeypatch.setattr(repeated_prompts, "_begin_alike", slow)
+    begin_alike = prefix_store._begin_alike
+    monkeypatch.setattr(prefix_store, "_begin_alike", slow)
     with fd.enabled(model), ThreadPoolExecutor(4) as pool:
         list(pool.map(call, prompts(24, shared=0)))
 

@@ -32,9 +32,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
-from hf_fastdecode.attention.launch.plan import HeadShape, Plan
-from hf_fastdecode.attention.scoring import Scoring
+from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
@@ -213,7 +213,7 @@ def attend(
         scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
     addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
     rows_of = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
-    plan = Plan(forest, HeadShape.of(query, new[0], scoring), CUDA)
+    plan = LaunchPlan(forest, HeadShape.of(query, new[0], scoring), CUDA)
     for programs in {plan.programs(0), plan.programs(2000)}:
         schedule = plan.schedule(programs)
         for origins in (None, empty(rows, 4096, dtype=torch.int32)):

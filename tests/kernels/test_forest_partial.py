@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV
-from hf_fastdecode.attention.launch.addresses import node_addresses
+from hf_fastdecode.attention.launch.kernel_call import node_addresses
 from hf_fastdecode.attention.partial import Partial, merge
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest

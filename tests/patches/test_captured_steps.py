@@ -17,10 +17,10 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
-from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.installed import triton_is_installed
 
 from ..interpreter import merging_two_at_once

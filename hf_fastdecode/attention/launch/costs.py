@@ -30,7 +30,6 @@ class Costs:
     """Constants of one device; see `dispatch`.
 
     Attributes:
-        kernels: This package's kernels.
         library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
         plain: Plain decoding, with a copy of the context per row.
         beside_bandwidth: Bytes per second of suffixes per multiprocessor, beside the node kernel.
@@ -77,12 +76,12 @@ QUERY_TILE = 128
 # Reference of the estimate for other devices.
 _H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
-# `python -m hf_fastdecode.bench.calibrate` fits the three candidates to the rows of `bench ops`: 1 to 1024 rows, 2K to
+# `python -m hf_fastdecode.bench.calibrate` fits the three candidates to results of `bench ops`: 1 to 1024 rows, 2K to
 # 128K tokens. The other constants are not fitted:
 # - beside_bandwidth: beside node kernels of 72 to 128 programs, each other multiprocessor read 50 to 80 GB/s of
 #   suffixes (512 rows of 256 tokens); the lowest.
-# - portable_rate: slope of the portable kernel's time against the context length, measured before there were rows.
-# - matmul_rate: the lowest ceiling of matrix products in the rows.
+# - portable_rate: slope of the portable kernel's time against the context length, from an earlier measurement.
+# - matmul_rate: the lowest ceiling of matrix products in these results.
 _H200 = Costs(
     kernels=Candidate(launch=9.73e-6, bandwidth=4.39e12, suffix_bandwidth=4.15e12, rate=6.55e14),
     library=Candidate(launch=1.31e-5, bandwidth=4.46e12, suffix_bandwidth=2.25e12, rate=3.95e14),
@@ -121,7 +120,6 @@ def estimated_costs(
     """Estimate the constants of a device that was not measured.
 
     Args:
-        multiprocessors: Streaming multiprocessors.
         bandwidth: Peak memory bandwidth in bytes per second; scaled by multiprocessors when None.
         capability: Major compute capability.
         l2_bytes: Size of the L2 cache; an H200's when None.

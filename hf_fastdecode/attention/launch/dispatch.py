@@ -4,7 +4,7 @@ The candidates are this package's kernels, PyTorch's fused operators over the sa
 decoding, in which every row reads its own copy of its whole context (what stock transformers does). Each part takes
 the longer of its bytes at the candidate's bandwidth and its operations at the candidate's rate, plus launches; the
 constants are in `costs.py`. Times of nodes and suffixes are added, also where the kernels overlap the two
-(`Plan.programs`) and take less.
+(`LaunchPlan.programs`) and take less.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Heads:
 
     Attributes:
         heads: Query heads.
-        kv_heads: KV heads.
-        head_dim: Numbers per head.
         queries: New tokens per row.
         itemsize: Bytes per number.
         window: Sliding window in tokens, if any.
@@ -70,14 +68,7 @@ class Choice:
 
 
 def predict(forest: Forest, suffix_tokens: float, heads: Heads, costs: Costs) -> dict[str, float]:
-    """Predicted seconds of one layer's attention in a decode step, by candidate.
-
-    Args:
-        forest: The nodes.
-        suffix_tokens: Tokens per suffix.
-        heads: Head counts and sizes of the layer.
-        costs: Constants of the device.
-    """
+    """Predicted seconds of one layer's attention in a decode step, by candidate."""
     per_token = heads.bytes_per_token
     flops_per_key = 4 * heads.heads * heads.head_dim * heads.queries  # of one row
     window = float("inf") if heads.window is None else heads.window

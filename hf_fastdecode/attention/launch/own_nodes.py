@@ -49,9 +49,7 @@ def choose_own_nodes(rows: int, shape: HeadShape, device: torch.device, *, domin
     head each, 82, 96 and 71 us for 8 KV heads of four.)
 
     Args:
-        rows: Rows of the step.
         shape: Heads of the layer; one with a sliding window gains nothing, because it does not read long suffixes.
-        device: Device of the layer.
         dominate: Whether own nodes hold most keys, see `own_nodes_dominate`.
     """
     if shape.windowed:
@@ -68,10 +66,6 @@ def own_nodes_dominate(forest: Forest, suffix_length: int) -> bool:
 
     With launch parameters for them, shared nodes are read in narrow query tiles, several times through L2. That costs
     little once own nodes hold four times as many keys.
-
-    Args:
-        forest: The shared nodes.
-        suffix_length: Tokens in every suffix.
     """
     own = forest.rows * own_tokens(suffix_length)
     return forest.rows >= _FEWEST_ROWS and own > 0 and own >= 4 * forest.node_tokens

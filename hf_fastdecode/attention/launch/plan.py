@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import (
     needed_capacity,
 )
 from ..forest import Forest
-from ..scoring import Scoring
+from ..kv import Scoring
 from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -37,9 +37,7 @@ class HeadShape(NamedTuple):
     """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them.
 
     Attributes:
-        kv_heads: KV heads.
         queries_per_kv_head: Packed queries of one row per KV head.
-        head_dim: Numbers per head.
         windowed: Whether a sliding window binds.
     """
 
@@ -56,19 +54,15 @@ class HeadShape(NamedTuple):
         return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
 
 
-class Plan:
+class LaunchPlan:
     """Launch parameters and schedules of a layer's kernels over a forest.
 
     Args:
-        forest: The nodes.
-        shape: Head shape of the layer.
-        device: Device of the layer.
         rows: Rows of the step; the forest's by default, more for a captured step that serves smaller batches too.
         own_dominate: Choose launch parameters for own nodes, see `OwnNodes`.
         config: Launch parameters, such as those of a captured graph; chosen when None.
 
     Attributes:
-        config: Launch parameters for all schedules.
         grid: Programs that the device runs at once.
     """
 
@@ -182,7 +176,7 @@ def differ_by_length(chosen: Config, kept: Config) -> bool:
 def decode_config(
     forest: Forest, shape: HeadShape, device: torch.device, rows: int, *, own_dominate: bool = False
 ) -> Config:
-    """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `Plan`."""
+    """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `LaunchPlan`."""
     from ...kernels.forest_decode.api import choose_config
 
     keys = shape.kv_heads * sum(

@@ -18,13 +18,11 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
-from ..kv import Segment, SuffixLengths
+from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from ..scoring import Scoring
-from .addresses import node_addresses, suffix_addresses
-from .kernel_call import run_kernels, run_node_kernels
+from .kernel_call import node_addresses, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
-from .plan import HeadShape, Plan, differ_by_length
+from .plan import HeadShape, LaunchPlan, differ_by_length
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
@@ -56,12 +54,12 @@ class StoredKV(Protocol):
 class _Scheduled:
     """Schedule tables of one head shape, and the plan whose schedule they hold."""
 
-    plan: Plan
+    plan: LaunchPlan
     programs: int
     room: Capacity
     tables: Schedule
 
-    def load(self, plan: Plan, suffix_length: int) -> None:
+    def load(self, plan: LaunchPlan, suffix_length: int) -> None:
         """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
@@ -85,7 +83,6 @@ class StepTables:
         rows: Rows of the step; a batch may have fewer.
         layers: Indices of the layers that read the tables, or those known so far; the tables grow for more.
         forest: The forest that decides the sizes, which are rounded up.
-        device: Device of the step.
         own_nodes: How to attend to long suffixes.
     """
 
@@ -159,12 +156,9 @@ class StepTables:
         """Append new keys and values to the suffixes, and attend.
 
         Args:
-            layer: Index of the layer.
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
-            scoring: The layer's score options.
-            origins: See `forest_decode`.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -184,9 +178,7 @@ class StepTables:
         """Attend to the nodes alone, for a layer that attends to its suffixes by itself; without own nodes.
 
         Args:
-            layer: Index of the layer.
             query: ``[rows, heads, 1, head_dim]``, with as many KV heads, in the dtype of the nodes.
-            scale: Factor on the scores.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.
@@ -290,11 +282,50 @@ class StepTables:
             return False
         return known.room.holds(self._plan(forest, shape, kept).needed)
 
-    def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> Plan:
+    def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> LaunchPlan:
         own_dominate = self.own_nodes.dominate
-        return Plan(forest, shape, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
+        return LaunchPlan(forest, shape, self.device, rows=self.rows, own_dominate=own_dominate, config=config)
 
 
 def _rounded(count: int) -> int:
     """The next power of two, at least 1, so that a slightly larger forest still fits."""
     return 1 << max(0, count - 1).bit_length()
+
+
+class Alike(NamedTuple):
+    """What layers have in common that read the same tables: their heads, and how they attend to long suffixes."""
+
+    shape: HeadShape
+    own_nodes: OwnNodes
+
+
+class TablesByShape:
+    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others."""
+
+    def __init__(self, rows: int, layers: Mapping[int, Alike], forest: Forest, device: torch.device):
+        self.layers = layers
+        self._tables = {
+            alike: StepTables(
+                rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
+            )
+            for alike in dict.fromkeys(layers.values())
+        }
+
+    def of(self, layer: int) -> StepTables:
+        """The tables that a layer reads."""
+        return self._tables[self.layers[layer]]
+
+    @property
+    def own_nodes_dominate(self) -> bool:
+        """Whether launch parameters of any layers suit own nodes."""
+        return any(alike.own_nodes.dominate for alike in self._tables)
+
+    def fits(self, forest: Forest) -> bool:
+        """Whether a batch over this forest fits the tables."""
+        return all(tables.fits(forest) for tables in self._tables.values())
+
+    def follow(self, forest: Forest, suffixes: SuffixLengths, stored: Mapping[int, StoredKV]) -> None:
+        """Describe a batch's next step, see `StepTables.follow`."""
+        for alike, tables in self._tables.items():
+            own = {index: one for index, one in stored.items() if self.layers[index] == alike}
+            tables.follow(forest, suffixes, own)

@@ -91,8 +91,6 @@ def nodes_attention(query: Tensor, forest: Forest, segments: Segments, scale: fl
         query: ``[rows, heads, queries, head_dim]``.
         forest: Of so many rows, with at least one node.
         segments: Keys and values in the query's dtype, on its device.
-        scale: Factor on the scores.
-        backend: One of `TORCH_BACKENDS`.
 
     Returns:
         As `forest_attention`; the empty partial for rows without nodes.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial, empty_partial, merge
-from .backends import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
+from . import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
 
 # Packed queries from which cuDNN is faster than flash over a long context, on an H200:
 #   32 KV heads: 512; 8 KV heads: between 512 and 4096; 1 KV head: more than 8192
@@ -51,7 +51,6 @@ def plain_partial(
         query: ``[..., queries, head_dim]``.
         keys: ``[..., length, head_dim]``.
         values: ``[..., length, value_dim]``.
-        scale: Factor on the scores.
         visible: Boolean, broadcastable to ``[..., queries, length]``: visible keys; all when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
     """
@@ -130,11 +129,7 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
 
 
 def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """The name of the operator for dense attention over these tensors.
-
-    Raises:
-        BackendError: `backend` is unknown, or forces an operator that cannot run here.
-    """
+    """The name of the operator for dense attention over these tensors; BackendError if a forced one cannot run."""
     if backend not in TORCH_BACKENDS:
         raise BackendError(f"backend must be one of {', '.join(TORCH_BACKENDS)}, got {backend!r}")
     if backend != "auto":
@@ -156,7 +151,6 @@ def dense_partial(
         query: ``[batch, heads, queries, head_dim]``.
         keys: ``[batch, heads, length, head_dim]``.
         values: ``[batch, heads, length, head_dim]``.
-        scale: Factor on the scores.
         causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
         backend: One of `TORCH_BACKENDS`.
     """
@@ -170,13 +164,7 @@ def dense_partial(
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention with a fixed scale, soft cap and backend.
-
-    Attributes:
-        scale: Factor on the scores.
-        softcap: Soft cap on the scores, if any.
-        backend: One of `TORCH_BACKENDS`.
-    """
+    """Dense attention with a fixed scale, soft cap and backend, one of `TORCH_BACKENDS`."""
 
     scale: float
     softcap: float | None = None

@@ -139,7 +139,6 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAtt
         query: ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``.
         keys: ``[kv_heads, runs * length, head_dim]``.
         values: The same.
-        dense: Scale, soft cap and backend.
 
     Returns:
         ``out`` ``[kv_heads, heads_per_kv_head, runs * length, head_dim]``, and ``lse`` without the last dimension.

@@ -14,7 +14,7 @@ from ...attention.forest import Forest, Span, joined
 from ...attention.interface import SharedKV
 from ...attention.kv import Segment
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout import Kind, Store
+from ..layout import Store
 from ..state import SharedState
 from ..storage import TokenStorage
 
@@ -23,11 +23,7 @@ REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
 
 
 def require_dtype(computed: torch.dtype, stored: Segment | None) -> None:
-    """Check that a pass computes keys in the dtype of those that a layer holds, if it holds any.
-
-    Raises:
-        ValueError: It computes another.
-    """
+    """Raise ValueError if a pass computes keys in another dtype than those that a layer holds, if it holds any."""
     if stored is not None and stored[0].dtype != computed:
         raise ValueError(
             f"the cache holds keys in {stored[0].dtype}, and this pass computes {computed}: the model was converted, "
@@ -61,17 +57,14 @@ class _NoTensor:
         """Ignore the None that transformers' mixin assigns."""
 
 
-class SharedContextLayer(CacheLayerMixin):
+class SharedContextLayer(StoredLayer, CacheLayerMixin):
     """Cache layer that stores keys and values in nodes and suffixes.
 
     During prefill ``update`` writes tokens to nodes, or what one row alone has to its suffix; otherwise it appends
     them to each row's suffix. It returns a `SharedKV` in place of the key and value tensors.
 
     Args:
-        state: State shared by all layers of the cache.
-        index: Index of the layer in the cache.
-        storage: The layer's token storage.
-        store: What the model's layout says of the layer.
+        storage: The layer's token storage; that of keys and values when None.
 
     Attributes:
         appended: Tokens that the current forward pass has appended to each row's suffix.
@@ -82,39 +75,10 @@ class SharedContextLayer(CacheLayerMixin):
     keys = _NoTensor()
     values = _NoTensor()
 
-    def __init__(
-        self,
-        state: SharedState,
-        index: int,
-        storage: TokenStorage | None = None,
-        store: Store = Store(Kind.FULL),  # noqa: B008 - it is frozen
-    ):
-        super().__init__()
-        self.stored = StoredLayer(state, storage if storage is not None else TokenStorage(), index, store)
+    def __init__(self, state: SharedState, index: int, store: Store, storage: TokenStorage | None = None):
+        CacheLayerMixin.__init__(self)
+        StoredLayer.__init__(self, state, index, store, TokenStorage() if storage is None else storage)
         self.appended = 0
-
-    @property
-    def state(self) -> SharedState:
-        return self.stored.state
-
-    @property
-    def store(self) -> Store:
-        """What the model's layout says of the layer; no sizes in a cache that no model has met."""
-        return self.stored.store
-
-    @property
-    def storage(self) -> TokenStorage:
-        return self.stored.storage
-
-    @property
-    def window(self) -> int | None:
-        """Window of the last pass, where it hid any token."""
-        return self.stored.window
-
-    @property
-    def ran(self) -> dict[str, str]:
-        """Operators that computed each phase, for reports."""
-        return self.stored.ran
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -136,7 +100,6 @@ class SharedContextLayer(CacheLayerMixin):
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
-            kwargs: As `args`.
 
         Returns:
             The handle for the attention function, twice.
@@ -145,8 +108,8 @@ class SharedContextLayer(CacheLayerMixin):
             ValueError: The cache holds another dtype, number of rows, or shape.
         """
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        if (rows := self.state.rows_of_pass) is not None:
-            parts = Segment._make(packed(part, rows) for part in parts)
+        if (places := self.state.places_of_pass) is not None:
+            parts = Segment._make(packed(part, places) for part in parts)
         self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:
             self.lazy_initialization(*self.storage.keys_and_values(parts))
@@ -154,7 +117,7 @@ class SharedContextLayer(CacheLayerMixin):
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)
             new = Segment._make(part[0] for part in parts)
-            handle = PrefillKV(self.stored, new)
+            handle = PrefillKV(self, new)
             spans = list(joined(item.span for item in self.state.packed))
             if self.state.suffix_rows:
                 self._fill_suffixes(spans, suffix_parts or parts)
@@ -165,7 +128,7 @@ class SharedContextLayer(CacheLayerMixin):
         else:
             require_dtype(parts[0].dtype, self.storage.suffix_example)
             self._make_room(parts)
-            handle = DecodeKV(self.stored, parts)
+            handle = DecodeKV(self, parts)
         return handle, handle
 
     def _fill_suffixes(self, spans: Sequence[Span], parts: Segment) -> None:
@@ -209,11 +172,7 @@ class SharedContextLayer(CacheLayerMixin):
                 raise ValueError(other_heads(held, got))
 
     def reserve(self, tokens: int) -> bool:
-        """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved.
-
-        Raises:
-            ValueError: The layer holds no nodes yet.
-        """
+        """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved."""
         state = self.state
         like = self.storage.suffix_example
         if state.forest is None or like is None or (not self.storage.segments and not self.storage.capacity):
@@ -234,7 +193,7 @@ class SharedContextLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored = StoredLayer(self.state, self.storage.empty(), self.stored.index, self.store)
+        StoredLayer.__init__(self, self.state, self.index, self.store, self.storage.empty())
         self.is_initialized = False
 
     def offload(self) -> None:

@@ -11,14 +11,7 @@ from ..state import SharedState
 
 
 class EmptyLayer(CacheLayerMixin):
-    """Takes the place of a layer that stores nothing, so that the others keep their indices.
-
-    Args:
-        state: State shared by all layers of the cache.
-
-    Attributes:
-        appended: 0, as `SharedContextLayer.appended`.
-    """
+    """Takes the place of a layer that stores nothing, so that the others keep their indices."""
 
     is_sliding = False
     is_croppable = True
@@ -32,11 +25,7 @@ class EmptyLayer(CacheLayerMixin):
         """No-op: there is nothing to allocate."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse tokens, which `SharedContextCache.update` gives to another layer in this one's place.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse tokens, as `SharedContextCache.update` does before with a better message."""
         raise TypeError("this cache layer stores nothing")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -17,13 +17,7 @@ CacheLayer = SharedContextLayer | EmptyLayer
 def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer]) -> list[CacheLayer]:
     """The layers of a cache for a model: new ones, or those held, which are then known to be the model's.
 
-    Args:
-        layout: Of the model.
-        state: State shared by the cache's layers.
-        held: The cache's layers so far; none in a new cache.
-
-    Raises:
-        ValueError: They hold tokens of a model with other layers.
+    Raises ValueError if those held have tokens of a model with other layers.
     """
     if held and len(held) != len(layout.layers):
         raise ValueError(f"the cache holds {len(held)} layers, the model has {len(layout.layers)}; {REMEDY}")
@@ -36,7 +30,7 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
             layers.append(EmptyLayer(state))
             continue
         if not isinstance(layer, SharedContextLayer):
-            layer = SharedContextLayer(state, index, None if own is None else OwnStorage(ref(own)))
+            layer = SharedContextLayer(state, index, store, None if own is None else OwnStorage(ref(own)))
         elif (node := layer.storage.node_example) is not None:
             for part, width in zip(node, (store.head_dim, store.value_dim), strict=True):
                 got = part.shape[-3], part.shape[-1]
@@ -44,6 +38,6 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
                     raise ValueError(other_heads(got, (store.kv_heads, width)))
         if own is not None and isinstance(layer.storage, OwnStorage):
             layer.storage.layer = ref(own)  # a cache that was loaded or copied has none, or that of another model
-        layer.stored.store = store
+        layer.store = store
         layers.append(layer)
     return layers

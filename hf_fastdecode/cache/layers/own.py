@@ -22,7 +22,6 @@ class AttendsByItself(Protocol):
     Attributes:
         attends_by_itself: True.
         suffixes_read: What reads suffixes in captured steps, for reports.
-        layer_idx: Index of the layer.
     """
 
     attends_by_itself: ClassVar[bool]
@@ -37,11 +36,7 @@ class AttendsByItself(Protocol):
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
         """Whether suffixes store unshared prompts in fewer bytes than nodes do, and a kernel reads them.
 
-        Args:
-            rows: Rows of the batch.
-            room: Tokens that all suffixes would have room for.
-            tokens: Tokens of the prompts.
-            backend: See `hf_fastdecode.enable`.
+        Suffixes would have room for `room` tokens; the prompts have `tokens`.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...attention.torch_operators.backends import backend_of_environment
+from ...attention.torch_operators import backend_of_environment
 from ...bench.completion_cases import CompletionCase, spans
 from ...bench.generate_cases import WAYS, GenerateCase, PromptTree
 from ...command_options import check_device, check_options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.torch_operators.backends import backend_of_environment
+from ...attention.torch_operators import backend_of_environment
 from ...bench.generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...command_options import check_device, check_options
 from ...errors import CommandError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.torch_operators.backends import BACKEND_VARIABLE
+from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.op_cases import OP_SETS, OpCase, with_dtype
 from ...command_options import check_device
 from ...errors import CommandError

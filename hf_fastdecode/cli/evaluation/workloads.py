@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from ...attention.torch_operators.backends import backend_of_environment
+from ...attention.torch_operators import backend_of_environment
 from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
 from ...bench.workloads.points import check_point, parse_points
 from ...bench.workloads.problems import problem_prompts

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import check_threshold
-from hf_fastdecode.wrappers import unwrapped
 
 from ...patches.layers.encoder_decoder import EncoderDecoder
 from ...patches.layers.family import Family, attention_inputs, language_config, longest_text

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.layers.attention_layer import SlimAttention
 from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.layers.slim_attention import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
-from hf_fastdecode.wrappers import unwrapped
 
 from ...patches.layers.encoder_decoder import EncoderDecoder
 from ...patches.layers.family import attention_inputs, language_config, longest_text

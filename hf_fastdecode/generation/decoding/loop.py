@@ -1,4 +1,4 @@
-"""The decoding loop, step for step equivalent to transformers' own.
+"""Decoding of one call with shared context, by a loop that is step for step equivalent to transformers' own.
 
 Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
 few steps, and undoes steps after the last row's end. A batch that does not fit in memory is split into smaller waves.
@@ -13,18 +13,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..._compat import pad_token
+from ..._compat import CACHE, optimized_for_decode, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
-from ..prompts.own_prompts import prefill_own_prompts
+from ..identity import Fingerprint
 from ..prompts.start import Start
+from ..prompts.unshared_prompts import prefill_unshared
+from ..steps.modes import steps_maker
 from ..steps.runners import EagerSteps, Steps
-from .finished_row_poller import FinishedRowPoller
-from .sampling import Drawn, Sampler
-from .stopping import Stopping
+from ..support import step_arguments
+from .sampling import Drawn, Sampler, choose_sampler
+from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
 
@@ -36,19 +40,7 @@ _REPLAY = 16
 
 @dataclass
 class Loop:
-    """Decoding loop of one call.
-
-    Attributes:
-        call: The call.
-        prompts: ``[rows, width]`` int64.
-        start: The prefilled cache and first logits.
-        sampler: The sampler.
-        stopping: The stopping criteria.
-        streamer: Receives every token, if any.
-        make_steps: Creates the step runner of a cache.
-        make_eager: Creates an eager step runner, which takes several tokens per step.
-        log_probs: Records the sampled tokens' log-probabilities, if requested.
-    """
+    """Decoding loop of one call, over prompts ``[rows, width]`` int64, with a recorder of log-probabilities if any."""
 
     call: CallContext
     prompts: Tensor
@@ -57,15 +49,10 @@ class Loop:
     stopping: Stopping
     streamer: BaseStreamer | None
     make_steps: Callable[[SharedContextCache], Steps]
-    make_eager: Callable[[SharedContextCache], EagerSteps]
     log_probs: TokenLogProbs | None = None
 
     def run(self) -> Wave:
-        """Decode all rows.
-
-        Returns:
-            One wave with all rows, padded after each row's end.
-        """
+        """Decode all rows; returns one wave with all rows, padded after each row's end."""
         limit = self.stopping.max_length or self.call.config.max_length
         waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
         done: list[Wave] = []
@@ -107,14 +94,14 @@ class Loop:
         base = self.start.cache
         rows = wave.rows.tolist()
         cache = base.nodes_only(forest.select_rows(rows), max_suffix=base.state.max_suffix)
-        if self.start.own is not None:
-            own = self.start.own.of_rows(rows)
-            prefill_own_prompts(self.call.model, cache, own, max_tokens=self.call.max_prefill_tokens)
+        if self.start.unshared is not None:
+            unshared = self.start.unshared.of_rows(rows)
+            prefill_unshared(self.call.model, cache, unshared, max_tokens=self.call.max_prefill_tokens)
         width = self.prompts.shape[1]
         suffix_tokens = self.start.suffix_tokens[wave.rows]
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
-        feed = self.make_eager(cache).feed
+        feed = EagerSteps(self.call.model, cache, step_arguments(self.call.arguments)).feed
         at_once = 1 if self.call.structure.layout.own else _REPLAY  # whose kernel takes one query
         for first in range(0, tokens.shape[1], at_once):
             part = tokens[:, first : first + at_once]
@@ -238,3 +225,55 @@ class Loop:
     def _pad(self) -> Tensor:
         pad = pad_token(self.call.config)
         return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)
+
+
+@dataclass
+class FastDecodeOutput(GenerateDecoderOnlyOutput):
+    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus `logprobs`.
+
+    Attributes:
+        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
+            0 after a row's end; None with transformers' own sampler.
+    """
+
+    logprobs: Tensor | None = None
+
+
+def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
+    """Split off a `TokenLogProbs` recorder, whose work the loop does itself."""
+    recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
+    if len(recorders) != 1:
+        return processors, None
+    return LogitsProcessorList(entry for entry in processors if entry is not recorders[0]), recorders[0]
+
+
+def decode_shared(
+    call: CallContext,
+    start: Start,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
+) -> FastDecodeOutput | Tensor:
+    """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
+    model, config = call.model, call.config
+    input_ids = input_ids.long()  # dtype of sampled tokens
+    stopping = Stopping(criteria, input_ids.device)
+    processors, log_probs = _without_recorder(processors)
+    sampler, call.report.sampler_reason = choose_sampler(
+        call.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.computed_in
+    )
+    call.report.sampler = sampler.name
+
+    with optimized_for_decode(model), steps_maker(call) as make_steps:
+        wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
+    if not call.returns_cache:
+        return wave.tokens
+    start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the caller may keep the cache
+    return FastDecodeOutput(
+        sequences=wave.tokens,
+        scores=tuple(wave.scores) if config.output_scores else None,
+        logits=tuple(wave.logits) if config.output_logits else None,
+        logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
+        **{CACHE: start.cache},
+    )

@@ -45,12 +45,6 @@ class Chain:
     """Parameters of a list of logits processors; absent processors have neutral values.
 
     Attributes:
-        temperature: Divisor of the logits.
-        top_k: 0 when off.
-        top_p: 1 when off.
-        min_p: 0 when off.
-        typical_p: 1 when off.
-        repetition_penalty: 1 when off.
         prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
         min_new_tokens: Minimum new tokens before an end token is allowed.
         eos_token_ids: The end tokens suppressed until then.
@@ -67,13 +61,7 @@ class Chain:
     eos_token_ids: tuple[int, ...] = ()
 
     def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0) -> Settings:
-        """Kernel settings for this chain.
-
-        Args:
-            device: Device of the logits.
-            greedy: Take the largest processed logit instead of sampling.
-            seed: Seed of the random numbers.
-        """
+        """Kernel settings for this chain; `greedy` takes the largest processed logit instead of sampling."""
         from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
 
         settings = Settings(
@@ -98,17 +86,13 @@ class Chain:
 
 
 def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
-    """Recognise a list of logits processors.
+    """Recognise a list of logits processors, as ``generate`` passes them to a decoding loop.
 
     Only transformers' own classes are recognised, not subclasses, and only in the order in which ``generate`` builds
-    them.
+    them. Raises `Unsupported`, with the processor's name, where the kernel does not compute the same.
 
     Args:
-        processors: As ``generate`` passes them to a decoding loop.
         prompt_length: Tokens of ``input_ids``, padding included.
-
-    Raises:
-        Unsupported: The kernel does not compute the same; the message names the processor.
     """
     values: dict[str, Any] = {}
     last: Any = None

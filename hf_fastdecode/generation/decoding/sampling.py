@@ -43,7 +43,7 @@ class Sampler(Protocol):
 
     Attributes:
         name: Name in reports.
-        whole: Whether it needs finished rows' logits too, and the tokens so far.
+        needs_finished_rows: Whether it needs finished rows' logits too, and the tokens so far.
         custom: Whether it runs third-party code, or code with state between steps.
         generator_draws: Whether every step advances torch's generator of the device.
     """
@@ -104,16 +104,12 @@ class TransformersSampler:
 class FastSampler:
     """The sampling kernel: transformers' distribution without a sort, with other random numbers.
 
-    A row's random numbers depend on the seed, its number in the call and the step, not on the other rows.
+    A row's random numbers depend on the seed, its number in the call and the step, not on the other rows. Raises
+    KernelFailedError if the kernel cannot be compiled or launched; no generator was advanced then.
 
     Args:
-        chain: The call's processors.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
-        do_sample: Sample; else take the most likely token.
-
-    Raises:
-        KernelFailedError: The kernel cannot be compiled or launched; no generator was advanced.
     """
 
     name = "fast"
@@ -156,18 +152,13 @@ def choose_sampler(
     *,
     computed_in: torch.dtype | None,
 ) -> tuple[Sampler, str]:
-    """Choose the sampler of a call, with the reason.
+    """Choose the sampler of a call, with the reason; ValueError if ``fast`` was requested and cannot run.
 
     Args:
         asked: ``auto``, ``hf`` or ``fast``.
-        processors: As `generate` prepared them.
-        config: The call's generation config.
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
-
-    Raises:
-        ValueError: ``fast`` was requested and does not support this call.
     """
     stock = TransformersSampler(processors, do_sample=config.do_sample)
     if asked == "hf":
@@ -186,11 +177,7 @@ def choose_sampler(
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    """The chain for the kernel.
-
-    Raises:
-        Unsupported: The kernel does not support the call.
-    """
+    """The chain for the kernel; raises `Unsupported` if the kernel does not support the call."""
     if refused := limits.refusal(logits.device, logits.dtype):
         raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):

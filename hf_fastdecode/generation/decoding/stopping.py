@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from typing import Any
 
 import torch
@@ -30,10 +31,6 @@ class HostStoppingCriteria(StoppingCriteria):
 
 class Stopping:
     """Stopping criteria of one call.
-
-    Args:
-        criteria: As `generate` prepared them.
-        device: Device of the sampled tokens.
 
     Attributes:
         max_length: Length in tokens, prompt included, at which every row ends; None without such a criterion.
@@ -69,9 +66,7 @@ class Stopping:
     def all_end(self, length: int, view: Tensor) -> bool:
         """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.
 
-        Args:
-            length: Tokens per row, prompt included.
-            view: ``[rows, length]``, for transformers' warning about the model's maximum length.
+        The `view` of ids ``[rows, length]`` is for transformers' warning about the model's maximum length.
         """
         for criterion in self._warnings:
             if length >= criterion.max_position_embeddings:
@@ -94,3 +89,47 @@ class Stopping:
             more = more.expand(len(tokens)) if more.dim() == 0 else more
             ended = more if ended is None else ended | more
         return ended
+
+
+_STEPS_BETWEEN_POLLS = 8
+"""Steps between polls on a GPU; a result is up to twice as many steps old."""
+
+
+class FinishedRowPoller:
+    """Copies the mask of unfinished rows to the host asynchronously, and keeps generator states to restore.
+
+    `synchronous` polls at every step and waits; `draws` says whether steps advance torch's generator of the device.
+    """
+
+    def __init__(self, device: torch.device, *, synchronous: bool, draws: bool):
+        self.device = device
+        self.is_async = device.type == "cuda" and not synchronous
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+        self._states: deque[tuple[int, Tensor]] | None = None
+        if self.is_async and draws:
+            self._states = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
+
+    def poll(self, mask: Tensor, step: int) -> Tensor | None:
+        """Return the mask of unfinished rows on the host, possibly some steps old; None between polls."""
+        if not self.is_async:
+            return mask.cpu()
+        if self._states is not None:
+            self._states.append((step, torch.cuda.get_rng_state(self.device)))
+        if step % _STEPS_BETWEEN_POLLS:
+            return None
+        known = None
+        if self._pending is not None:
+            known, copied = self._pending
+            copied.synchronize()
+        copy = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True, device="cpu")
+        copy.copy_(mask, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))  # may not be the current device
+        self._pending = copy, event
+        return known
+
+    def restore_generator(self, step: int) -> None:
+        """Restore the generator's state after `step` steps."""
+        for known, state in self._states or ():
+            if known == step:
+                torch.cuda.set_rng_state(state, self.device)

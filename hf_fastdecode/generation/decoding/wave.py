@@ -18,7 +18,6 @@ class Wave:
     Attributes:
         rows: ``[rows]`` int64: row numbers in the call.
         tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
-        unfinished: ``[rows]`` bool.
         ends: ``[rows]`` int64: number of sampled tokens when the row finished.
         drawn: Tokens sampled per row.
         scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.

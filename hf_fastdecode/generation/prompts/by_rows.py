@@ -17,8 +17,7 @@ from ..._compat import keeps_logits
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, input_device
 from .packed import PrefillPass
-from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
-from .stored_prompts import StoredPrompts
+from .prompt_plan import PromptGroup, PromptPlan
 
 
 class Rows(NamedTuple):
@@ -52,12 +51,6 @@ class Rows(NamedTuple):
         return Rows(self.inputs[rows], mask, planes if planes.shape[1] == 1 else planes[:, rows])
 
 
-def plan_rows(groups: Sequence[PromptGroup], cache: SharedContextCache) -> PromptPlan:
-    """Plan a node for each prompt, whatever prompts have in common."""
-    longest = max(len(group.tokens) for group in groups)
-    return plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=longest + 1)
-
-
 def row_passes(
     model: PreTrainedModel,
     cache: SharedContextCache,
@@ -71,13 +64,11 @@ def row_passes(
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
 
     Args:
-        model: The enabled model.
         cache: The empty cache; the tokens become its first segment.
-        plan: From `plan_rows`.
+        plan: With a node for each prompt.
         rows: The distinct rows, one for each of the plan's items.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
-        arguments: Further model arguments.
     """
     cache.add_segment(plan.new_tokens)
     width, device = rows.inputs.shape[1], input_device(model)

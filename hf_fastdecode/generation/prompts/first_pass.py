@@ -22,11 +22,11 @@ from ..._compat import CACHE
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext
+from ..call_context import CallContext, reduced
 from ..support import check_arguments, check_prompts
-from .by_rows import Rows, plan_rows, row_passes
+from .by_rows import Rows, row_passes
 from .packed import prefill_passes
-from .prompt_tree import PromptGroup, PromptPlan, group_prompts
+from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import find_shared, keep_nodes, require_gain
 
 _KNOWN_ARGUMENTS = {
@@ -45,11 +45,10 @@ _UNSUPPORTED_OPTIONS = ("mode='graph'", "mode='compile'", "sampler='fast'")
 
 
 @dataclass
-class AwaitedPrompts:
+class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        call: The call.
         stock: The cache that transformers would have used.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
@@ -65,18 +64,9 @@ class AwaitedPrompts:
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
 
-        Args:
-            cache: The empty cache.
-            arguments: Arguments of the pass by name.
-            forward: The model's original method.
-
-        Returns:
-            The model's output for these arguments.
-
-        Raises:
-            ValueError: The caller's cache cannot be used.
+        Raises ValueError if the caller's cache cannot be used.
         """
-        cache.awaited = None
+        cache.first_pass = None
         output = None
         with self.call.or_stock():
             output = self._prefill(cache, arguments)
@@ -95,9 +85,10 @@ class AwaitedPrompts:
             ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width, given = arguments.get("attention_mask"), ids.shape[1], arguments.get("position_ids")
-        positions = check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
-        if mask is not None and given is None and not bool(mask.all()):
+        mask, width = arguments.get("attention_mask"), ids.shape[1]
+        positions = reduced(arguments.get("position_ids"), mask)
+        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        if mask is not None and positions.ids is None and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
@@ -110,10 +101,9 @@ class AwaitedPrompts:
         report.mode_reason = report.sampler_reason = reason
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         reuse = embeddings is None and by_rows is None
-        found = find_shared(call, groups, max_suffix, recompute=recompute, reuse=reuse)
-        if by_rows is not None:
-            found.plan = plan_rows(groups, found.cache)
-        require_gain(call, found, max_suffix)
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
+        plan = found.prompts.plan()
+        require_gain(call, found, plan, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
@@ -125,15 +115,15 @@ class AwaitedPrompts:
             0 if positions.differ else positions.planes,
         )
         report.cache = ref(cache)
-        places = _places(groups, found.plan, width, wanted)
+        places = _places(groups, plan, width, wanted)
         extra = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows is not None:
             distinct = Rows(ids if embeddings is None else arguments["inputs_embeds"], mask, by_rows).distinct(groups)
-            passes = list(row_passes(model, cache, found.plan, distinct, keep=wanted, max_tokens=limit))
+            passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
-            packed = partial(prefill_passes, model, cache, found.plan, tokens, max_tokens=limit, length=width)
+            packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)
             passes = list(packed(embeddings=embeddings, **extra))
         if reuse:
             keep_nodes(call, cache)
@@ -143,7 +133,7 @@ class AwaitedPrompts:
         fields: dict[str, Any] = {CACHE: cache}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
-            every = _places(groups, found.plan, width, width)
+            every = _places(groups, plan, width, width)
             states = zip(*(done.output.hidden_states for done in passes), strict=True)
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
@@ -151,11 +141,7 @@ class AwaitedPrompts:
         return type(passes[-1].output)(**fields)
 
     def _check_rows(self, hidden: bool) -> None:
-        """Check a call whose planes of positions differ: its cache must not outlive it, as it knows no planes.
-
-        Raises:
-            Unsupported: It would, or hidden states are wanted, which are of packed tokens.
-        """
+        """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
         if self.call.must_share:
             raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")
         if hidden:
@@ -172,11 +158,7 @@ def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
 
 
 def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) -> Tensor:
-    """Map the last positions of each group's padded prompt to indices of the plan's new tokens.
-
-    Returns:
-        ``[groups, last]`` int64 on the CPU; -1 for padding.
-    """
+    """Indices in the plan's new tokens of each group's last positions: ``[groups, last]``, -1 for padding."""
     places = torch.full((len(groups), last), -1, device="cpu")
     segment = plan.items[0].span.segment
     row = 0
@@ -192,16 +174,12 @@ def _places(groups: list[PromptGroup], plan: PromptPlan, width: int, last: int) 
 
 
 def _expand_to_rows(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs to all rows.
+    """Expand per-token outputs ``[tokens, ...]`` to all rows: ``[rows, last, ...]``, 0 for padding.
 
     Args:
-        numbers: ``[tokens, ...]``.
         places: ``[groups, last]`` int64 on the CPU: token index of each position.
         real: ``[groups, last]`` bool on the CPU: False for padding.
         rows: ``[groups]`` int64 on the CPU: rows per group.
-
-    Returns:
-        ``[rows, last, ...]``, 0 for padding.
     """
     device = numbers.device
     spread = numbers[places.clamp(0, len(numbers) - 1).to(device)]
@@ -211,13 +189,9 @@ def _expand_to_rows(numbers: Tensor, places: Tensor, real: Tensor, rows: Tensor)
 
 
 def _ids_of_embeddings(embeddings: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Assign negative ids to embeddings, equal for bitwise equal vectors, with the inverse mapping.
+    """Assign negative ids ``[rows, width]`` to embeddings ``[rows, width, hidden]``, equal for bitwise equal vectors.
 
-    Args:
-        embeddings: ``[rows, width, hidden]``.
-
-    Returns:
-        ``[rows, width]`` int64, and a function from ids ``[tokens]`` to ``[tokens, hidden]``.
+    The second result maps ids ``[tokens]`` back to ``[tokens, hidden]``.
     """
     rows, width, hidden = embeddings.shape
     vectors = embeddings.detach()

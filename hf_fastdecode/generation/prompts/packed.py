@@ -17,7 +17,7 @@ from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass, input_device
-from .prompt_tree import PromptPlan
+from .prompt_plan import PromptPlan
 
 
 @torch.no_grad()
@@ -27,10 +27,7 @@ def prefill_nodes(
     """Compute the plan's new nodes into the cache and set its forest.
 
     Args:
-        model: The enabled model.
         cache: The cache the plan was made for; the new tokens become its next segment.
-        plan: From `plan_prompts` with this cache.
-        max_tokens: Maximum tokens per forward pass.
         length: Padded length of the rows, see `SharedContextCache.set_forest`.
 
     Returns:
@@ -45,7 +42,7 @@ def prefill_nodes(
 def node_logits(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
 ) -> list[Tensor | None]:
-    """As `prefill_nodes`, with the logits of each group apart; None where a group's last token is in no new node."""
+    """As `prefill_nodes`, the logits of each group; None where a group's last token is in no new node."""
     wanted = sorted({end for end in plan.ends if end is not None})
     logits: dict[int | None, Tensor] = {}
     for run in prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length):
@@ -88,14 +85,9 @@ def prefill_passes(
     """Compute the plan's new nodes into the cache, pass by pass, then set its forest.
 
     Args:
-        model: The enabled model.
         cache: The cache the plan was made for; the new tokens become its next segment.
-        plan: From `plan_prompts` with this cache.
         wanted: Indices of new tokens to return logits for, ascending.
-        max_tokens: Maximum tokens per forward pass.
-        length: Padded length of the rows, see `SharedContextCache.set_forest`.
         embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
-        arguments: Further model arguments.
     """
     # Add the segment even if empty: the plan assumes its number.
     cache.add_segment(plan.new_tokens)
@@ -122,14 +114,10 @@ def packed_passes(
     only. A run longer than `max_tokens` is computed in chunks.
 
     Args:
-        model: The enabled model.
         cache: The cache, with storage for the items' spans.
         items: The runs, parents before their children.
         tokens: ``[length]`` ids of all items, in their order.
         wanted: Indices of tokens to return logits for, ascending.
-        max_tokens: Maximum tokens per forward pass.
-        embeddings: As for `prefill_passes`.
-        arguments: Likewise.
     """
     device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.

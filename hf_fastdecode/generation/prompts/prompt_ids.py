@@ -75,8 +75,8 @@ def _checked(input_ids: Tensor) -> Tensor:
 def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | None]:
     if not prompts:
         raise ValueError("the list of prompts is empty; give at least one prompt")
-    ids = [_row(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
-    shown = [torch.ones_like(row) for row in ids]
+    ids = [_integers(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    shown = [torch.ones_like(one) for one in ids]
     if masks is not None:
         if not isinstance(masks, list | tuple) or len(masks) != len(ids):
             found = f"a list of {len(masks)}" if isinstance(masks, list | tuple) else type(masks).__name__
@@ -84,38 +84,38 @@ def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | 
                 f"attention_mask must be a list of {len(ids)} rows, as input_ids is, got {found}; pass what one call "
                 "of the tokenizer returned"
             )
-        shown = [_row(mask, f"attention_mask of prompt {index}") for index, mask in enumerate(masks)]
-        for index, (row, mask) in enumerate(zip(ids, shown, strict=True)):
-            if len(row) != len(mask):
+        shown = [_integers(mask, f"attention_mask of prompt {index}") for index, mask in enumerate(masks)]
+        for index, (own, mask) in enumerate(zip(ids, shown, strict=True)):
+            if len(own) != len(mask):
                 raise ValueError(
-                    f"prompt {index} has {len(row)} ids and an attention_mask of {len(mask)}; pass what one call of "
+                    f"prompt {index} has {len(own)} ids and an attention_mask of {len(mask)}; pass what one call of "
                     "the tokenizer returned"
                 )
-    input_ids, mask = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, shown))
+    input_ids, mask = (pad_sequence(lists, batch_first=True, padding_side="left") for lists in (ids, shown))
     return input_ids, None if bool((mask == 1).all()) else mask
 
 
-def _row(values: object, name: str) -> Tensor:
+def _integers(values: object, name: str) -> Tensor:
     """Convert one prompt's ids or mask to ``[length]`` int64 on the CPU."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             remedy = "pass ids[0] of it" if values.dim() == 2 and len(values) == 1 else "pass one tensor for each"
             raise ValueError(f"{name} in a list must have shape [length], got {list(values.shape)}; {remedy}")
         _check_dtype(values, name)
-        row = values.long().cpu()
+        found = values.long().cpu()
     elif isinstance(values, list | tuple):
         for place, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise ValueError(
                     f"{name} must be a list of integers, got {_shown(value)} at position {place}; {_TOKENIZE}"
                 )
-        row = torch.tensor(values, dtype=torch.int64, device="cpu")
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
     else:
         remedy = "for one prompt, pass [input_ids]" if isinstance(values, int) else _TOKENIZE
         raise ValueError(f"{name} must be a list of ids or a tensor [length], got {_shown(values)}; {remedy}")
-    if not len(row):
+    if not len(found):
         raise ValueError(f"{name} is empty; give at least one token, or leave the prompt out")
-    return row
+    return found
 
 
 def _shown(value: object) -> str:

@@ -19,40 +19,42 @@ from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from .prompt_tree import PromptGroup, PromptPlan, plan_prompts
-from .stored_prompts import StoredPrompts
+from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
 logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass
 class Shared:
-    """The sharing plan of a call, before prefill.
+    """The prompts of a call and the cache to prefill them into.
 
     Attributes:
-        cache: A new cache, or a fork of a given or kept one.
-        groups: The prompts.
-        plan: What to prefill into the cache.
-        known: Whether the cache is a fork of a given or kept one.
+        cache: A new cache, or a fork of the given one or of one in the prefix store.
+        prompts: The prompts, compared with each other and with the cache.
+        reuses: Whether the cache is a fork.
     """
 
     cache: SharedContextCache
-    groups: list[PromptGroup]
-    plan: PromptPlan
-    known: bool
+    prompts: ComparedPrompts
+    reuses: bool
 
 
 def find_shared(
-    call: CallContext, groups: list[PromptGroup], max_suffix: int, *, recompute: int = 0, reuse: bool = True
+    call: CallContext,
+    groups: list[PromptGroup],
+    max_suffix: int,
+    *,
+    recompute: int = 0,
+    by_rows: bool = False,
+    reuse: bool = True,
 ) -> Shared:
-    """Find the prefixes that prompts share with each other, the caller's cache, or kept prefixes.
+    """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store.
 
     Args:
-        call: The call.
-        groups: The prompts in row order.
         max_suffix: Maximum tokens appended per row.
-        recompute: See `plan_prompts`.
-        reuse: Whether kept prefixes may be used, if the options allow it.
+        recompute: See `compare_prompts`.
+        by_rows: Whether different prompts share nothing, see `by_rows`.
+        reuse: Whether the prefix store may be used, if the options allow it.
 
     Raises:
         ValueError: The caller's cache does not fit the prompts or the model.
@@ -62,62 +64,62 @@ def find_shared(
     if given is not None:
         _check_cache(call, given)
     elif options.reuse_prefix and reuse:
-        base = call.state.reused.find(call.model, groups, least=options.min_shared_tokens)
+        base = call.state.prefix_store.find(call.model, groups, least=options.min_shared_tokens)
     elif reuse:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-    plan = plan_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens, recompute=recompute)
-    for index, (group, known) in enumerate(zip(groups, plan.known_lengths, strict=True)):
-        if given is not None and known == 0 and len(group.tokens) > recompute:
+    least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
+    prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+    for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
+        if given is not None and reused == 0 and len(group.tokens) > recompute:
             raise ValueError(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
                 "part"
             )
     if base is not None:
-        call.report.known_tokens = plan.known_lengths
+        call.report.known_tokens = prompts.reused_lengths
     if given is not None:
-        _warn_if_short_match(given, groups, plan.matched_lengths)
-        again = max(matched - known for matched, known in zip(plan.matched_lengths, plan.known_lengths, strict=True))
+        _warn_if_short_match(given, prompts)
+        lengths = zip(prompts.stored_lengths, prompts.reused_lengths, strict=True)
+        again = max(stored - reused for stored, reused in lengths)
         if again > 1:
             call.state.log_once(
                 f"the first pass asks for logits of all prompt tokens, so {again} tokens that the given cache holds "
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
-    return Shared(cache, groups, plan, base is not None)
+    return Shared(cache, prompts, base is not None)
 
 
-def require_gain(call: CallContext, found: Shared, max_suffix: int, *, smaller_suffixes: bool = False) -> None:
-    """Check that sharing pays off, and report it.
+def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0) -> None:
+    """Raise `Unsupported` unless sharing pays off, and report it.
 
     Args:
         call: The call, with the mode set.
-        found: The sharing plan.
         max_suffix: Maximum tokens appended per row.
-        smaller_suffixes: Whether prompts go to suffixes, which kernels read in fewer bytes than a stock cache has.
-
-    Raises:
-        Unsupported: It does not.
+        unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
+            has.
     """
-    options, plan, layout = call.options, found.plan, call.structure.layout
-    total = sum(plan.forest.context_lengths)
-    saved, least = total - plan.forest.stored_tokens, max(1, options.min_saved_tokens)
+    options, layout = call.options, call.structure.layout
+    in_nodes = sum(plan.forest.context_lengths)
+    total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
+    least = max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
-    if not call.must_share and call.mode == "eager" and not smaller_suffixes:
+    if not call.must_share and call.mode == "eager" and not unshared:
         if may_save < least:
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
-                _what_helps(found.groups, options.reuse_prefix),
+                _what_helps(found.prompts.groups, options.reuse_prefix),
             )
         if not options.reuse_prefix and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
-    if found.known:
-        report.reason += f", {sum(plan.known_lengths)} were stored before"
-    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens)
+    if found.reuses:
+        report.reason += f", {sum(found.prompts.reused_lengths)} were stored before"
+    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
     report.cache = ref(found.cache)
 
 
@@ -136,25 +138,18 @@ def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
 
 
 def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
-    """Prepare prefilled nodes for later calls, in the returned cache and in the kept prefixes."""
+    """Prepare prefilled nodes for later calls, in the returned cache and in the prefix store."""
     if call.returns_cache:
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
     if call.options.reuse_prefix and call.given is None:  # which may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
-            call.report.kept_bytes = call.state.reused.keep(call.model, cache, call.options.reused_bytes)
+            call.report.kept_bytes = call.state.prefix_store.keep(call.model, cache, call.options.reused_bytes)
     call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
 
 
 def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
-    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill.
-
-    Args:
-        model: The model.
-        layout: What its layers store.
-        forest: The planned nodes.
-        new_tokens: Maximum new tokens per row.
-    """
+    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill."""
     if model.device.type != "cuda" or model.dtype.itemsize != 2:
         return None
     seconds = defaultdict[str, float](float)
@@ -186,10 +181,10 @@ def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
         )
 
 
-def _warn_if_short_match(given: SharedContextCache, groups: list[PromptGroup], known: tuple[int, ...]) -> None:
+def _warn_if_short_match(given: SharedContextCache, prompts: ComparedPrompts) -> None:
     """Warn when a prompt diverges early from the given cache, e.g. because it was tokenized separately."""
     shortest = min(given.forest.context_lengths, default=0)
-    for index, (group, length) in enumerate(zip(groups, known, strict=True)):
+    for index, (group, length) in enumerate(zip(prompts.groups, prompts.stored_lengths, strict=True)):
         expected = min(shortest, len(group.tokens))
         if 2 * length < expected:
             logger.warning(

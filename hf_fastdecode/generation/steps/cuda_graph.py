@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention.interface import RowLengths, active
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
-from ...attention.launch.tables_by_shape import Alike, TablesByShape
+from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
@@ -44,9 +44,7 @@ class CaptureOptions(NamedTuple):
     """Options of a capture, other than the number of rows.
 
     Attributes:
-        compiled: Whether layers are compiled.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
-        arguments: Further model arguments by name.
     """
 
     compiled: bool
@@ -67,12 +65,7 @@ class CapturedStep:
     """One decode step of a model for up to `rows` rows.
 
     Args:
-        model: The model.
-        rows: Number of rows.
         cache: The batch to capture with; other batches can be loaded later.
-        configs: The model's config objects, see `attention.interface.active`.
-        options: Options of the capture.
-        compiled: The model's compiled layers.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
 
     Attributes:
@@ -160,7 +153,7 @@ class CapturedStep:
             shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
-            found[layer.stored.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
+            found[layer.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
         return found
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
@@ -186,7 +179,7 @@ class CapturedStep:
         return self.logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:
-        layers = {layer.stored.index: layer.stored for layer in cache.attention_layers}
+        layers = {layer.index: layer for layer in cache.attention_layers}
         suffixes = cache.state.suffixes
         if not suffixes.in_order:
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
@@ -235,11 +228,7 @@ class Captures:
         configs: list[PreTrainedConfig],
         options: CaptureOptions,
     ) -> CapturedStep:
-        """Get or capture a step for this cache's rows.
-
-        Raises:
-            Unsupported: The kernels cannot compute the model's attention.
-        """
+        """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         for index, step in enumerate(self._steps):
             if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):

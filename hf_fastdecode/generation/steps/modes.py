@@ -48,9 +48,7 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
     """Context that yields a factory of step runners, in the call's mode.
 
     Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
-
-    Raises:
-        ValueError: A forced mode cannot run.
+    A forced mode that cannot run raises ValueError.
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
@@ -136,15 +134,7 @@ def _is_memory_failure(reason: str) -> bool:
 
 
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
-    """Choose the mode of a call's decode steps, with the reason.
-
-    Args:
-        call: The call.
-        new_tokens: Maximum new tokens per row.
-
-    Raises:
-        ValueError: A forced mode cannot run.
-    """
+    """Choose the mode of a call's decode steps, with the reason; raises ValueError if a forced mode cannot run."""
     model, options, captures = call.model, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     per_call = bool(call.structure.layout.own)  # whose suffixes are captured in place

@@ -3,7 +3,7 @@
 A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
 Query, key and value projections have the same input, and so do gate and up projections: as parallel branches of the
 captured graph, one product starts while another drains. `FusedProjections` does this for uncompiled layers,
-`compiled_projections` for compiled ones.
+`compiled_layers` for compiled ones.
 
 Parameters keep their memory and modules stay in place for every value of ``fuse_projections``. Only passes of the
 capturing thread are affected.
@@ -72,9 +72,6 @@ class FusedProjections(TorchFunctionMode):
     """Context in which this thread computes projections of the same input concurrently.
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module):

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
+from ..call_context import Structure
 from ..forward_pass import forward_pass
-from ..structure import Structure
 from .cuda_graph import CaptureOptions, Captures, bucket
 
 logger = logging.getLogger("hf_fastdecode")
@@ -85,14 +85,9 @@ class CapturedSteps:
     """Runs steps by captured graphs, one per bucket of rows.
 
     Args:
-        model: The model.
-        cache: The batch.
         arguments: Model arguments beyond tokens, positions and cache.
-        captures: The model's captured steps.
-        structure: Of the model.
         remake: Creates the runner of a batch that was compacted, or whose storage moved. For a compacted batch that
             cannot be captured, it returns the given larger runner if that can go on.
-        compiled: Compile the layers.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
     """
 
@@ -116,11 +111,11 @@ class CapturedSteps:
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, structure.configs, self._options)
         for layer in cache.attention_layers:
-            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.stored.index)
+            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
             did = f"{nodes} and {cache.rows} suffixes by triton, captured"
             if own is not None:
                 did = f"{nodes} by triton, {own.suffixes_read}, captured"
-            layer.stored.report("decode", did)
+            layer.report("decode", did)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._instead is None:

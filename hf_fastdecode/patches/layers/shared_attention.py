@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...attention.autocast import no_autocast
 from ...attention.interface import SlidingWindow
-from ...attention.kv import ForestKV, Segment
+from ...attention.kv import ForestKV, Scoring, Segment
 from ...attention.partial import Partial, merge
-from ...attention.scoring import Scoring
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...attention.torch_operators.operators import cannot_run
 from ...cache.captured import CapturedCache

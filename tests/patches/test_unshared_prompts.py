@@ -17,7 +17,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.generation.prompts import own_prompts
+from hf_fastdecode.generation.prompts import unshared_prompts
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.kernels.installed import triton_is_installed
@@ -57,14 +57,14 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[SharedContextCache]:
     """The caches into whose suffixes prompts were prefilled."""
     seen: list[SharedContextCache] = []
-    prefill = own_prompts.prefill_own_prompts
+    prefill = unshared_prompts.prefill_unshared
 
     def watched(model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> dict[int, Tensor]:
         seen.append(cache)
         return prefill(model, cache, *args, **kwargs)
 
-    monkeypatch.setattr("hf_fastdecode.generation.prompts.start.prefill_own_prompts", watched)
-    monkeypatch.setattr("hf_fastdecode.generation.decoding.loop.prefill_own_prompts", watched)
+    monkeypatch.setattr("hf_fastdecode.generation.prompts.start.prefill_unshared", watched)
+    monkeypatch.setattr("hf_fastdecode.generation.decoding.loop.prefill_unshared", watched)
     return seen
 
 
@@ -229,7 +229,7 @@ def test_smaller_waves_when_memory_runs_out(
 def test_a_prefill_that_fails_leaves_empty_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:
     slim = pair("k+r")[1]
     seen: list[SharedContextCache] = []
-    passes = own_prompts.packed_passes
+    passes = unshared_prompts.packed_passes
 
     def failing(model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
         seen.append(cache)
@@ -237,7 +237,7 @@ def test_a_prefill_that_fails_leaves_empty_suffixes(monkeypatch: pytest.MonkeyPa
         assert cache.layers[0].storage.suffix is not None
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(own_prompts, "packed_passes", failing)
+    monkeypatch.setattr(unshared_prompts, "packed_passes", failing)
     with (
         fd.enabled(slim, mode="graph", backend="triton", max_prefill_tokens=7),
         pytest.raises(torch.OutOfMemoryError),

@@ -7,8 +7,8 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
-from .short_calls import PROMPT, SAMPLING
-from .tiny_models import seeded
+from ..short_calls import PROMPT, SAMPLING
+from ..tiny_models import seeded
 
 
 class PeftLike(nn.Module):

@@ -1,4 +1,7 @@
-"""Prefix reuse across calls: keeps the nodes of recent calls, so that later prompts prefill only new tokens."""
+"""Prefix reuse across calls: stores the nodes of recent calls, so that later prompts prefill only new tokens.
+
+Without the option, calls whose prompts begin like earlier ones are noticed, to advise it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..._compat import tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ..identity import Fingerprint, pass_settings
-from .prompt_tree import PromptGroup
-from .stored_prompts import StoredPrompts
+from .prompt_plan import PromptGroup, StoredPrompts
 
 _MOST_CALLS = 64
 """Kept calls; every new prompt is compared with all of them."""
@@ -33,7 +36,7 @@ class _Kept:
     prompts: StoredPrompts
 
 
-class ReusedPrefixes:
+class PrefixStore:
     """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
 
     It is cleared when the model's weights, adapters, modules, autocast or `forward` change.
@@ -45,8 +48,8 @@ class ReusedPrefixes:
         self._fingerprint: Fingerprint | None = None
         self._pass_settings: tuple[Any, ...] = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReusedPrefixes:
-        return ReusedPrefixes()  # a copy of the model has other weights
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
+        return PrefixStore()  # a copy of the model has other weights
 
     def find(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> SharedContextCache | None:
         """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`."""
@@ -65,18 +68,9 @@ class ReusedPrefixes:
             return best.cache
 
     def keep(self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int) -> int:
-        """Keep the nodes of a call's cache, with one row per distinct prompt.
+        """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
 
-        Args:
-            model: The model.
-            cache: The call's prefilled cache.
-            max_bytes: Maximum bytes kept over all calls.
-
-        Returns:
-            Bytes now kept over all calls.
-
-        Raises:
-            torch.OutOfMemoryError: Not enough memory to merge a prompt's nodes; the store was cleared.
+        Raises torch.OutOfMemoryError where memory does not suffice to merge a prompt's nodes; the store is then empty.
         """
         twin = cache.nodes_only(Forest.from_paths(list(dict.fromkeys(cache.forest.paths))))
         # Calls share the storage of common nodes; merging would copy it for each call.
@@ -117,3 +111,48 @@ class ReusedPrefixes:
             part for kept in self._kept for layer in kept.cache.attention_layers for part in layer.storage.tensors()
         ]
         return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+_CALLS_TO_TELL = 3
+_RECENT = 8  # prompts that a new one is compared with
+_LONGEST = 1024  # tokens of each that are kept
+
+
+class RepeatedPrompts:
+    """Counts calls whose first prompt begins like one of the last few, for the same weights."""
+
+    def __init__(self) -> None:
+        self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        self._weights: object = None
+        self._repeated = 0
+        self._lock = Lock()  # calls of several threads are counted together
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RepeatedPrompts:
+        return RepeatedPrompts()
+
+    def advice(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> str | None:
+        """Take note of a call, and say what would help once this is the third that begins like an earlier one.
+
+        Prompts begin alike by their first `least` tokens. After a training step they must be computed again, so that
+        counting begins anew.
+        """
+        weight = next(model.parameters())
+        weights = (weight.data_ptr(), tensor_version(weight))
+        tokens = groups[0].tokens[:_LONGEST].clone()
+        with self._lock:
+            if weights != self._weights:
+                self._weights, self._repeated = weights, 0
+                self._recent.clear()
+            self._repeated += any(_begin_alike(tokens, other, least) for other in self._recent)
+            self._recent.append(tokens)
+            repeated = self._repeated
+        if repeated != _CALLS_TO_TELL:
+            return None
+        return (
+            f"{repeated} calls had a prompt that begins like an earlier call's; "
+            "hf_fastdecode.enable(model, reuse_prefix=True) keeps prompts, so that later calls prefill new tokens only"
+        )
+
+
+def _begin_alike(one: Tensor, other: Tensor, least: int) -> bool:
+    return min(len(one), len(other)) >= least and bool((one[:least] == other[:least]).all())

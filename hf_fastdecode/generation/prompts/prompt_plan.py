@@ -1,0 +1,262 @@
+"""Compares the prompts of a call with each other and with a cache, and plans the forest and what to prefill."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.forest import Forest, Path, Span, path_slice
+from ...attention.prefix_tree import PrefixTree, SharedRange, prefix_tree
+from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
+
+_ITEM = 8  # bytes of an int64 id
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Neighbouring rows with the same prompt.
+
+    Attributes:
+        tokens: ``[length]`` int64 on the CPU, without padding.
+        count: Number of rows.
+    """
+
+    tokens: Tensor
+    count: int
+
+
+def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None) -> list[PromptGroup]:
+    """Group neighbouring rows with equal prompts and drop the padding.
+
+    Args:
+        input_ids: ``[rows, length]``; the groups may be views of it.
+        attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
+        planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
+    """
+    same = (input_ids[1:] == input_ids[:-1]).all(1)
+    if planes is not None and planes.shape[1] > 1:
+        same &= (planes[:, 1:] == planes[:, :-1]).all(0).all(1)
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool()
+        same &= (attention_mask[1:] == attention_mask[:-1]).all(1)
+    starts = [0, *((~same).nonzero().flatten() + 1).tolist()]
+    counts = [stop - start for start, stop in pairwise([*starts, len(input_ids)])]
+    ids = _selected(input_ids, starts).long().cpu()
+    if attention_mask is None:
+        return [PromptGroup(tokens, count) for tokens, count in zip(ids, counts, strict=True)]
+    mask = _selected(attention_mask, starts).cpu()
+    firsts = mask.byte().argmax(1)
+    whole = mask.sum(1) == mask.shape[1] - firsts  # no gaps after the padding
+    return [
+        PromptGroup(ids[index, first:] if no_holes else ids[index][mask[index]], count)
+        for index, (first, no_holes, count) in enumerate(zip(firsts.tolist(), whole.tolist(), counts, strict=True))
+    ]
+
+
+def _selected(table: Tensor, rows: list[int]) -> Tensor:
+    """Select rows in order; returns the table itself for all rows."""
+    return table if len(rows) == len(table) else table[rows]
+
+
+class StoredPrompts:
+    """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection.
+
+    The cache has empty suffixes.
+    """
+
+    def __init__(self, cache: SharedContextCache):
+        self.next_segment = len(cache.segment_tokens)
+        self._paths = list(dict.fromkeys(cache.forest.paths))
+        # Sorted as bytes by memcmp; any order works that makes texts with a common prefix neighbours.
+        texts = [_bytes(cache.path_tokens(path)) for path in self._paths]
+        self._numbers = sorted(range(len(texts)), key=texts.__getitem__)
+        self._texts = [texts[number] for number in self._numbers]
+        self._first: dict[tuple[int, int], int] = {}
+
+    def longest_match(self, tokens: Tensor) -> tuple[Path, int]:
+        """The cache's first path with the longest common prefix, and the length of that prefix."""
+        text = _bytes(tokens)
+        length = self._longest(text)
+        if length == 0:
+            return (), 0
+        size = length * _ITEM
+        head = text[:size]
+        alike = (
+            bisect_left(self._texts, head),
+            bisect_right(self._texts, head, key=lambda other: other[:size]),
+        )
+        if alike not in self._first:
+            self._first[alike] = min(self._numbers[slice(*alike)])
+        return self._paths[self._first[alike]], length
+
+    def match_lengths(self, prompts: Sequence[Tensor]) -> list[int]:
+        """Longest common prefix of each prompt with any path."""
+        return [self._longest(_bytes(tokens)) for tokens in prompts]
+
+    def covers(self, other: StoredPrompts) -> bool:
+        """Whether every prompt of `other` is a prefix of a prompt here."""
+        return all(any(near.startswith(text) for near in self._neighbours(text)) for text in other._texts)
+
+    def _longest(self, text: bytes) -> int:
+        """Longest common prefix of a text with any path, in tokens."""
+        ids = np.frombuffer(text, np.int64)
+        return max((_common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
+
+    def _neighbours(self, text: bytes) -> list[bytes]:
+        """The sorted texts before and after this one; one of them has the longest common prefix."""
+        place = bisect_left(self._texts, text)
+        return self._texts[max(0, place - 1) : place + 1]
+
+
+def _bytes(tokens: Tensor) -> bytes:
+    return tokens.long().numpy().tobytes()
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    length = min(len(left), len(right))
+    different = left[:length] != right[:length]
+    place = int(different.argmax()) if length else 0
+    return place if length and different[place] else length
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Nodes of a batch, and the tokens to prefill.
+
+    Attributes:
+        forest: The rows' paths over stored and new spans.
+        items: Runs of tokens to prefill, parents first, contiguous in the new segment.
+        new_tokens: ``[length]`` ids of the new segment.
+        ends: Index of each group's last token among the new tokens; None if it is stored.
+    """
+
+    forest: Forest
+    items: tuple[PrefillItem, ...]
+    new_tokens: Tensor
+    ends: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ComparedPrompts:
+    """The prompts of a call with the prefixes that they share with each other and with a cache; see `compare_prompts`.
+
+    Comparing tokens takes most of the time, so that what a call decides by the lengths below it decides before `plan`.
+
+    Attributes:
+        stored: For each group, the path in the cache that begins like it, and the number of tokens in common.
+        common: Length of the common prefix of groups ``i`` and ``i + 1``.
+    """
+
+    groups: list[PromptGroup]
+    stored: list[tuple[Path, int]]
+    common: list[int]
+    next_segment: int
+    min_shared_tokens: int
+    recompute: int
+
+    @cached_property
+    def _tree(self) -> PrefixTree:
+        return prefix_tree([len(group.tokens) for group in self.groups], self.common, least=self.min_shared_tokens)
+
+    @property
+    def stored_lengths(self) -> tuple[int, ...]:
+        """Tokens of each group that the cache holds."""
+        return tuple(length for _, length in self.stored)
+
+    @cached_property
+    def reused_lengths(self) -> tuple[int, ...]:
+        """Of these, the number that are not computed again."""
+        most = (max(0, len(group.tokens) - self.recompute) for group in self.groups)
+        return tuple(map(min, self.stored_lengths, most))
+
+    @property
+    def any_stored_whole(self) -> bool:
+        """Whether the cache holds every token of a prompt."""
+        return any(len(group.tokens) == length for group, length in zip(self.groups, self.stored_lengths, strict=True))
+
+    @property
+    def unshared_lengths(self) -> list[int]:
+        """Last tokens of each group that only one row has."""
+        return [
+            run.stop - run.start if run is not None and group.count == 1 and run.row_stop - run.row_start == 1 else 0
+            for run, group in zip(self._tree.deepest, self.groups, strict=True)
+        ]
+
+    @property
+    def new_length(self) -> int:
+        """Tokens to prefill."""
+        return sum(run.stop - self._first_new(run) for run in self._tree.ranges)
+
+    def _first_new(self, run: SharedRange) -> int:
+        """The first token of a range that is computed; its end if there is none."""
+        reused = min(self.reused_lengths[run.row_start : run.row_stop])  # one may end here
+        return min(max(reused, run.start), run.stop)
+
+    def without_last(self, counts: Sequence[int]) -> ComparedPrompts:
+        """The same without the last ``counts[i]`` tokens of group ``i``."""
+        lengths = [len(group.tokens) - count for group, count in zip(self.groups, counts, strict=True)]
+        return replace(
+            self,
+            groups=[
+                PromptGroup(group.tokens[:length], group.count)
+                for group, length in zip(self.groups, lengths, strict=True)
+            ],
+            stored=[(path, min(held, length)) for (path, held), length in zip(self.stored, lengths, strict=True)],
+            common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
+        )
+
+    def plan(self) -> PromptPlan:
+        """Plan nodes for the shared prefixes, and the prefill of what is not reused."""
+        paths: dict[SharedRange | None, Path] = {None: ()}
+        ends: dict[SharedRange | None, int] = {}
+        items: list[PrefillItem] = []
+        new_tokens: list[Tensor] = []
+        length = 0
+        for run in self._tree.ranges:
+            stored_path, _ = self.stored[run.row_start]
+            first_new = self._first_new(run)
+            path = (*paths[run.parent], *path_slice(stored_path, run.start, first_new))
+            if fresh := run.stop - first_new:
+                span = Span(self.next_segment, length, fresh)
+                items.append(PrefillItem(span, context=path))
+                new_tokens.append(self.groups[run.row_start].tokens[first_new : run.stop])
+                path = (*path, span)
+                length += fresh
+                ends[run] = length - 1
+            paths[run] = path
+        deepest = self._tree.deepest
+        row_paths = [paths[run] for run, group in zip(deepest, self.groups, strict=True) for _ in range(group.count)]
+        tokens = torch.cat(new_tokens) if new_tokens else torch.empty(0, dtype=torch.long, device="cpu")
+        return PromptPlan(Forest.from_paths(row_paths), tuple(items), tokens, tuple(ends.get(run) for run in deepest))
+
+
+def compare_prompts(
+    groups: list[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int, recompute: int = 0
+) -> ComparedPrompts:
+    """Compare prompts with each other and with a cache.
+
+    Neighbouring prompts with a common prefix of at least `min_shared_tokens` share nodes, recursively (Hydragen,
+    section 3.3). Tokens that the cache holds are reused.
+
+    Args:
+        groups: The prompts in row order.
+        stored: The cache's prompts; the new tokens become its next segment.
+        min_shared_tokens: Minimum length of a shared node, at any depth.
+        recompute: Number of last tokens per prompt to compute even if stored, for their logits.
+    """
+    return ComparedPrompts(
+        groups,
+        [stored.longest_match(group.tokens) for group in groups],
+        [_common_prefix(left, right) for left, right in pairwise(group.tokens.numpy() for group in groups)],
+        stored.next_segment,
+        min_shared_tokens,
+        recompute,
+    )
