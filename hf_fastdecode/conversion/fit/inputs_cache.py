@@ -45,17 +45,10 @@ def inputs_cache_output(
     causal: bool = True,
     score_bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer's output from cached inputs; it equals `attention_output`.
+    """The layer's output ``[queries, d_out]``, fp64, from cached inputs; it equals `attention_output`.
 
-    Args:
-        weights: Weights of the layer, without RoPE and QK-norm.
-        inputs: ``[queries, d]``.
-        cached: ``[keys, key_d]``: the layer's inputs, or the encoder's output for cross-attention.
-        causal: See `attention_weights`.
-        score_bias: See `attention_weights`; relative position biases do not depend on keys, and stay.
-
-    Returns:
-        ``[queries, d_out]``, fp64.
+    Of inputs ``[queries, d]`` and what is cached, ``[keys, key_d]``: the layer's inputs, or the encoder's output for
+    cross-attention. Relative position biases (`score_bias`) do not depend on keys, and stay.
 
     Raises:
         ValueError: QK-norm stands between the projections and the scores.

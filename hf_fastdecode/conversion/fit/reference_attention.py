@@ -81,18 +81,10 @@ def attention_output(
     causal: bool = True,
     score_bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer's output from its inputs (Slim attention, equations 1.1 to 1.3), all biases included.
+    """The layer's output ``[tokens, d_out]``, fp64 (Slim attention, equations 1.1 to 1.3), all biases included.
 
-    Args:
-        weights: Weights of the layer.
-        inputs: ``[tokens, d]``, inputs of the projections (after the layer norm).
-        key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
-        rotation: RoPE of queries and keys, or None.
-        causal: See `attention_weights`.
-        score_bias: See `attention_weights`.
-
-    Returns:
-        ``[tokens, d_out]``, fp64.
+    Inputs ``[tokens, d]`` are those of the projections, after the layer norm; of cross-attention, keys and values have
+    `key_inputs`, ``[keys, key_d]``. For `causal` and `score_bias` see `attention_weights`.
     """
     source = inputs if key_inputs is None else key_inputs
     probabilities = attention_weights(

@@ -159,12 +159,7 @@ def cached_and_read(
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
-    """Refuse a dtype whose range other texts than the calibration text could exceed.
-
-    Args:
-        name: Name of the cached tensor, for the error.
-        cached: Its numbers on the calibration text.
-        cache_dtype: Dtype of the cache.
+    """Refuse a dtype whose range other texts than the calibration text could exceed; `name` is for the error.
 
     Raises:
         ValueError: The largest magnitude, with headroom, is beyond the dtype's largest number.
