@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, prefill
     from .assets import embedded_folder, load_embedded
     from .cache.shared import SharedContextCache
-    from .conversion.checkpoint.in_memory import to_slim
-    from .conversion.checkpoint.sparsity import measure_sparsity
+    from .conversion.sparsity import measure_sparsity
+    from .conversion.to_slim import to_slim
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
 
@@ -39,8 +39,8 @@ _MODULES = {
     "TokenLogProbs": "generation.decoding.token_log_probs",
     "embedded_folder": "assets",
     "load_embedded": "assets",
-    "measure_sparsity": "conversion.checkpoint.sparsity",
-    "to_slim": "conversion.checkpoint.in_memory",
+    "measure_sparsity": "conversion.sparsity",
+    "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }
 

@@ -21,17 +21,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_fastdecode.bench.markdown import head, line
-from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
-from hf_fastdecode.conversion.fit import (
-    RANK_SHARES,
-    AttentionWeights,
-    CacheError,
-    CacheErrors,
-    Rotation,
-    fit_layer,
-    key_statistics,
-)
-from hf_fastdecode.conversion.fit.layer_plan import share_name
+from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, fit_layer, share_name
+from hf_fastdecode.conversion.fit.rope import Rotation
+from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
+from hf_fastdecode.conversion.fit.weights import AttentionWeights
+from hf_fastdecode.conversion.layers.plan_choice import AUTO, pick
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
 
 from .pages import DOCS, replace_table

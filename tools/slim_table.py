@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
-from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs
-from hf_fastdecode.conversion.fit import (
-    AttentionWeights,
-    CacheError,
-    CacheErrors,
-    LayerPlan,
-    Rotation,
-    fit_layer,
-    key_statistics,
-)
+from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
+from hf_fastdecode.conversion.fit.rope import Rotation
+from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
+from hf_fastdecode.conversion.fit.weights import AttentionWeights
+from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs, record
+from hf_fastdecode.conversion.layers.layer_converter import below
 from hf_fastdecode.patches.architectures.slim_llama import FAMILY
 
 from .pages import DOCS, replace_table
@@ -101,12 +97,11 @@ def _layers() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
     """Attention of the embedded model in bf16, what it sees on the built-in text, and that text's RoPE."""
     model, tokenizer = load_embedded(torch.bfloat16)
     family, ids = FAMILY, calibration_ids(tokenizer)
-    inputs = layer_inputs(model, family, ids)
     found = []
-    for index, seen in enumerate(inputs):
-        prefix = family.layer_prefix(index) + family.attention
-        own = {name.removeprefix(prefix): one for name, one in model.state_dict().items() if name.startswith(prefix)}
-        found.append((family.weights(model.config, family.plain(model.config, own), index), seen))
+    recorded = record(model, family, model_inputs(family, model.config, ids))
+    for index, prefix in enumerate(family.attentions(model.config)):
+        own = below(prefix, model.state_dict())
+        found.append((family.weights(model.config, family.plain(model.config, own), index), recorded[index].inputs))
     rotation = family.rotation(model.config, len(ids))
     assert rotation is not None
     return found, rotation

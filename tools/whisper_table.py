@@ -11,12 +11,13 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.attention_plans import AttentionPlans
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs, record
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.tensors import below
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
-from hf_fastdecode.conversion.fit import CacheError, CacheErrors, LayerPlan
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.layer_plan import LayerPlan
+from hf_fastdecode.conversion.fit.weights import AttentionWeights
+from hf_fastdecode.conversion.layers.calibration import CalibrationInputs, model_inputs, record
+from hf_fastdecode.conversion.layers.layer_converter import LayerConverter, below
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
@@ -43,17 +44,17 @@ def table() -> str:
     assert isinstance(family, EncoderDecoder)
     ids = torch.tensor(tokenizer()(TEXT)["input_ids"])
     recorded = record(model, family, model_inputs(family, model.config, ids, features(speak(TEXT))))
-    state = model.state_dict()
-    prefixes = family.attentions(model.config)
-    plans = AttentionPlans(family, model.config, PlanChoice(), recorded, lambda index: below(prefixes[index], state))
+    own = [below(prefix, model.state_dict()) for prefix in family.attentions(model.config)]
+    converter = LayerConverter(family, model.config, PlanChoice(), lambda index: (own[index], recorded[index]))
     lines = []
-    for index, prefix in enumerate(prefixes):
-        converted = plans.convert(index)
+    for index, prefix in enumerate(family.attentions(model.config)):
+        converted = converter.convert(index)
+        weights = family.weights(model.config, own[index], index)
         chosen, plan = converted.chosen, converted.plan
         cells = [
             f"{prefix.split('.')[3]}, {'cross-attention' if index % 2 else 'self-attention'}",
             f"{plan.condition:.0e}",
-            *(_times(one, plan) for one in _unfitted(plans, index)),
+            *(_times(one, plan) for one in _unfitted(weights, recorded[index])),
             _over(plan, "k", 0),
             _over(plan, "k+r", model.config.d_model // 8),
             chosen.plan,
@@ -64,13 +65,12 @@ def table() -> str:
     return HEADER + "\n".join(lines) + "\n"
 
 
-def _unfitted(plans: AttentionPlans, index: int) -> list[CacheError]:
+def _unfitted(weights: AttentionWeights, seen: CalibrationInputs) -> list[CacheError]:
     """Keys alone in bf16 and fp16, on the half of the tokens on which the attention's plan is measured."""
-    weights, seen = plans.family.weights(plans.config, plans.own(index)), plans.recorded.inputs[index]
-    if index % 2:
-        errors = CacheErrors(weights, seen, plans.recorded.encoded[len(plans.recorded.encoded) // 2 :], causal=False)
+    if seen.encoded is None:
+        errors = CacheErrors(weights, seen.inputs[len(seen.inputs) // 2 :])
     else:
-        errors = CacheErrors(weights, seen[len(seen) // 2 :])
+        errors = CacheErrors(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
     return [errors.unfitted_keys(dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 

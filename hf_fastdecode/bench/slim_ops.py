@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
+from ..conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
 from ..kernels.failures import Kernel, forget
 from ..kernels.slim_decode.inputs import refusal
 from ..measurement.status import NotAvailableError, status_of

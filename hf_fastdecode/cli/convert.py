@@ -144,9 +144,9 @@ def convert_checkpoint(
             from tqdm import tqdm
 
             from hf_fastdecode.conversion.checkpoint import convert
-            from hf_fastdecode.conversion.checkpoint.plan_choice import NAMED, PlanChoice, read_plan_file
             from hf_fastdecode.conversion.checkpoint.shards import unfinished
             from hf_fastdecode.conversion.checkpoint.verify import VerificationError
+            from hf_fastdecode.conversion.layers.plan_choice import NAMED, PlanChoice, read_plan_file
 
             from .convert_table import conversion_text
         staging: Path | None = None

@@ -1,1 +1,1 @@
-"""Conversion to slim checkpoints: `fit` is the mathematics, `checkpoint` the pipeline, `sizes` what caches take."""
+"""Conversion to slim models: `fit` is the mathematics, `layers` the choice of caches, `sizes` what caches take."""

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from hf_fastdecode import __version__
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.checkpoint.shards import ShardWriter, _digest
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import refusal, run

@@ -164,7 +164,7 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise ImportError("it needs another package\nand more")
 
-    monkeypatch.setattr("hf_fastdecode.conversion.sizes.matrices.AutoModelForCausalLM.from_config", fail)
+    monkeypatch.setattr("hf_fastdecode.conversion.sizes.model_caches.AutoModelForCausalLM.from_config", fail)
     found = inspect()
     assert found.can_share is None
     assert found.reason == "the model could not be built from its config: it needs another package and more"

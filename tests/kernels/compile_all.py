@@ -35,7 +35,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
-from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
+from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.sampling.api import Settings, sample

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..tiny_models import VOCABULARY, ragged_prompts
 from .slim_models import TEXT

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.installed import triton_is_installed
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.model_state import state_of

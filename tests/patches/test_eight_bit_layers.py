@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import layer_inputs, to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
-from hf_fastdecode.conversion.fit import CacheErrors, attention_output, key_statistics
-from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.fit.cache_errors import CacheErrors
+from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
+from hf_fastdecode.conversion.fit.reference_attention import attention_output
+from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
+from hf_fastdecode.conversion.layers.calibration import model_inputs, record
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import family_model
@@ -120,7 +123,7 @@ def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) 
     own = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
     weights = family.weights(model.config, family.plain(model.config, own), 1)
     rotation = family.rotation(model.config, len(TEXT))
-    fitted = layer_inputs(model, family, TEXT)[1][: len(TEXT) // 2]
+    fitted = record(model, family, model_inputs(family, model.config, TEXT))[1].inputs[: len(TEXT) // 2]
     (inputs, output), bias = seen[0], 0 if weights.output_bias is None else weights.output_bias.double()
     oracle = attention_output(weights, inputs, rotation=rotation)
     measured = CacheErrors(weights, inputs, rotation=rotation).value_coordinates(

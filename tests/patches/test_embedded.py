@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..cli.command_line import needs_weights
 from .slim_models import relative

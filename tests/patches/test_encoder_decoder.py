@@ -21,11 +21,13 @@ from transformers import (
 )
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import decoder_logits, model_inputs, record
-from hf_fastdecode.conversion.checkpoint.families.lookup import ENCODER_DECODERS, family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanError
-from hf_fastdecode.conversion.fit import attention_output, inputs_cache_output
+from hf_fastdecode.conversion.checkpoint.rounded_cache import cached_logits
+from hf_fastdecode.conversion.families import ENCODER_DECODERS, family_of
+from hf_fastdecode.conversion.fit.inputs_cache import inputs_cache_output
+from hf_fastdecode.conversion.fit.reference_attention import attention_output
+from hf_fastdecode.conversion.layers.calibration import model_inputs, record
+from hf_fastdecode.conversion.layers.plan_choice import PlanError
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
 from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from hf_fastdecode.patches.layers.projections import InputProjection, InputValues, score_operands
@@ -101,12 +103,13 @@ def test_weights_are_read_as_the_layers_use_them(name: str) -> None:
     for index, prefix in enumerate(prefixes):
         own = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
         cross = index % 2 == 1
+        assert (recorded[index].encoded is not None) is cross
         expected = attention_output(
-            family.weights(model.config, own),
-            recorded.inputs[index],
-            recorded.encoded if cross else None,
+            family.weights(model.config, own, index),
+            recorded[index].inputs,
+            recorded[index].encoded,
             causal=not cross,
-            score_bias=None if cross else recorded.score_bias,
+            score_bias=recorded[index].score_bias,
         )
         assert relative(made[index], expected) < 20 * EPS
 
@@ -173,7 +176,7 @@ def test_left_padded_decoder_prompts(name: str, plan: str) -> None:
 def logits(model: PreTrainedModel) -> Tensor:
     family = family_of(AutoConfig.for_model(model.config.model_type.removeprefix("slim_")))
     assert isinstance(family, EncoderDecoder)
-    return decoder_logits(model, model_inputs(family, model.config, TEXT[:64], None))
+    return cached_logits(model, model_inputs(family, model.config, TEXT[:64], None))
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 8}], ids=str)
@@ -318,7 +321,7 @@ def test_8_bits(name: str, plan: str) -> None:
     width = slim.config.d_model
     assert self_slim * 2 * width * 4 == self_kv * (width + 2 * heads)
     inputs = model_inputs(family_of(model.config), model.config, TEXT, None)
-    expected = decoder_logits(deepcopy(model).double(), inputs)
-    in_int8 = decoder_logits(model, inputs, range(0, len(entries), 1 if plan == "k" else 2))
-    error = relative(decoder_logits(slim, inputs), expected) / relative(in_int8, expected)
+    expected = cached_logits(deepcopy(model).double(), inputs)
+    in_int8 = cached_logits(model, inputs, range(0, len(entries), 1 if plan == "k" else 2))
+    error = relative(cached_logits(slim, inputs), expected) / relative(in_int8, expected)
     assert error < 3 if plan == "x" else error > 3

@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.encoder_decoder.calibration_pass import model_inputs
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
 from hf_fastdecode.patches.layers.family import longest_text
 

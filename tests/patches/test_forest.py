@@ -15,8 +15,8 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.attention.torch_operators.operators import BackendError
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
 from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.layers import rotation, shared_attention

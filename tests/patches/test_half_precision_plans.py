@@ -11,10 +11,10 @@ from matplotlib import pyplot
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.layers.calibration import calibration_ids
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import language_config, longest_text
 
 from ..cli.command_line import run
@@ -33,12 +33,12 @@ MAKERS = (
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_checkpoint_gets_the_plan_and_tensors_of_the_loaded_model(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Inputs that the model has in half precision are cached in it without an error."""
+    """Inputs are cached in the dtype that the model has them in, without an error."""
     source, target = tmp_path / "source", tmp_path / "slim"
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     tokenizer.save_pretrained(source)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.projections import KeyProjection
 
 from ..tiny_models import ragged_prompts

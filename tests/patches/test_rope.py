@@ -18,9 +18,9 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.attention.kv import SuffixLengths
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
-from hf_fastdecode.conversion.fit.stored_positions import DIGITS, position_bytes, with_positions, without_positions
+from hf_fastdecode.conversion.fit.cached_numbers import DIGITS, position_bytes, with_positions, without_positions
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import FAMILIES, WITH_INPUTS, family_condition, family_model, family_pair

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from .family_models import family_pair
 from .slim_models import PLANS, TEXT, pair

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .slim_models import PLANS, TEXT, VARIANTS, condition, pair, relative, tiny_variant

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.prompts import unshared_prompts
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps

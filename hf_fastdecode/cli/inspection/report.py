@@ -9,13 +9,16 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hf_fastdecode.conversion.checkpoint.families.configs import ordinary_config
-from hf_fastdecode.conversion.checkpoint.families.lookup import is_slim
+from hf_fastdecode.conversion.families import is_slim, ordinary_config
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
-from hf_fastdecode.conversion.sizes.cache_size import CacheSize
-from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
-from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
-from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
+from hf_fastdecode.conversion.sizes.model_caches import (
+    CacheSize,
+    decoder_caches,
+    decoder_matrices,
+    empty_model,
+    encoder_decoder_caches,
+    refusal,
+)
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
 from ...command_options import check_dtype

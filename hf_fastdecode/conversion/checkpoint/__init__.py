@@ -1,1 +1,1 @@
-"""Conversion of models and checkpoints to slim ones and back; needs transformers, unlike the mathematics."""
+"""Conversion of checkpoints to slim ones and back, group of tensors by group, with a report."""

@@ -12,22 +12,22 @@ from hf_fastdecode.assets import MODEL_PATH
 
 EMBEDDED: Final = "embedded"
 BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of tokenizers' files and of the generation config."""
+"""Suffixes of files beside the weights: tokenizers, generation config."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or converted, with the reason."""
+    """A checkpoint that cannot be read or converted."""
 
 
 def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: None) -> Path:
     """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
 
     Args:
-        name: Of the checkpoint.
-        check: Called with the config, before weights are downloaded; raises to refuse it.
+        name: Name of the checkpoint.
+        check: Called with the config before weights are downloaded; raises to refuse it.
 
     Raises:
-        CheckpointError: There is none, it cannot be reached, or its config cannot be read.
+        CheckpointError: It does not exist, cannot be downloaded, or its config cannot be read.
     """
     folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
     is_local = folder.is_dir()

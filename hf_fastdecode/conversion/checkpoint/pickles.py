@@ -1,8 +1,7 @@
-"""Read tensors from files of `torch.save` without running code, and say what a file that was refused would run.
+"""Read tensors from files of `torch.save` without running code, and name what a refused file would run.
 
-torch's safe loader knows the few globals that tensors need, and the instructions of pickle's protocol 2. It names a
-global in some refusals only: later protocols put names on the stack, which it does not look into. So a refused file is
-read again, instruction by instruction, none of which is executed.
+torch's safe loader allows the few globals that tensors need, in pickle's protocol 2, and does not always name a global
+that it refuses: later protocols put names on the stack. So a refused file is scanned again, without executing it.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from torch import Tensor
 
 from hf_fastdecode._compat import safe_globals
 
-_NAMED: Final = re.compile(r"GLOBAL (\S+)")
-"""In errors of torch's safe loader."""
+_NAMED: Final = re.compile(r"GLOBAL (\S+)")  # in errors of torch's safe loader
 _NAME: Final = re.compile(r"[A-Za-z_][\w.]*")
 _MOST_PICKLES: Final = 5  # in a row, in files of old versions: number, protocol, system, tensors, keys
 
 
 class PickleError(ValueError):
-    """A file that was not loaded, with the reason and the remedy."""
+    """A file that was not loaded."""
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by their names, memory-mapped unless it is of an old format; other entries are left out.
+    """The tensors of a file by name, memory-mapped unless it has an old format; other entries are left out.
 
     Raises:
         PickleError: Loading it would run code, or it holds something else.
@@ -72,7 +70,7 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _look_through(file: Path, is_zip: bool) -> tuple[int, str | None]:
-    """The protocol of a refused file, 0 for what is no pickle, and the first global that is not of tensors."""
+    """The pickle protocol of a refused file, 0 for other formats, and the first global that tensors do not need."""
     protocol, known = 0, safe_globals()
     try:
         with _pickled(file) if is_zip else file.open("rb") as stream:
@@ -81,7 +79,7 @@ def _look_through(file: Path, is_zip: bool) -> tuple[int, str | None]:
                     protocol = max(protocol, found)
                 elif found not in known:
                     return protocol, found
-    except (ValueError, IndexError, OSError):  # as of what follows the pickles of old files
+    except (ValueError, IndexError, OSError):  # such as the data behind the pickles of old files
         pass
     return protocol, None
 

@@ -7,12 +7,7 @@ from typing import Any
 
 
 def draw_report(report: dict[str, Any], path: Path) -> None:
-    """Draw, per layer, the condition number of ``W_K``, and the output errors of the caches that were measured.
-
-    Args:
-        report: Of a conversion to slim.
-        path: A PNG file.
-    """
+    """Draw, per layer, the condition number of ``W_K`` and the output errors of measured caches, to a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,27 +1,30 @@
-"""A cache of ordinary models that rounds keys and values to another dtype, to measure the error of that dtype."""
+"""A cache of ordinary models that rounds keys and values to another dtype, and logits that are read through it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from hf_fastdecode.conversion.fit.eight_bits import load, store
+from hf_fastdecode._compat import CACHE
+
+from ..fit.cached_numbers import load, store
+from ..layers.calibration import on_device
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values have the errors of a dtype's, to measure what it costs; it saves no memory.
+    """A cache whose keys and values have the rounding errors of a dtype, to measure these; it saves no memory.
 
-    transformers' `QuantizedCache` hands the prompt to attention as it was, and other backends than fp8 keep the latest
-    tokens so: it would not tell what a dtype costs alone.
+    transformers' `QuantizedCache` passes the prompt to attention unrounded, and backends other than fp8 also the
+    latest tokens, so it does not show the error of the dtype alone.
 
     Args:
-        config: Of the model; None for a cache without sliding windows.
-        dtype: Of the cache that is measured; in 8 bits with a scale per token and head, as slim caches have it.
-        layers: Which are rounded; None for all.
+        config: Config of the model; None for a cache without sliding windows.
+        dtype: Dtype whose errors are made; in 8 bits with a scale per token and head, as slim caches have it.
+        layers: Layers that are rounded; None for all.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, layers: Collection[int] | None = None) -> None:
@@ -40,3 +43,29 @@ class RoundedCache(DynamicCache):
     def _round(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]
         return load(store(x, self.dtype, head_dim), self.dtype, head_dim).to(x.dtype)
+
+
+def cached_logits(model: PreTrainedModel, inputs: dict[str, Tensor], int8_layers: Sequence[int] = ()) -> Tensor:
+    """Logits of all tokens of one text, fp64: the second half reads the first from the cache, one by one at its end.
+
+    Args:
+        model: An ordinary or a slim model.
+        inputs: From `model_inputs`.
+        int8_layers: Attentions, in the order of the family's `attentions`, whose keys and values are cached in int8.
+    """
+    inputs = on_device(model, inputs)
+    given: dict[str, Any] = {}
+    with torch.no_grad():
+        if "decoder_input_ids" in inputs:
+            name = "decoder_input_ids"
+            ids = inputs.pop(name)
+            given["encoder_outputs"] = model.get_encoder()(*inputs.values())
+            halves = ([at // 2 for at in int8_layers if at % 2 == half] for half in (0, 1))
+            cache: Cache = EncoderDecoderCache(*(RoundedCache(None, torch.int8, layers) for layers in halves))
+        else:
+            name = "input_ids"
+            ids, cache = inputs[name], RoundedCache(model.config, torch.int8, int8_layers)
+        half = ids.shape[1] // 2
+        steps = min(8, half - 1)
+        parts = ids.split([half, ids.shape[1] - half - steps, *[1] * steps], 1)
+        return torch.cat([model(**given, **{name: part, CACHE: cache}).logits[0].double() for part in parts])

@@ -1,8 +1,8 @@
 """Write a checkpoint atomically: to a staging folder beside the target, which is renamed at the end.
 
 The staging folder holds shards, a state file for resuming, and at the very end the config, without which transformers
-loads nothing. It survives an interruption, and a resumed conversion writes the same bytes as an uninterrupted one:
-resuming reads all shards, whose hashes the state has.
+loads nothing. A resumed conversion writes the same bytes as an uninterrupted one; it compares the shards with their
+hashes in the state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .find import CheckpointError
 _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}
 _PLAIN: Final = {"shard_bytes": "shard size (--max-shard-size)", "files": "source, or its files have changed"}
-"""Words for settings whose names say too little."""
+"""Settings in the words of error messages."""
 
 
 def unfinished(target: Path) -> Path:
@@ -40,15 +40,15 @@ class ShardWriter:
 
     Args:
         target: Folder of the finished checkpoint; it must not exist.
-        limit: Maximum bytes of a shard (a larger tensor has one of its own). A shard begins with a group, from which a
+        limit: Maximum bytes of a shard; a larger tensor has its own. A shard begins with a group, from which a
             conversion can be resumed.
         settings: Identity of the conversion: one with other settings is not resumed.
         resume: Whether to continue an interrupted conversion, if there is one.
 
     Raises:
-        CheckpointError: The target exists; another process writes it now; a file is in place of the staging folder; or
-            an interrupted conversion is there and not to be resumed, of other settings or of another version of this
-            package (as those without a version in their state are), or not as it was left.
+        CheckpointError: The target exists; another process writes it; a file is in place of the staging folder; or an
+            interrupted conversion is there that is not to be resumed, has other settings, is damaged, or was begun by
+            another version of this package.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -90,11 +90,7 @@ class ShardWriter:
         return int(self.state["groups"])
 
     def carried(self) -> dict[str, Tensor]:
-        """The `carried` tensors of the first group that is not on disk; empty at the beginning.
-
-        Raises:
-            CheckpointError: It is not on disk.
-        """
+        """The `carried` tensors of the first group that is not on disk; empty at the beginning."""
         if not (names := self.state["carried"]):
             return {}
         file = self._carried_file(self.groups)

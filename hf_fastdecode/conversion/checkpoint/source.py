@@ -29,13 +29,13 @@ _DTYPES_OF_SAFETENSORS: Final = {"F64": "float64", "F32": "float32", "F16": "flo
 WEIGHT_DTYPES: Final = tuple(_DTYPES_OF_SAFETENSORS.values())
 """Names of the dtypes that weights may be stored in."""
 _UNREAD: Final = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Names of buffers that old checkpoints hold and models no longer read, which transformers does not tell of either."""
+"""Names of buffers in old checkpoints that models no longer read; transformers ignores them silently too."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 """Number of a layer in a tensor's name."""
 
 
 def _is_report(content: Any) -> bool:
-    """Whether it has what conversions and checks read of earlier ones."""
+    """Whether a JSON value has the fields that conversions and checks read."""
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         return False
@@ -46,18 +46,14 @@ def _is_report(content: Any) -> bool:
 class Checkpoint:
     """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
-    Tensors are read when they are asked for; files of PyTorch are memory-mapped, unless they are of an old format.
-
-    Args:
-        folder: Of the checkpoint.
+    Tensors are read on demand; PyTorch's files are memory-mapped, unless they have an old format.
 
     Attributes:
-        tied: Names of tensors that the config's model takes from others, and of those; as `check` found them.
-        left_out: Names of tensors that the config's model does not have, nor had in old releases; as `check` found.
+        tied: Names of tensors that the config's model ties to others, with the others' names; set by `check`.
+        left_out: Names of tensors that the config's model neither has nor had in old releases; set by `check`.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or a weight that the config wants is missing or of another
-            shape.
+        CheckpointError: A file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,27 +70,28 @@ class Checkpoint:
         return set(self.files)
 
     def rename(self, model_name: Callable[[str], str]) -> None:
-        """Name tensors as models do, where files, e.g. of older releases, do otherwise."""
+        """Rename tensors from the names in files, e.g. of older releases, to those in models."""
         self.stored = {model_name(name): stored for name, stored in self.stored.items()}
         self.files = {model_name(name): file for name, file in self.files.items()}
 
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
-        """Name tensors as transformers names them when it loads, and compare with what a model of the config has.
+        """Rename tensors as transformers does when it loads, and compare them with a model of the config.
 
-        Tensors that the model does not have are left out, as transformers does, but for those of the layers.
+        Tensors that the model does not have are left out, as transformers does; in layers they are refused.
 
         Args:
             auto: Auto class of the model.
-            layers: Prefix of layers that are refused where they have tensors that the model's have not; None for none.
-            unread: Ends of names in such layers that old checkpoints hold and models no longer read.
+            layers: Prefix of layers in which unknown tensors are refused; None for none.
+            unread: Suffixes of names in such layers that old checkpoints hold and models no longer read.
 
         Raises:
-            CheckpointError: As of the class.
+            CheckpointError: A weight that the config wants is missing, or has another shape or dtype; or a layer has
+                an unknown tensor.
         """
         try:
             with torch.device("meta"):
                 model = auto.from_config(self.config, trust_remote_code=False)
-        except Exception as error:  # as above
+        except Exception as error:  # a model class may raise anything on fields that it does not expect
             raise CheckpointError(
                 f"transformers makes no model of {self.folder}/config.json ({type(error).__name__}: {error}); mend it"
             ) from error
@@ -133,11 +130,7 @@ class Checkpoint:
                 )
 
     def _rename_base(self, model: Any) -> bool:
-        """Give names of the base model's own checkpoints its prefix, or take it away, as transformers does.
-
-        Returns:
-            Whether there are such names.
-        """
+        """Add or remove the base model's prefix, as transformers does; returns whether names have changed."""
         expected, prefix = set(model.state_dict()), f"{model.base_model_prefix}."
 
         def model_name(name: str) -> str:
@@ -149,11 +142,7 @@ class Checkpoint:
         return self.names() != before
 
     def _leave_out(self, model: Any, layers: str | None, unread: tuple[str, ...]) -> None:
-        """Forget tensors that the model does not have.
-
-        Raises:
-            CheckpointError: A layer has some.
-        """
+        """Leave out tensors that the model does not have, and refuse them in layers."""
         ignored = [re.compile(one) for one in (*_UNREAD, *(model._keys_to_ignore_on_load_unexpected or ()))]
         for name in sorted(self.names() - set(model.state_dict()) - set(self.tied)):
             if layers is not None and name.startswith(layers):
@@ -168,7 +157,7 @@ class Checkpoint:
             del self.files[name], self.stored[name]
 
     def _swap_tied(self) -> None:
-        """Where of two tied tensors the other one is stored, take it for both, as transformers does."""
+        """Where only the tied copy of a tensor is stored, use it for both, as transformers does."""
         for name, other in self.tied.items():
             if other not in self.files and name in self.files:
                 self.files[other], self.stored[other] = self.files.pop(name), self.stored.pop(name)
@@ -176,7 +165,7 @@ class Checkpoint:
     def repeats(self, name: str) -> bool:
         """Whether a tensor is tied to another one, and equal to it.
 
-        Where the two differ, as after training a head apart, transformers keeps both, whatever the config says.
+        Where the two differ, e.g. after a head was trained separately, transformers keeps both despite the config.
         """
         other = self.tied.get(name)
         return other in self.files and torch.equal(self.tensor(name), self.tensor(other))
@@ -186,10 +175,7 @@ class Checkpoint:
         return bool(self.tied) and all(name in self.files and not self.repeats(name) for name in self.tied)
 
     def _surplus_layer(self, model: Any) -> str | None:
-        """Name of a tensor of a layer that the model does not have, if there is one.
-
-        It differs from a name of the model in numbers only, and is none that the model's class ignores.
-        """
+        """A tensor of a layer beyond those of the model: its name differs from a known one only in numbers."""
         numberless = {_NUMBER.sub("#", name) for name in model.state_dict()}
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         for name in sorted(self.names() - set(model.state_dict()) - set(model.all_tied_weights_keys)):
@@ -198,11 +184,7 @@ class Checkpoint:
         return None
 
     def shape(self, name: str) -> list[int]:
-        """Shape of a tensor.
-
-        Raises:
-            CheckpointError: The index names a file without it.
-        """
+        """Shape of a tensor."""
         handle, stored = self._handle(self.files[name]), self.stored[name]
         try:
             return list(handle[stored].shape if isinstance(handle, Mapping) else handle.get_slice(stored).get_shape())
@@ -212,7 +194,7 @@ class Checkpoint:
             ) from error
 
     def stored_dtype(self, name: str) -> str:
-        """Dtype of a tensor of the files, as `shape` checks, by torch's name where torch has the dtype."""
+        """Name of a tensor's dtype, which torch may not have."""
         handle, stored = self._handle(self.files[name]), self.stored[name]
         if isinstance(handle, Mapping):
             return dtype_name(handle[stored].dtype)
@@ -225,11 +207,7 @@ class Checkpoint:
             return named
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU, in its own dtype.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
+        """A tensor, on the CPU, in its own dtype."""
         handle, stored = self._handle(self.files[name]), self.stored[name]
         try:
             return handle[stored] if isinstance(handle, Mapping) else handle.get_tensor(stored)
@@ -241,23 +219,23 @@ class Checkpoint:
         return self.tensor(name).dtype
 
     def nbytes(self) -> int:
-        """Bytes of all files of weights."""
+        """Bytes of all weight files."""
         return sum(file.stat().st_size for file in set(self.files.values()))
 
     def stamp(self) -> list[list[Any]]:
-        """Identity of the checkpoint's files: names, sizes and modification times."""
+        """Names, sizes and modification times of the checkpoint's files."""
         files = sorted({*self.files.values(), self.folder / "config.json"})
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
     def copy_beside(self, folder: Path) -> None:
-        """Copy the other files beside the weights: tokenizer, generation config etc., but not the config."""
+        """Copy the files beside the weights, such as the tokenizer and the generation config, but not the config."""
         for file in sorted(self.folder.iterdir()):
             own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
             if file.is_file() and file.suffix in BESIDE and not own:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:
-        """Report of the conversion that made this checkpoint, if there is one that can be read."""
+        """Report of the conversion that made this checkpoint; None without a readable one."""
         try:
             content = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -265,16 +243,12 @@ class Checkpoint:
         return content if _is_report(content) else None
 
     def layer_reports(self, count: int) -> list[dict[str, Any]]:
-        """What the report tells of each layer; empty dictionaries where there is none, or one of other layers.
-
-        Args:
-            count: Layers that the checkpoint has.
-        """
+        """Each layer's entry in the report; empty dictionaries without a report of so many layers."""
         layers: list[dict[str, Any]] = (self.report() or {"layers": []})["layers"]
         return layers if len(layers) == count else [{} for _ in range(count)]
 
     def close(self) -> None:
-        """Close the file that was read last."""
+        """Close the open file."""
         self._open = None
         self._stack.close()
 
@@ -303,7 +277,7 @@ class Checkpoint:
         )
 
     def _inside(self, index: Path, place: str) -> Path:
-        """The file that an index names, by its path below the folder; links in the folder may lead anywhere."""
+        """The path of a file that an index names; it must be below the folder, whose links may lead anywhere."""
         path = Path(place)
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
@@ -312,7 +286,7 @@ class Checkpoint:
         return self.folder / path
 
     def _handle(self, file: Path) -> Any:
-        """The file, opened; one is open at a time."""
+        """The opened file; one is open at a time."""
         if self._open is None or self._open[0] != str(file):
             self.close()
             handle = self._read(file)
@@ -322,7 +296,7 @@ class Checkpoint:
     def _read(self, file: Path) -> Any:
         try:
             file.open("rb").close()
-        except OSError as error:  # which safe_open tells by other names
+        except OSError as error:  # safe_open raises others
             raise _unreadable(file, error) from error
         try:
             return safe_open(file, "pt") if file.suffix == ".safetensors" else load_tensors(file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
-
 from ...patches.layers.encoder_decoder import EncoderDecoder
 from ...patches.layers.family import Family, language_config
-from ..fit.cache_errors import dtype_name
-from .rounded_cache import RoundedCache
+from ..fit.cache_errors import dtype_name, relative_error
+from ..fit.cached_numbers import EIGHT_BITS
+from .rounded_cache import cached_logits
 
 _EPS: Final = {
     dtype_name(dtype): torch.finfo(dtype).eps
@@ -30,7 +28,7 @@ _SUMMATION: Final = 4.0
 
 
 class VerificationError(ValueError):
-    """The slim model's logits are farther from the ordinary one's than its layers' errors allow."""
+    """The slim model's logits have a larger error than its layers' errors allow."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ class Verification:
     """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
 
     Attributes:
-        slim_error: Of the slim model in its dtype.
-        ordinary_error: Of the ordinary model in the same dtype, with keys and values in int8 in layers that the slim
-            model caches in 8 bits.
-        bound: That the first was held to.
+        slim_error: Error of the slim model in its dtype.
+        ordinary_error: Error of the ordinary model in the same dtype, with keys and values in int8 in layers that the
+            slim model caches in 8 bits.
+        bound: Largest acceptable `slim_error`.
         same_tokens: Share of positions where slim and fp64 give the same most likely token.
     """
 
@@ -50,45 +48,39 @@ class Verification:
     bound: float
     same_tokens: float
 
-    def to_dict(self) -> dict[str, float]:
-        """Plain values."""
-        return asdict(self)
-
 
 def verify(
     ordinary: tuple[Path, Any],
     slim: tuple[Path, Any],
     family: Family | EncoderDecoder,
     dtype: torch.dtype,
-    logits: Callable[..., Tensor],
+    inputs: dict[str, Tensor],
     tolerance: float,
-    accumulated: float,
+    layers: Sequence[Mapping[str, Any]],
 ) -> Verification:
     """Compare logits; models are loaded whole, one after the other: the ordinary one in fp64, then both in `dtype`.
 
-    The bound is `tolerance` times the error of the ordinary model with the caches that layers were held to, plus the
-    error of fp32 accumulators in values from keys.
+    The bound is `tolerance` times the error of the ordinary model with the layers' baseline caches, plus the error of
+    fp32 accumulators in values from keys.
 
     Args:
-        ordinary: Folder and config of the ordinary model.
-        slim: Folder and config of the slim one.
-        family: Of both.
-        dtype: That they run in.
-        logits: Of a model, read from its cache, such as `text_logits` of a text.
+        ordinary, slim: Folder and config of both models.
+        family: Family of both.
+        dtype: Dtype that they run in.
+        inputs: From `model_inputs`.
         tolerance: At least 1.
-        accumulated: From `accumulation_error`.
+        layers: Layers of a conversion report.
 
     Raises:
-        VerificationError: The slim model is farther off.
+        VerificationError: The slim model's error exceeds the bound.
     """
-    oracle = logits(_load(ordinary, torch.float64, family.auto))
+    oracle = cached_logits(_load(ordinary, torch.float64, family.auto), inputs)
     entries = language_config(slim[1]).layer_plans
     in_eight_bits = [at for at, layer in enumerate(entries) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
-    stock = logits(_load(ordinary, dtype, family.auto), int8_layers=in_eight_bits)
-    found = logits(_load(slim, dtype, family.slim_model))
-    norm = torch.linalg.norm(oracle)
-    errors = [(torch.linalg.norm(one - oracle) / norm).item() for one in (found, stock)]
-    bound = tolerance * errors[1] + accumulated
+    stock = cached_logits(_load(ordinary, dtype, family.auto), inputs, in_eight_bits)
+    found = cached_logits(_load(slim, dtype, family.slim_model), inputs)
+    errors = [relative_error(one, oracle) for one in (found, stock)]
+    bound = tolerance * errors[1] + _accumulation_error(layers)
     same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
     checked = Verification(errors[0], errors[1], bound, same)
     if not checked.slim_error <= bound:
@@ -100,15 +92,12 @@ def verify(
     return checked
 
 
-def accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
+def _accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
     """Error of the logits that rounding in fp32 adds: of their own sums, and of those that give values from keys.
 
     Rounding the cached keys makes the measured `value_error`. Rounding sums of their products is amplified as much,
     but smaller by the ratio of the precisions. (The condition number is no useful bound: it ignores V-coordinates, and
     from 1e7 on it allows any error.)
-
-    Args:
-        layers: Of a conversion report.
     """
     eps = torch.finfo(torch.float32).eps
     from_keys = [layer for layer in layers if layer["plan"] in ("k", "k+r")]
@@ -120,19 +109,3 @@ def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreT
     folder, config = checkpoint
     model: PreTrainedModel = loader.from_pretrained(folder, config=config, dtype=dtype)
     return model.eval()
-
-
-def text_logits(model: PreTrainedModel, ids: Tensor, int8_layers: Sequence[int] = ()) -> Tensor:
-    """Logits of ids ``[tokens]``, fp64: the second half reads the first from the cache, token by token at its end.
-
-    Args:
-        model: The model.
-        ids: The text.
-        int8_layers: Layers whose keys and values are cached in int8.
-    """
-    half = len(ids) // 2
-    steps = min(8, half - 1)
-    cache = RoundedCache(model.config, torch.int8, int8_layers)
-    parts = ids.split([half, len(ids) - half - steps, *[1] * steps])
-    with torch.no_grad():
-        return torch.cat([model(part[None], **{CACHE: cache}).logits[0].double() for part in parts])

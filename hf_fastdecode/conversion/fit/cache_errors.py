@@ -1,8 +1,7 @@
 """Error of each candidate cache of a layer, measured on a calibration text in the cache's dtype.
 
-Only what the choice of a cache changes is rounded: what is cached, and the matrices that stand for ``W_V``. Queries,
-products and softmax are in fp64, so that errors of different caches compare; kernels accumulate in fp32, which adds
-the same small error to all of them.
+Only cached numbers, and the matrices in the place of ``W_V``, are rounded. Queries, products and softmax are in fp64,
+so that errors of different caches compare; kernels accumulate in fp32, which adds the same small error to all of them.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
-from hf_fastdecode.conversion.fit.stored_positions import position_bytes
-
-from .biases import score_offset, value_constant
+from .cached_numbers import position_bytes, stored_bytes
 from .key_to_value import solve_key_to_value
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
 from .stored_coordinates import KeyStatistics, cached_and_read, check_range, rounded, store_value_coordinates
 from .value_coordinates import ValueCoordinates
-from .weights import AttentionWeights, bias_or_zero, require_linear_scores
+from .weights import AttentionWeights, bias_or_zero, require_linear_scores, score_offset, value_constant
 
 PlanName = Literal["k", "k+r", "x", "e", "kv"]
 """Keys; keys and r V-coordinates; the layer's inputs; the encoder's output, for cross-attention; keys and values."""
@@ -34,12 +30,12 @@ class CacheError:
 
     Attributes:
         plan: What is cached.
-        rank: V-coordinates beside the keys; 0 but for ``k+r``.
-        bytes_per_token: Of this layer, per token, in 8 bits with the scales, and with positions where these are
-            cached; 0 for ``e``, of which one copy serves all layers, outside the cache.
+        rank: V-coordinates beside the keys; 0 except for ``k+r``.
+        bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
+            of which one copy serves all layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.
-        output_error: The same of the attention output behind ``W_O``, without its bias.
-        dtype: Of what is cached, such as ``int8``; empty in reports of versions that did not tell.
+        output_error: Relative error of the attention output behind ``W_O``, without its bias.
+        dtype: Dtype of the cache, such as ``int8``; empty in reports written before this field existed.
     """
 
     plan: PlanName
@@ -54,8 +50,8 @@ class CacheErrors:
     """Measures caches of one layer on one text.
 
     Args:
-        weights: Of the layer.
-        inputs: ``[tokens, d]``, what the projections see.
+        weights: Weights of the layer.
+        inputs: ``[tokens, d]``, inputs of the projections.
         key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
         rotation: RoPE of these tokens, or None.
         causal: See `attention_weights`.
@@ -79,8 +75,7 @@ class CacheErrors:
         self.cross = key_inputs is not None
         self.inputs = (inputs if key_inputs is None else key_inputs).double()
         self.query = query_heads(weights, inputs, rotation)
-        self.keys = self.inputs @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
-        self.values = self.inputs @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
+        self.keys, self.values = weights.keys(self.inputs), weights.values(self.inputs)
         self.output = self._output(key_heads(weights, self.keys, rotation), self.values)
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
@@ -103,7 +98,7 @@ class CacheErrors:
         Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes a number, else in fp32.
 
         Raises:
-            ValueError: What is cached comes too near the end of the dtype's range, or `rank` is out of its bounds.
+            ValueError: Cached numbers come too near the end of the dtype's range, or `rank` is out of its bounds.
         """
         if matrix_dtype is None:
             matrix_dtype = torch.float16 if dtype.itemsize <= 2 else torch.float32
@@ -119,20 +114,18 @@ class CacheErrors:
         return self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
 
     def unfitted_keys(self, dtype: torch.dtype) -> CacheError:
-        """Keys before RoPE in `dtype`, and values ``K W_K^-1 W_V`` (Slim attention, equation 1.4), of no plan.
+        """Keys before RoPE in `dtype`, and values ``K W_K^-1 W_V`` (Slim attention, equation 1.4), for comparison.
 
-        Plan ``k`` is `value_coordinates` of rank 0: keys less their mean, and a matrix whose rounding is fitted to a
-        text. Here the matrix is in fp64: all of the error is that of rounded keys.
+        Plan ``k`` is `value_coordinates` of rank 0 instead: keys minus their mean, and a matrix whose rounding is
+        fitted to a text. Here the matrix is in fp64, so that only rounded keys make an error.
 
         Raises:
             ValueError: Keys do not determine the values, or come too near the end of the dtype's range.
         """
         weights = self.weights
         matrix = solve_key_to_value(weights.W_K, weights.W_V).matrix
-        key_bias, value_bias = (
-            bias_or_zero(weights.key_bias, weights.W_K),
-            bias_or_zero(weights.value_bias, weights.W_V),
-        )
+        key_bias = bias_or_zero(weights.key_bias, weights.W_K)
+        value_bias = bias_or_zero(weights.value_bias, weights.W_V)
         constant = value_constant(matrix, torch.zeros_like(key_bias), key_bias, value_bias)
         cached = self._checked("keys", self.keys, dtype)
         keys = key_heads(weights, cached, self.rotation)
@@ -144,14 +137,13 @@ class CacheErrors:
         Raises:
             ValueError: RoPE or QK-norm stands before the scores, or inputs come too near the end of the dtype's range.
         """
-        require_linear_scores(self.weights, self.rotation)
-        cached = self._checked("inputs", self.inputs, dtype)
         weights = self.weights
-        keys = cached @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
-        values = cached @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
+        require_linear_scores(weights, self.rotation)
+        cached = self._checked("inputs", self.inputs, dtype)
         plan: PlanName = "e" if self.cross else "x"
         size = 0 if self.cross else self._bytes(cached.shape[1], dtype)
-        return self._measured(plan, 0, size, key_heads(weights, keys), values, dtype)
+        keys = key_heads(weights, weights.keys(cached))
+        return self._measured(plan, 0, size, keys, weights.values(cached), dtype)
 
     def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
         offset = score_offset(self.weights, stored.key_offset, self.rotation)

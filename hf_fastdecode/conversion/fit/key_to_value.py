@@ -14,11 +14,11 @@ class SingularKeysError(ValueError):
 
 @dataclass(frozen=True)
 class KeyToValue:
-    """The matrix from keys to values, and what says whether a dtype can carry it.
+    """The matrix from keys to values, and the spectrum that tells in which dtypes keys can be cached.
 
     Attributes:
         matrix: ``W_KV``, ``[e, e_v]``, fp64.
-        singular_values: Of ``W_K``, ``[d]``, fp64, descending.
+        singular_values: Singular values of ``W_K``, ``[d]``, fp64, descending.
     """
 
     matrix: Tensor
@@ -26,7 +26,7 @@ class KeyToValue:
 
     @property
     def condition(self) -> float:
-        """The condition number of ``W_K``: how much rounding of keys can grow in the inputs that they determine."""
+        """Condition number of ``W_K``: how much rounding errors of keys can grow in the inputs that they determine."""
         return (self.singular_values[0] / self.singular_values[-1]).item()
 
     @property
@@ -45,15 +45,11 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
     Args:
         W_K: ``[d, e]`` with e >= d: the papers' layout, the transpose of `torch.nn.Linear`'s weight.
         W_V: ``[d, e_v]``.
-        noise: ``[e]``, mean square error of each coordinate of the keys, not negative; it makes no difference for
-            e = d.
-
-    Returns:
-        The solution and the singular values of ``W_K``.
+        noise: ``[e]``, mean square error of each coordinate of the keys, not negative; without effect for e = d.
 
     Raises:
         ValueError: Weights are not finite.
-        SingularKeysError: e < d, or ``W_K`` has no full rank in fp64.
+        SingularKeysError: e < d, or ``W_K`` does not have full rank in fp64.
     """
     W_K, W_V = W_K.double(), W_V.double()
     if not (W_K.isfinite().all() and W_V.isfinite().all()):
@@ -70,7 +66,7 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
     if not singular_values[-1] > bound:
         raise SingularKeysError(
             f"the smallest singular value of W_K is {singular_values[-1]:.3g}, and must be above {bound:.3g} to be "
-            f"told from 0; {remedy}"
+            f"distinguished from 0; {remedy}"
         )
     weight = torch.ones_like(W_K[0])
     if noise is not None and coordinates > inputs:

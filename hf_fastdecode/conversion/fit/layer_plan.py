@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
-
 from .cache_errors import CacheError, CacheErrors, PlanName, dtype_name
+from .cached_numbers import EIGHT_BITS
 from .key_to_value import KeyToValue
 from .rope import Rotation
+from .rounding import matrix_dtype
 from .stored_coordinates import KeyStatistics, key_statistics
 from .weights import AttentionWeights, require_multi_head
 
@@ -33,19 +33,19 @@ class LayerPlan:
     """Chosen cache of one layer, and the candidates it was chosen from.
 
     Attributes:
-        chosen: The smallest cache that is accurate enough, as `accepts` has it.
+        chosen: The smallest cache that `accepts` takes.
         ordinary: Keys and values in the model's dtype.
         candidates: All caches that were measured, smallest first.
         refused: Why caches could not be measured, by plan.
-        tolerance: As asked for.
-        cache_dtype: Of keys and V-coordinates, such as ``float16``, where they are not in 8 bits; inputs, keys with
-            values are in `model_dtype`.
-        model_dtype: Of the model.
+        tolerance: Largest acceptable output error, as a multiple of the `baseline`'s.
+        cache_dtype: Dtype of keys and V-coordinates that are not in 8 bits, such as ``float16``; inputs, and keys with
+            values, are in `model_dtype`.
+        model_dtype: Dtype of the model.
         condition: Condition number of ``W_K``; None where keys do not determine values.
         largest_key_to_value: ``max |W_KV|``, or None.
-        singular_values: Of ``W_K``, descending; empty where keys do not determine values.
-        ordinary_int8: Keys and values in int8, which caches in 8 bits are held to; None where none were asked for. No
-            candidate: it takes the bytes of keys with few V-coordinates in fp16, whose error is a small part of its.
+        singular_values: Singular values of ``W_K``, descending; empty where keys do not determine values.
+        ordinary_int8: Keys and values in int8, the baseline of caches in 8 bits; None without these. Not a candidate:
+            keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
 
     chosen: CacheError
@@ -98,28 +98,28 @@ def fit_layer(
     """Measure the caches that a layer may have, and choose.
 
     Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
-    that a plan is not judged by what it was fitted to.
+    that a plan is not judged on the text that it was fitted to.
 
     Args:
-        weights: Of the layer.
-        inputs: ``[tokens, d]``, what the layer's projections see on a calibration text, of a model that runs in
-            `model_dtype`: a cache of inputs is charged with rounding them to it.
+        weights: Weights of the layer.
+        inputs: ``[tokens, d]``, inputs of the layer's projections on a calibration text, of a model that runs in
+            `model_dtype`: otherwise rounding them to it counts as an error of a cache of inputs.
         key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
-        rotation: RoPE of these tokens, or None where none stands before the scores.
+        rotation: RoPE of these tokens, or None without RoPE.
         causal: False for cross-attention and encoders.
         score_bias: Added to scores, ``[heads, tokens, tokens]`` (T5's bias of positions); for self-attention.
-        model_dtype: Of the model; the ordinary cache has it, and a cache of inputs.
-        cache_dtype: Of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same bytes),
-            else the model's.
-        tolerance: How many times the output error of an ordinary cache is acceptable.
+        model_dtype: Dtype of the model, of the ordinary cache and of a cache of inputs.
+        cache_dtype: Dtype of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same
+            bytes), else the model's.
+        tolerance: Largest acceptable output error, as a multiple of that of an ordinary cache.
         rank_shares: Ranks to try, as shares of the width of the values.
         ranks: Further ranks to try.
+        eight_bits: int8 or float8_e4m3fn, to try keys and V-coordinates, and inputs, in this dtype too.
         unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
-        eight_bits: int8 or float8_e4m3fn, in which to try keys and V-coordinates, and inputs, too.
 
     Returns:
-        The plan, where ``kv`` is always among the candidates, and what `store_value_coordinates` makes a cache's
-        matrices of, by its dtype; empty where keys do not determine values.
+        The plan, with ``kv`` always among the candidates, and statistics for `store_value_coordinates` by the cache's
+        dtype; empty where keys do not determine values.
 
     Raises:
         ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
@@ -130,7 +130,7 @@ def fit_layer(
     cached_tokens = len(inputs if key_inputs is None else key_inputs)
     if cached_tokens < 2:
         raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {cached_tokens}")
-    is_narrow = torch.finfo(model_dtype).max < torch.finfo(torch.bfloat16).max  # whose range is fp32's
+    is_narrow = torch.finfo(model_dtype).max < torch.finfo(torch.bfloat16).max  # bf16 has the range of fp32
     if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
         reason = "; repair the weights of the layers before, or the calibration input"
         if is_narrow:
@@ -166,10 +166,9 @@ def fit_layer(
     refused: dict[PlanName, str] = {}
     statistics: dict[str, KeyStatistics] = {}
     solved: KeyToValue | None = None
-    matrix_dtype = torch.float32 if model_dtype.itemsize > 2 else None
     try:
         candidates.append(errors.of_inputs(model_dtype))
-        if eight_bits is not None and key_inputs is None:  # the encoder's output is in no cache
+        if eight_bits is not None and key_inputs is None:  # the encoder's output is not cached
             candidates.append(errors.of_inputs(eight_bits))
     except ValueError as reason:
         refused["x" if key_inputs is None else "e"] = str(reason)
@@ -184,7 +183,7 @@ def fit_layer(
         width = solved.matrix.shape[1]
         for rank in sorted({int(width * share) for share in rank_shares} | {0, *ranks}):
             try:
-                candidates.append(errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype))
+                candidates.append(errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype(model_dtype)))
             except ValueError as reason:
                 refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))

@@ -1,7 +1,7 @@
 """Reference (the specification): attention of one layer in fp64, from its inputs to its output projection.
 
-Slim caches are measured against it, and their identities tested. Scores are materialised as
-``[heads, queries, keys]``: it is meant for calibration texts of about a thousand tokens.
+Slim caches are measured against it. Scores are materialised as ``[heads, queries, keys]``, for calibration texts of
+about a thousand tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,7 @@ def query_heads(weights: AttentionWeights, inputs: Tensor, rotation: Rotation | 
 
 
 def key_heads(weights: AttentionWeights, keys: Tensor, rotation: Rotation | None = None) -> Tensor:
-    """Projected keys as scores use them, after QK-norm and RoPE.
-
-    Args:
-        weights: Of the layer.
-        keys: ``[tokens, kv_heads * head_dim]``, with their bias.
-        rotation: RoPE, or None.
-
-    Returns:
-        ``[kv_heads, tokens, head_dim]``.
-    """
+    """Keys ``[tokens, e]`` as scores use them, after QK-norm and RoPE: ``[kv_heads, tokens, head_dim]``."""
     heads = split_heads(keys if weights.key_norm is None else weights.key_norm(keys), weights.kv_heads)
     return heads if rotation is None else rotation.rotate(heads)
 
@@ -72,12 +63,7 @@ def attention_weights(
 
 
 def weighted_values(probabilities: Tensor, values: Tensor, kv_heads: int) -> Tensor:
-    """Average the values of each head.
-
-    Args:
-        probabilities: ``[heads, queries, keys]``.
-        values: ``[keys, kv_heads * value_dim]``.
-        kv_heads: Heads of the values.
+    """Average values ``[keys, kv_heads * value_dim]`` by probabilities ``[heads, queries, keys]``.
 
     Returns:
         ``[queries, heads * value_dim]``.
@@ -95,28 +81,18 @@ def attention_output(
     causal: bool = True,
     score_bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer's output from its inputs (Slim attention, equations 1.1 to 1.3), all biases included.
+    """The layer's output ``[tokens, d_out]``, fp64 (Slim attention, equations 1.1 to 1.3), all biases included.
 
-    Args:
-        weights: Of the layer.
-        inputs: ``[tokens, d]``, what the projections see (after the layer norm).
-        key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
-        rotation: RoPE of queries and keys, or None.
-        causal: See `attention_weights`.
-        score_bias: See `attention_weights`.
-
-    Returns:
-        ``[tokens, d_out]``, fp64.
+    Inputs ``[tokens, d]`` are those of the projections, after the layer norm; of cross-attention, keys and values have
+    `key_inputs`, ``[keys, key_d]``. For `causal` and `score_bias` see `attention_weights`.
     """
-    source = (inputs if key_inputs is None else key_inputs).double()
-    keys = source @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K)
-    values = source @ weights.W_V + bias_or_zero(weights.value_bias, weights.W_V)
+    source = inputs if key_inputs is None else key_inputs
     probabilities = attention_weights(
         query_heads(weights, inputs, rotation),
-        key_heads(weights, keys, rotation),
+        key_heads(weights, weights.keys(source), rotation),
         weights.score_scale,
         causal=causal,
         score_bias=score_bias,
     )
-    averaged = weighted_values(probabilities, values, weights.kv_heads)
+    averaged = weighted_values(probabilities, weights.values(source), weights.kv_heads)
     return averaged @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)

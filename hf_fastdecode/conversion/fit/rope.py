@@ -16,8 +16,8 @@ RopeLayout = Literal["half", "interleaved"]
 class Rotation:
     """Rotation of coordinate pairs by an angle per token and pair.
 
-    Only the first ``2 * pairs`` coordinates of a head are rotated; the others pass (partial rotary embedding). Tables
-    may carry an attention factor, as YaRN's do: then ``cos² + sin²`` is the square of it, and not 1.
+    Only the first ``2 * pairs`` coordinates of a head are rotated (partial rotary embedding). Tables may contain an
+    attention factor, as YaRN's do: then ``cos² + sin²`` is its square.
 
     Attributes:
         cos, sin: ``[..., tokens, pairs]``, broadcast over the leading dimensions of what is rotated.
@@ -39,13 +39,7 @@ class Rotation:
         return Rotation(self.cos[..., part, :], self.sin[..., part, :], self.layout)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate, as the model does with queries and keys.
-
-        Args:
-            x: ``[..., tokens, head_dim]``.
-
-        Returns:
-            The same shape, in the wider of the dtypes of `x` and the tables.
+        """Rotate ``[..., tokens, head_dim]``; the result has the wider dtype of `x` and the tables.
 
         Raises:
             ValueError: `x` has fewer coordinates than the tables rotate.
@@ -53,11 +47,7 @@ class Rotation:
         return self._apply(x, self.cos, self.sin)
 
     def unrotate(self, y: Tensor) -> Tensor:
-        """The exact inverse of `rotate`: the opposite rotation, divided by ``cos² + sin²``.
-
-        Shapes, dtypes and errors are those of `rotate`. Division undoes attention factors: ``rotate`` multiplies by
-        one factor, and the opposite rotation by the same tables multiplies by it again.
-        """
+        """The exact inverse of `rotate`: the opposite rotation, divided by ``cos² + sin²``, the squared factor."""
         norm = self.cos.square() + self.sin.square()
         return self._apply(y, self.cos / norm, -self.sin / norm)
 

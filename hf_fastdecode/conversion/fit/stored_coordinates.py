@@ -8,34 +8,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store
-
-from .feedback_rounding import RoundingFeedback, rounding_feedback, shrunk_gram
+from .cached_numbers import EIGHT_BITS, load, store
 from .key_to_value import KeyToValue, solve_key_to_value
 from .reference_attention import join_heads, split_heads
 from .rope import Rotation
-from .stored_matrix import ScaledColumns, round_columns_for
+from .rounding import RoundingFeedback, ScaledColumns, round_columns, rounding_feedback, shrunk_gram
 from .value_coordinates import ValueCoordinates, noisiest_directions, value_coordinates
-from .weights import AttentionWeights, bias_or_zero
+from .weights import AttentionWeights
 
 RANGE_HEADROOM: Final = 4.0
-"""Headroom of cached numbers over those of the calibration text."""
+"""Factor between the largest cached number of the calibration text and the bound of the dtype."""
 
 SHRINKAGE: Final = 0.1
-"""Share of the identity in the covariance of inputs: directions that a short text lacks must not come for free."""
+"""Share of the identity in the covariance of inputs, so that directions missing in a short text count as well."""
 
 
 @dataclass(frozen=True)
 class StoredValueCoordinates:
-    """V-coordinates as a checkpoint holds them.
-
-    Attributes:
-        key_offset: ``[e]``, in the cache's dtype.
-        from_keys: M, ``[e, e_v]``.
-        from_inputs: ``W_E``, ``[key_d, r]``.
-        directions: B, ``[r, e_v]``, in the dtype of the matrices.
-        constant: ``[e_v]``, fp32.
-    """
+    """`ValueCoordinates` as a checkpoint holds them: the offset in the cache's dtype, the constant in fp32."""
 
     key_offset: Tensor
     from_keys: ScaledColumns
@@ -61,9 +51,9 @@ class KeyStatistics:
     Attributes:
         key_to_value: ``W_KV`` and the singular values of ``W_K``.
         key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
-        noise: ``[e]``, mean square error that the cache makes in each coordinate of the keys less the offset.
-        directions: ``[e_v, e_v]``, as `noisiest_directions` gives them.
-        key_feedback: For rounding matrices that multiply keys less the offset.
+        noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
+        directions: ``[e_v, e_v]``, from `noisiest_directions`.
+        key_feedback: For rounding matrices that multiply keys minus the offset.
         input_feedback: For rounding matrices that multiply inputs.
     """
 
@@ -81,9 +71,9 @@ def key_statistics(
     """Measure a layer's keys on a calibration text.
 
     Args:
-        weights: Of the layer; the caller has checked that it is multi-head.
-        inputs: ``[tokens, key_d]``, what the projections of keys and values see.
-        cache_dtype: Of cached keys.
+        weights: Weights of the layer, which is multi-head.
+        inputs: ``[tokens, key_d]``, inputs of the key and value projections.
+        cache_dtype: Dtype of cached keys.
         stored_rotation: RoPE of these tokens where keys are cached after it; else None.
 
     Raises:
@@ -91,14 +81,14 @@ def key_statistics(
         ValueError: Keys come too near the end of the range of `cache_dtype`.
     """
     X, W_K = inputs.double(), weights.W_K
-    keys = X @ W_K + bias_or_zero(weights.key_bias, W_K)
+    keys = weights.keys(X)
     key_offset = keys.mean(0).to(torch.float32 if cache_dtype in EIGHT_BITS else cache_dtype).double()
     cached = keys - key_offset
     noise = (cached_and_read(cached, cache_dtype, weights.head_dim, stored_rotation) - cached).square().mean(0)
     solved = solve_key_to_value(W_K, weights.W_V, noise)
     deviation = X - X.mean(0)
     key_gram = W_K.mT @ shrunk_gram(deviation.mT @ deviation / len(X), SHRINKAGE) @ W_K + noise.diag()
-    # For e > d the keys span d coordinates only; what rounding leaves in the others is at least this.
+    # For e > d the keys span only d coordinates; the rounding noise in the others is at least this.
     key_gram.diagonal().add_(torch.finfo(torch.float64).eps * key_gram.diagonal().mean() * len(key_gram))
     return KeyStatistics(
         solved,
@@ -113,17 +103,17 @@ def key_statistics(
 def store_value_coordinates(
     weights: AttentionWeights, statistics: KeyStatistics, rank: int, *, matrix_dtype: torch.dtype = torch.float16
 ) -> StoredValueCoordinates:
-    """Round V-coordinates so that little of it shows in the values.
+    """Round V-coordinates with little effect on the values.
 
     Directions are rounded first; ``W_E`` and M are then solved for the rounded ones, so that their rounding costs
-    nothing. Those two are rounded so that errors cancel on typical inputs (`round_columns_for`): M rounded to nearest
-    makes an error as large as rounding the keys does, and one that averaging over tokens does not reduce.
+    nothing. Those two are rounded so that errors cancel on typical inputs (`round_columns` with feedback): M rounded
+    to nearest makes as large an error as rounding the keys, and averaging over tokens does not reduce it.
 
     Args:
-        weights: Of the layer.
-        statistics: Of its keys.
+        weights: Weights of the layer.
+        statistics: Statistics of its keys.
         rank: r, between 0 (keys alone) and e_v (an ordinary cache).
-        matrix_dtype: Of M, ``W_E`` and B.
+        matrix_dtype: Dtype of M, ``W_E`` and B.
 
     Raises:
         ValueError: `rank` is out of its bounds.
@@ -137,31 +127,27 @@ def store_value_coordinates(
     exact = value_coordinates(weights, statistics.key_to_value, directions, statistics.key_offset)
     return StoredValueCoordinates(
         statistics.key_offset,
-        round_columns_for(exact.from_keys, statistics.key_feedback, matrix_dtype),
-        round_columns_for(exact.from_inputs, statistics.input_feedback, matrix_dtype),
+        round_columns(exact.from_keys, statistics.key_feedback, dtype=matrix_dtype),
+        round_columns(exact.from_inputs, statistics.input_feedback, dtype=matrix_dtype),
         directions,
         exact.constant.float(),
     )
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype, head_dim: int) -> Tensor:
-    """What a cache gives back of ``[..., width]``, fp64; in 8 bits as many numbers as a head has share a scale."""
+    """``[..., width]`` as a cache returns it, fp64; in 8 bits, `head_dim` numbers share a scale."""
     return load(store(x, cache_dtype, head_dim), cache_dtype, head_dim).double()
 
 
 def cached_and_read(
     keys: Tensor, cache_dtype: torch.dtype, head_dim: int, stored_rotation: Rotation | None = None
 ) -> Tensor:
-    """Keys before RoPE as a cache gives them back, ``[tokens, e]``, fp64.
+    """Keys ``[tokens, e]`` before RoPE, minus their offset, as a cache returns them, fp64.
 
-    Args:
-        keys: ``[tokens, e]`` before RoPE, less their offset.
-        cache_dtype: Of the cache.
-        head_dim: Of the layer.
-        stored_rotation: RoPE of these tokens where keys are cached after it, and rounded there; else None.
+    With `stored_rotation`, RoPE of these tokens, keys are cached, and so rounded, after it.
 
     Raises:
-        ValueError: What is cached comes too near the end of the dtype's range.
+        ValueError: As `check_range`.
     """
     if stored_rotation is not None:
         keys = join_heads(stored_rotation.rotate(split_heads(keys, keys.shape[1] // head_dim)))
@@ -173,12 +159,7 @@ def cached_and_read(
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
-    """Refuse a dtype whose range other texts could leave.
-
-    Args:
-        name: Of what is cached, for the error.
-        cached: On a calibration text.
-        cache_dtype: Of the cache.
+    """Refuse a dtype whose range other texts than the calibration text could exceed; `name` is for the error.
 
     Raises:
         ValueError: The largest magnitude, with headroom, is beyond the dtype's largest number.

@@ -10,8 +10,8 @@ It is exact for every B ``[r, e_v]`` of full rank: r = 0 is the paper's method, 
 mean square error of coordinate j of the cached keys, the error is least for the r leading right singular vectors of
 ``diag(sqrt(n)) W_KV`` (Eckart and Young: ``(W_KV G) B`` is the best approximation of rank r).
 
-Keys are cached less an offset, near their mean over a calibration text: floating-point errors are relative, so that
-coordinates that hardly move carry hardly any. The offset's share of the values is a constant.
+Keys are cached minus an offset, near their mean over a calibration text: floating-point errors are relative, so nearly
+constant coordinates have nearly none. The offset's share of the values is a constant.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .biases import value_constant
 from .key_to_value import KeyToValue
 from .reference_attention import join_heads, split_heads
-from .weights import AttentionWeights, bias_or_zero
+from .weights import AttentionWeights, bias_or_zero, value_constant
 
 
 @dataclass(frozen=True)
 class ValueCoordinates:
-    """Matrices that rebuild values from cached keys and V-coordinates.
-
-    ``values = cached M + coordinates B + constant``.
-
-    All fp64.
+    """Matrices for ``values = cached M + coordinates B + constant``, in fp64.
 
     Attributes:
-        key_offset: ``[e]``; keys (with their bias) are cached less it.
+        key_offset: ``[e]``; it is subtracted from keys (with their bias) before they are cached.
         from_keys: M, ``[e, e_v]``.
         from_inputs: ``W_E``, ``[key_d, r]``.
         directions: B, ``[r, e_v]``.
@@ -56,10 +51,10 @@ class ValueCoordinates:
 
     def cached_keys(self, weights: AttentionWeights, inputs: Tensor) -> Tensor:
         """Cached keys of inputs ``[tokens, key_d]``: ``[tokens, e]``, fp64, before any rounding."""
-        return inputs.double() @ weights.W_K + bias_or_zero(weights.key_bias, weights.W_K) - self.key_offset
+        return weights.keys(inputs) - self.key_offset
 
     def coordinates(self, inputs: Tensor) -> Tensor:
-        """The V-coordinates of inputs ``[tokens, key_d]``: ``[tokens, r]``, fp64, before any rounding."""
+        """V-coordinates of inputs ``[tokens, key_d]``: ``[tokens, r]``, fp64, before any rounding."""
         return inputs.double() @ self.from_inputs
 
     def values(self, cached_keys: Tensor, coordinates: Tensor) -> Tensor:
@@ -67,18 +62,15 @@ class ValueCoordinates:
         return cached_keys.double() @ self.from_keys + coordinates.double() @ self.directions + self.constant
 
     def averaged_values(self, probabilities: Tensor, cached_keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, without making the values: Slim attention, eq. 2.1, option 2.
+        """Values averaged per head, ``[queries, e_v]``, without making the values: Slim attention, eq. 2.1, option 2.
 
-        Averages of the keys are as sensitive to rounding as the keys are: they must stay in fp32, or in two halves, up
-        to their product with M.
+        Averaged keys are as sensitive to rounding as keys: they must stay in fp32, or in two halves, up to their
+        product with M.
 
         Args:
             probabilities: ``[heads, queries, keys]``; each row sums to 1.
             cached_keys: ``[keys, e]``.
             coordinates: ``[keys, r]``.
-
-        Returns:
-            ``[queries, e_v]``, fp64.
         """
         heads = len(probabilities)
         from_keys, directions = (
@@ -89,7 +81,7 @@ class ValueCoordinates:
 
 
 def noisiest_directions(matrix: Tensor, noise: Tensor) -> Tensor:
-    """The directions of the values that errors of the keys spoil, most spoilt first.
+    """Directions of the values by the error that the keys' noise makes along them, largest first.
 
     Args:
         matrix: ``W_KV``, ``[e, e_v]``.
@@ -98,7 +90,7 @@ def noisiest_directions(matrix: Tensor, noise: Tensor) -> Tensor:
     Returns:
         ``[e_v, e_v]``, fp64, orthonormal rows, of which the first r are P^T.
     """
-    # The SVD, since eigenvectors of the product with its transpose lose directions below the root of the precision.
+    # The SVD, because eigenvectors of the Gram matrix lose directions below the root of the precision.
     _, _, right = torch.linalg.svd(noise.double().sqrt()[:, None] * matrix.double())
     return right
 
@@ -109,15 +101,15 @@ def value_coordinates(
     """The exact map from keys and V-coordinates to values along the given directions.
 
     Args:
-        weights: Of the layer.
-        key_to_value: Its solution.
-        directions: B, ``[r, e_v]``, of full rank; it need not be orthonormal: rounded directions serve as they are.
+        weights: Weights of the layer.
+        key_to_value: The layer's matrix from keys to values.
+        directions: B, ``[r, e_v]``, of full rank, not necessarily orthonormal: rounded directions serve as they are.
         key_offset: ``[e]``; the bias of the keys when None, so that ``X W_K`` is cached.
     """
     matrix, B = key_to_value.matrix, directions.double()
     Q, R = torch.linalg.qr(B.mT)
     G = torch.linalg.solve_triangular(R.mT, Q, upper=False, left=False)  # B^+, [e_v, r]
-    ordinary = len(B) == B.shape[1]  # then keys give nothing, rather than the rounding errors of this difference
+    ordinary = len(B) == B.shape[1]  # then M is exactly 0, without the rounding errors of the difference
     from_keys = torch.zeros_like(matrix) if ordinary else matrix - (matrix @ G) @ B
     bias = bias_or_zero(weights.key_bias, weights.W_K)
     offset = bias if key_offset is None else key_offset.double()

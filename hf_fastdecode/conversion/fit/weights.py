@@ -1,4 +1,10 @@
-"""The weights of one attention layer, and what slim caches require of them."""
+"""The weights of one attention layer, what slim caches require of them, and biases where keys are cached alone.
+
+A constant part of all tokens' values passes the softmax unchanged, since attention weights sum to 1, and folds into
+the bias of the output projection (Slim attention, section 5). That needs weights that do sum to 1: no attention sinks,
+no small weights dropped without renormalising. A bias of the keys adds one number to all scores of a query, which the
+softmax ignores unless RoPE or QK-norm stands between projection and scores.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from torch import Tensor
 class AttentionWeights:
     """Projections of one attention layer, in `torch.nn.Linear`'s layout ``[out, in]``, any floating dtype.
 
-    The papers write ``K = X W_K`` with ``W_K`` of ``[in, out]``. The properties `W_Q`, `W_K`, `W_V` and `W_O` have
-    that layout, in fp64; all mathematics of this folder is written with them.
+    The properties `W_Q`, `W_K`, `W_V` and `W_O` have the papers' layout ``[in, out]``, ``K = X W_K``, in fp64; all
+    mathematics of this folder is written with them.
 
     Attributes:
         query: ``[heads * head_dim, d]``.
@@ -92,6 +98,14 @@ class AttentionWeights:
         """``[heads * value_dim, d_out]``, fp64."""
         return self.output.double().mT
 
+    def keys(self, inputs: Tensor) -> Tensor:
+        """Keys of inputs ``[tokens, key_d]`` with their bias, before norm and RoPE: ``[tokens, e]``, fp64."""
+        return inputs.double() @ self.W_K + bias_or_zero(self.key_bias, self.W_K)
+
+    def values(self, inputs: Tensor) -> Tensor:
+        """Values of inputs ``[tokens, key_d]`` with their bias: ``[tokens, e_v]``, fp64."""
+        return inputs.double() @ self.W_V + bias_or_zero(self.value_bias, self.W_V)
+
     @property
     def head_dim(self) -> int:
         """Width of a head of queries and keys."""
@@ -110,11 +124,45 @@ def bias_or_zero(bias: Tensor | None, weight: Tensor) -> Tensor:
     return bias.double()
 
 
-def require_multi_head(weights: AttentionWeights) -> None:
-    """Refuse layers whose values no function of their keys can give back (Slim attention, section 1).
+def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, value_bias: Tensor) -> Tensor:
+    """Constant part of the values, equal for all tokens: ``(c - b_K) M + b_V``, ``[e_v]`` in fp64.
 
-    Grouped-query and multi-query attention project inputs to fewer coordinates than they have, so keys do not
-    determine them.
+    Keys ``K = X W_K + b_K`` are cached minus an offset c. Then ``X W_K = (K - c) + (c - b_K)``, of which only the
+    first term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias.
+
+    Args:
+        from_keys: M, ``[e, e_v]``, the matrix from ``X W_K`` to values.
+        key_offset: c, ``[e]``.
+        key_bias: ``b_K``, ``[e]``.
+        value_bias: ``b_V``, ``[e_v]``.
+    """
+    return (key_offset.double() - key_bias.double()) @ from_keys.double() + value_bias.double()
+
+
+def fold_into_output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
+    """The output projection's bias with a constant of the values folded in: ``b_O + constant W_O``.
+
+    The constant is ``[kv_heads * value_dim]``, e.g. the bias of the values, or `value_constant`. Heads of a group
+    share their values, and so their part of it.
+
+    Returns:
+        ``[d_out]``, fp64.
+    """
+    group = weights.heads // weights.kv_heads
+    per_head = constant.double().unflatten(0, (weights.kv_heads, -1)).repeat_interleave(group, 0)
+    return per_head.flatten() @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
+
+
+def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: object | None) -> Tensor | None:
+    """Offset ``[e]`` to add to keys that were cached without it, before norm, rotation and scores.
+
+    None where scores without it differ by a constant per query, so that it can be left out.
+    """
+    return None if rotation is None and weights.key_norm is None else key_offset
+
+
+def require_multi_head(weights: AttentionWeights) -> None:
+    """Refuse layers whose keys do not determine the inputs, so that values cannot follow (Slim attention, section 1).
 
     Raises:
         ValueError: ``kv_heads != heads``, or keys have fewer coordinates than the inputs.

@@ -8,15 +8,13 @@ from typing import Any, Final
 import torch
 
 from hf_fastdecode.cache.accounting import KVSizes
-from hf_fastdecode.conversion.fit.eight_bits import stored_bytes
-from hf_fastdecode.conversion.fit.stored_positions import position_bytes
 from hf_fastdecode.patches.layers.slim_attention import cache_dtype
 from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ...patches.layers.family import language_config
-from ..checkpoint.families.configs import ordinary_config
-from .cache_size import CacheSize, value_matrices
-from .encoder_decoder import ON_CHIP, READ
+from ..families import ordinary_config
+from ..fit.cached_numbers import position_bytes, stored_bytes
+from .model_caches import ON_CHIP, READ, CacheSize, value_matrices
 
 NAME: Final = "slim"
 
@@ -26,10 +24,10 @@ class LayerCache:
     """The cache of one attention of a slim checkpoint.
 
     Attributes:
-        layer: What it caches.
-        dtype: Of it.
-        bytes_per_token: Of it, with the scales of 8 bits and with positions where these are cached; 0 for the
-            encoder's output, which all layers share.
+        layer: Plan of the layer.
+        dtype: Dtype of the cache.
+        bytes_per_token: Bytes per token, including scales of 8 bits and cached positions; 0 for the encoder's output,
+            which all layers share.
     """
 
     layer: SlimLayer
@@ -38,12 +36,7 @@ class LayerCache:
 
 
 def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
-    """The cache of each layer; of encoder-decoders, of self-attention and cross-attention in turns.
-
-    Args:
-        config: Of a slim model.
-        dtype: Of the model.
-    """
+    """The cache of each layer of a slim config; self-attention and cross-attention of encoder-decoders alternate."""
     shape, language = KVSizes.of_decoder(ordinary_config(config)).same, language_config(config)
     width = shape.query_heads * shape.head_dim
     found = []
@@ -60,13 +53,13 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
 def checkpoint_caches(
     config: Any, context: int, encoder_tokens: int | None, dtype: torch.dtype, kv: CacheSize
 ) -> list[CacheSize]:
-    """The caches of all layers; where layers read the encoder's output E, twice, as `encoder_decoder_caches` has it.
+    """The caches of all layers; where layers read the encoder's output E, twice, as in `encoder_decoder_caches`.
 
     Args:
-        config: Of a slim model.
-        context: Tokens of a row, of encoder-decoders the decoder's.
-        encoder_tokens: Of the encoder's output in a row; None for decoder-only models.
-        dtype: Of the model: float32, bfloat16 or float16.
+        config: Config of a slim model.
+        context: Tokens of a row, in the decoder.
+        encoder_tokens: Tokens of a row in the encoder's output; None for decoder-only models.
+        dtype: Dtype of the model: float32, bfloat16 or float16.
         kv: Keys and values of the ordinary model.
     """
     caches, language = layer_caches(config, dtype), language_config(config)

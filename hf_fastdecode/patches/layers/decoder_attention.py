@@ -24,7 +24,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
-from ...conversion.fit.eight_bits import load, store
+from ...conversion.fit.cached_numbers import load, store
 from ..slim_layers import SlimLayer
 from .projections import InputProjection, InputValues, KeyProjection, score_operands
 from .slim_attention import CachedValues, cache_dtype, check_trainable, slim_attention

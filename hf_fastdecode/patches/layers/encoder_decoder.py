@@ -77,8 +77,17 @@ class EncoderDecoder:
         name: str = self.slim_model.slim_attention.projections["qkvo".index(part)]
         return name
 
-    def weights(self, config: Any, own: Mapping[str, Tensor]) -> AttentionWeights:
-        """The projections of an attention, from its tensors by their names below it."""
+    def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of an attention with separate projections: the same, as none are fused."""
+        return dict(tensors)
+
+    ordinary = plain
+
+    def rotation(self, config: Any, tokens: int) -> None:
+        """None: there is no RoPE."""
+
+    def weights(self, config: Any, own: Mapping[str, Tensor], index: int) -> AttentionWeights:
+        """The projections of an attention, from its tensors by their names below it; all indices are read alike."""
         query, key, value, output = (self.projection(part) for part in "qkvo")
         heads = decoder_heads(config)
         return AttentionWeights(

@@ -146,6 +146,14 @@ class Family:
         """Prefix of the names of a layer's weights."""
         return f"{self.layers}{index}."
 
+    def attentions(self, config: Any) -> list[str]:
+        """Prefixes of the names of the attentions' weights, layer by layer."""
+        return [self.layer_prefix(index) + self.attention for index in range(config.num_hidden_layers)]
+
+    def projection(self, part: str) -> str:
+        """Name of the separate projection of queries, keys, values or the output: ``q``, ``k``, ``v`` or ``o``."""
+        return self.output if part == "o" else f"{part}_proj"
+
     def model_name(self, stored: str) -> str:
         """Name that a model has for a checkpoint's tensor."""
         return model_name(self.renamed, stored)

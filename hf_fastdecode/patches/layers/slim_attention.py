@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention.autocast import no_autocast
-from ...conversion.fit.eight_bits import EIGHT_BITS
+from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ..slim_layers import SlimLayer, check_threshold
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.kv import Segment
-from ...conversion.fit.eight_bits import load, store, stored_bytes
-from ...conversion.fit.stored_positions import DIGITS, with_positions, without_positions
+from ...conversion.fit.cached_numbers import DIGITS, load, store, stored_bytes, with_positions, without_positions
 from ..slim_layers import SlimLayer
 from .projections import InputProjection, InputValues, input_keys, score_operands
 from .rotation import Rotation, Tables, rotate, unrotate

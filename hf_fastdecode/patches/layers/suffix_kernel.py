@@ -6,7 +6,7 @@ from torch import Tensor, float32
 
 from ...attention.kv import Segment
 from ...attention.partial import Partial
-from ...conversion.fit.eight_bits import EIGHT_BITS, views
+from ...conversion.fit.cached_numbers import EIGHT_BITS, views
 from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from .slim_attention import cache_dtype
 from .slim_tokens import SlimTokens

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_fastdecode.conversion.checkpoint import convert
-from hf_fastdecode.conversion.checkpoint.calibration import calibration_ids
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
 from hf_fastdecode.conversion.checkpoint.shards import ShardWriter
-from hf_fastdecode.conversion.checkpoint.to_slim_stream import SlimStream
+from hf_fastdecode.conversion.checkpoint.streams import SlimStream
 from hf_fastdecode.conversion.checkpoint.verify import VerificationError
+from hf_fastdecode.conversion.layers.calibration import calibration_ids
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from .checkpoints import LAYERS, contents, save_multi_head
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTok
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ...patches.encoder_decoder_models import encoder_decoder, read_by
 from ...patches.family_models import FAMILIES, family_model

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.families.lookup import family_of
-from hf_fastdecode.conversion.checkpoint.plan_choice import PlanChoice
+from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 
 from ...cli.command_line import refusal, run
 from ...patches.encoder_decoder_models import encoder_decoder, read_by

@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.families.lookup import UnconvertibleError
 from hf_fastdecode.conversion.checkpoint.find import CheckpointError, find_checkpoint
 from hf_fastdecode.conversion.checkpoint.source import Checkpoint
+from hf_fastdecode.conversion.families import UnconvertibleError
 
 from .checkpoints import save_multi_head
 

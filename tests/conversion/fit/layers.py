@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.rope import Rotation
+from hf_fastdecode.conversion.fit.weights import AttentionWeights
 
 IDENTICAL = torch.finfo(torch.float32).eps
 """Relative difference of two fp64 results that are the same in exact arithmetic: below what fp32 could tell apart."""

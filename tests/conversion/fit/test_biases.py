@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit import (
+from hf_fastdecode.conversion.fit.key_to_value import solve_key_to_value
+from hf_fastdecode.conversion.fit.reference_attention import (
     attention_output,
-    fold_into_output_bias,
-    score_offset,
-    solve_key_to_value,
-    value_constant,
-    value_coordinates,
+    attention_weights,
+    key_heads,
+    query_heads,
 )
-from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads
+from hf_fastdecode.conversion.fit.value_coordinates import value_coordinates
+from hf_fastdecode.conversion.fit.weights import fold_into_output_bias, score_offset, value_constant
 
 from .layers import IDENTICAL, layer, relative, rope, text
 

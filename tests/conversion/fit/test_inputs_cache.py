@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.conversion.fit import (
-    absorbed_queries,
-    attention_output,
-    cross_cache_width,
-    hybrid_layers,
-    inputs_cache_output,
-    require_linear_scores,
-)
+from hf_fastdecode.conversion.fit.inputs_cache import absorbed_queries, cross_cache_width, inputs_cache_output
+from hf_fastdecode.conversion.fit.reference_attention import attention_output
+from hf_fastdecode.conversion.fit.weights import require_linear_scores
 
 from .layers import IDENTICAL, layer, relative, rope, text
 
@@ -56,32 +51,9 @@ def test_encoder_output_serves_every_cross_attention_layer(kv_heads: int) -> Non
         assert relative(inputs_cache_output(weights, X, encoded, causal=False), expected) < IDENTICAL
 
 
-@pytest.mark.parametrize("source", [0, 2])
-@pytest.mark.parametrize("head_dim", [12, 16], ids=["square", "wide"])
-def test_keys_of_one_layer_serve_all(head_dim: int, source: int) -> None:
-    kv_heads = [2, 4, 1]
-    kv_heads[source] = 4
-    layers = [layer(kv_heads=g, head_dim=head_dim, biases=True, seed=seed) for seed, g in enumerate(kv_heads)]
-    encoded, X = text(63, seed=5), text(7)
-    cached = encoded @ layers[source].W_K
-    rewritten = hybrid_layers(layers, source)
-    for before, after in zip(layers, rewritten):
-        expected = attention_output(before, X, encoded, causal=False)
-        assert relative(inputs_cache_output(after, X, cached, causal=False), expected) < IDENTICAL
-    if head_dim == 12:
-        assert relative(rewritten[source].W_K, torch.eye(48)) < IDENTICAL
-
-
-def test_hybrid_needs_a_multi_head_source_without_rope() -> None:
-    with pytest.raises(ValueError, match="got 2 != 4"):
-        hybrid_layers([layer(kv_heads=2), layer()])
-    with pytest.raises(ValueError, match="QK-norm"):
-        hybrid_layers([layer(), replace(layer(), query_norm=lambda x: x)])
-
-
 def test_widths_are_those_of_the_papers_whisper_table() -> None:
     """Whisper tiny: 1500 encoder tokens, 4 layers, d = 384; the table gives 4.6M, half of it, and 0.6M."""
     weight = torch.zeros(384, 384)
     layers = [replace(layer(d=384, head_dim=96), query=weight, key=weight, value=weight, output=weight)] * 4
-    widths = {cache: 1500 * cross_cache_width(layers, cache) for cache in ("kv", "k", "encoder", "hybrid")}
-    assert widths == {"kv": 4_608_000, "k": 2_304_000, "encoder": 576_000, "hybrid": 576_000}
+    widths = {cache: 1500 * cross_cache_width(layers, cache) for cache in ("kv", "k", "encoder")}
+    assert widths == {"kv": 4_608_000, "k": 2_304_000, "encoder": 576_000}

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.conversion.fit import SingularKeysError, require_multi_head, solve_key_to_value
+from hf_fastdecode.conversion.fit.key_to_value import SingularKeysError, solve_key_to_value
+from hf_fastdecode.conversion.fit.weights import require_multi_head
 
 from .layers import IDENTICAL, layer, relative, spectrum, text
 

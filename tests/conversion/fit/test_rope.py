@@ -7,7 +7,7 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_half
 
-from hf_fastdecode.conversion.fit import RopeLayout, Rotation
+from hf_fastdecode.conversion.fit.rope import RopeLayout, Rotation
 
 from .layers import rope
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit import (
-    AttentionWeights,
+from hf_fastdecode.conversion.fit.rounding import round_columns
+from hf_fastdecode.conversion.fit.stored_coordinates import (
     StoredValueCoordinates,
     key_statistics,
-    round_columns,
     store_value_coordinates,
 )
+from hf_fastdecode.conversion.fit.weights import AttentionWeights
 
 from .layers import layer, relative, text
 
@@ -57,7 +57,7 @@ def test_rounding_for_typical_inputs_beats_rounding_to_nearest(tokens: int) -> N
     statistics = key_statistics(weights, text(tokens), torch.float16)
     stored = store_value_coordinates(weights, statistics, 6)
     exact = store_value_coordinates(weights, statistics, 6, matrix_dtype=torch.float32)
-    nearest = replace(stored, from_keys=round_columns(exact.from_keys.double(), torch.float16))
+    nearest = replace(stored, from_keys=round_columns(exact.from_keys.double(), dtype=torch.float16))
     assert value_error(weights, stored, unseen) < value_error(weights, nearest, unseen)
 
 

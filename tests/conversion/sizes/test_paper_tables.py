@@ -9,10 +9,14 @@ import torch
 from transformers import AutoConfig, WhisperConfig
 
 from hf_fastdecode.cache.accounting import KVSizes
-from hf_fastdecode.conversion.sizes.cache_size import CacheSize
-from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
-from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
-from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
+from hf_fastdecode.conversion.sizes.model_caches import (
+    CacheSize,
+    decoder_caches,
+    decoder_matrices,
+    empty_model,
+    encoder_decoder_caches,
+    refusal,
+)
 
 from ...test_layout import ROOT
 

@@ -8,11 +8,14 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVSizes
-from hf_fastdecode.conversion.checkpoint.in_memory import to_slim
-from hf_fastdecode.conversion.sizes.decoder import decoder_caches, refusal
-from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_caches
-from hf_fastdecode.conversion.sizes.matrices import decoder_matrices
+from hf_fastdecode.conversion.sizes.model_caches import (
+    decoder_caches,
+    decoder_matrices,
+    encoder_decoder_caches,
+    refusal,
+)
 from hf_fastdecode.conversion.sizes.slim_checkpoint import checkpoint_caches
+from hf_fastdecode.conversion.to_slim import to_slim
 
 from ...patches.family_models import family_model
 from ...patches.slim_models import TEXT

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store, views
+from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, views
 from hf_fastdecode.kernels.slim_decode.api import (
     ClusterConfig,
     RotaryTables,

@@ -1,8 +1,4 @@
-"""Rounding with feedback: rows that are rounded later make up for the errors of those before (GPTQ's algorithm).
-
-It serves matrices, whose products with typical inputs then change less than with rounding to nearest. Any grid will
-do: rounding itself is an argument.
-"""
+"""Matrices in half precision: a scale per column, and rounding whose errors cancel on calibrated inputs (GPTQ)."""
 
 from __future__ import annotations
 
@@ -15,6 +11,11 @@ from torch import Tensor
 
 _BLOCK: Final = 128
 """Rows whose corrections are applied to the rest at once, as a matrix product."""
+
+
+def matrix_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a slim layer's matrices: fp16 for models in half precision (bf16 would spoil the values)."""
+    return torch.float16 if model_dtype.itemsize == 2 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ def rounding_feedback(gram: Tensor) -> RoundingFeedback:
 def round_with_feedback(
     rows: Tensor, feedback: RoundingFeedback, rounding: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Round rows one after another.
+    """Round rows one after another, each with the corrections for those before (GPTQ's algorithm).
 
     Args:
         rows: ``[rows, columns]``; columns are independent of each other.
-        feedback: For these rows.
-        rounding: From a row ``[1, columns]`` and its index to the rounded row, in fp64.
+        feedback: The feedback of these rows.
+        rounding: From a row ``[1, columns]`` and its index to the rounded row, in fp64; any grid will do.
 
     Returns:
         The rounded rows, fp64.
@@ -80,3 +81,39 @@ def shrunk_gram(gram: Tensor, share: float) -> Tensor:
     mean = gram.diagonal().mean()
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return gram + (share * mean if mean > 0 else 1.0) * identity
+
+
+@dataclass(frozen=True)
+class ScaledColumns:
+    """A matrix as ``values * scales``.
+
+    Scales are powers of two that bring the largest entry of each column into [1, 2): multiplying by them rounds
+    nothing, no entry leaves the range, and columns of small entries keep their bits.
+
+    Attributes:
+        values: ``[rows, columns]``, in the dtype of storage.
+        scales: ``[columns]``, fp32.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def double(self) -> Tensor:
+        """The matrix that is stored, ``[rows, columns]``, fp64."""
+        return self.values.double() * self.scales.double()
+
+
+def round_columns(matrix: Tensor, feedback: RoundingFeedback | None = None, *, dtype: torch.dtype) -> ScaledColumns:
+    """Round a matrix ``[rows, columns]``, which is finite.
+
+    With the feedback of its inputs, products with typical inputs change little; without, each entry is rounded to the
+    nearest. Rows of a matrix from keys to values multiply strongly correlated coordinates, so that errors of one row
+    can be made up for in others.
+    """
+    largest = matrix.double().abs().amax(0)
+    exponent = torch.where(largest > 0, largest, 1.0).log2().floor()
+    scales = torch.exp2(exponent.clamp(-126, 127)).float()  # normal numbers of fp32
+    values = matrix.double() / scales.double()
+    if feedback is not None:
+        values = round_with_feedback(values, feedback, lambda row, _: row.to(dtype).double())
+    return ScaledColumns(values.to(dtype), scales)

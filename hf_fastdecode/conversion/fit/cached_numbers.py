@@ -1,11 +1,11 @@
-"""Cached numbers in 8 bits, with a scale per token and head, in tensors that any cache of transformers holds.
+"""Formats of cached numbers in tensors that any cache of transformers holds: 8 bits with scales, and positions.
 
-Caches concatenate, reorder and crop one tensor of keys and one of values, without knowing what is in them. So each
-token's scales follow its numbers as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is as many
-neighbouring numbers as a head has, and the last one may have fewer. A static cache's zeros read as zeros.
+Caches concatenate, reorder and crop one tensor of keys and one of values, whatever is in them. So each token's scales
+follow its numbers as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is `head_dim` neighbouring numbers,
+and the last one may have fewer. A static cache's zeros read as zeros.
 
 A scale is the group's largest magnitude over that of the dtype, in bf16. Numbers are divided by the scale as it is
-stored, so its rounding makes steps wider by at most a 256th; and bf16, unlike fp16, has the range of fp32, so that no
+stored, so its rounding makes steps wider by at most a 256th; bf16, unlike fp16, has the range of fp32, so that no
 token is too small or too large.
 """
 
@@ -20,6 +20,13 @@ from torch.nn import functional as F
 EIGHT_BITS: Final = (torch.int8, torch.float8_e4m3fn)
 """Dtypes that are stored with scales."""
 
+DIGITS: Final = 3
+"""Numbers per position: digits of base 256, which every floating dtype, and a byte, holds exactly.
+
+Positions are at least ``-(2**23)`` and below ``2**23``; negative ones are stored plus ``2**24``.
+"""
+
+_PLACES: Final = (2**16, 2**8, 1)
 _LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 _SCALE: Final = torch.bfloat16
 
@@ -29,7 +36,7 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
 
     Args:
         x: ``[..., width]``, any floating dtype.
-        dtype: Of the cache.
+        dtype: Dtype of the cache.
         group: Numbers that share a scale, for a dtype of `EIGHT_BITS`.
 
     Returns:
@@ -48,7 +55,7 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
 
 
 def _rounded(scales: Tensor) -> Tensor:
-    """The nearest numbers of bf16, in fp32, by their bits: code that torch.compile makes leaves out conversions."""
+    """The nearest numbers of bf16, in fp32, by their bits: compiled code (torch.compile) leaves out conversions."""
     rounded = ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(scales.isnan(), scales, rounded)  # the sum may make 0 of a NaN's bits
 
@@ -56,7 +63,7 @@ def _rounded(scales: Tensor) -> Tensor:
 def _to_bytes(scales: Tensor) -> Tensor:
     """The bytes of `_rounded` scales in bf16, the low one first: ``[..., 1]`` fp32 to ``[..., 2]`` uint8.
 
-    A view would need a last stride of 1, which tensors of size 1 need not have in code that torch.compile makes.
+    A view would need a last stride of 1, which tensors of size 1 may lack in compiled code (torch.compile).
     """
     bits = torch.where(scales.isnan(), 0x7FC0, scales.view(torch.int32) >> 16)
     return torch.cat([bits & 0xFF, (bits >> 8) & 0xFF], -1).to(torch.uint8)
@@ -98,3 +105,29 @@ def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
     """Bytes per token of `width` numbers, scales included."""
     scales = -(-width // group) if dtype in EIGHT_BITS else 0
     return width * dtype.itemsize + scales * _SCALE.itemsize
+
+
+def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
+    """Append each token's position to its numbers.
+
+    Args:
+        stored: ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8.
+        positions: ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
+
+    Returns:
+        ``[rows, 1, tokens, width + DIGITS]``.
+    """
+    digits = positions[..., None] // torch.tensor(_PLACES, device=positions.device) % 2**8
+    return torch.cat([stored, digits[:, None].to(stored.dtype).expand(*stored.shape[:-1], DIGITS)], -1)
+
+
+def without_positions(cached: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `with_positions`: the numbers, and positions ``[rows, tokens]``."""
+    digits = cached[:, 0, :, -DIGITS:].long()
+    numbers = (digits * torch.tensor(_PLACES, device=cached.device)).sum(-1)
+    return cached[..., :-DIGITS], torch.where(numbers < 2**23, numbers, numbers - 2**24)
+
+
+def position_bytes(dtype: torch.dtype) -> int:
+    """Bytes of a position beside numbers of a dtype."""
+    return DIGITS * dtype.itemsize

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.conversion.fit import eight_bits
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes
+from hf_fastdecode.conversion.fit import cached_numbers
+from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes
 
 
 @pytest.mark.parametrize("width", [1, 16, 63, 100])
@@ -60,7 +60,7 @@ def test_no_number_stays_none(dtype: torch.dtype) -> None:
     x[..., 3] = torch.nan
     assert load(store(x, dtype, 16), dtype, 16).isnan().all()
     of_gpus = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # which arithmetic here does not make
-    assert eight_bits._rounded(of_gpus).isnan().all()
+    assert cached_numbers._rounded(of_gpus).isnan().all()
 
 
 def test_zeros_of_a_static_cache_are_zeros() -> None:
@@ -92,7 +92,7 @@ def test_scales_are_stored_as_the_bytes_of_bf16(dtype: torch.dtype) -> None:
     for given in (numbers, numbers.transpose(0, 1), numbers[:, :1].transpose(1, 2).contiguous().transpose(1, 2)):
         stored = store(given, dtype, 32)
         scales = stored[..., 96:].contiguous().view(torch.bfloat16).float()
-        largest = given.unflatten(-1, (3, 32)).abs().amax(-1) / eight_bits._LARGEST[dtype]
+        largest = given.unflatten(-1, (3, 32)).abs().amax(-1) / cached_numbers._LARGEST[dtype]
         expected = largest.clamp(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16).float()
         torch.testing.assert_close(scales, expected, rtol=0, atol=0, equal_nan=True)
 

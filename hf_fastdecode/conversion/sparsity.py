@@ -17,12 +17,10 @@ from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.layers.slim_attention import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import attention_inputs, language_config, longest_text
-from ..fit.cache_errors import relative_error
-from .calibration import calibration_ids, check_ids, check_vocabulary
-from .encoder_decoder.calibration_pass import model_inputs, on_device
-from .families.lookup import family_of_slim, is_slim
+from ..patches.layers.family import attention_inputs, language_config, longest_text
+from .families import family_of_slim, is_slim
+from .fit.cache_errors import relative_error
+from .layers.calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,9 @@ class LayerSparsity:
     """Effect of a threshold on one attention, whose inputs are those without a threshold.
 
     Attributes:
-        name: Of the attention, such as ``model.layers.0.self_attn``.
-        weights: Attention weights of tokens that queries see, in all heads.
-        skipped: Share of them that is below the threshold.
+        name: Name of the attention, such as ``model.layers.0.self_attn``.
+        weights: Number of unmasked attention weights, in all heads.
+        skipped: Share of these below the threshold.
         output_error: Relative error of the attention's output in the Frobenius norm.
     """
 
@@ -48,11 +46,11 @@ class SparsityReport:
 
     Attributes:
         threshold: Bound on attention weights.
-        tokens: Of the text.
-        skipped: Share of the weights of all slim layers that is below the threshold.
-        logits_error: Relative error of the logits in the Frobenius norm, against no threshold.
+        tokens: Tokens of the text.
+        skipped: Share of the weights of all slim layers below the threshold.
+        logits_error: Relative error of the logits in the Frobenius norm, compared with no threshold.
         same_tokens: Share of positions where the most likely token is the same.
-        layers: Slim attentions, one by one.
+        layers: The slim attentions.
     """
 
     threshold: float
@@ -90,16 +88,16 @@ def measure_sparsity(
 
     Slim attention, section 3: tokens whose attention weight is below the threshold add nothing to the values, and
     weights are not renormalised. Layers that keep keys and values have no threshold. The model runs the text in one
-    pass, and comes back with the threshold that it has.
+    pass, and its own threshold is restored.
 
     Args:
         model: A slim model, on any device. Of multimodal models the language model is measured, on text.
-        threshold: To be measured, at least 0 and below 1.
-        calibration: Ids of a text typical of what the model will read, ``[tokens]``, of which the first are taken, as
-            many as the model's context or sliding window holds; without, `tokenizer` makes them of a built-in text of
-            English and Python.
+        threshold: Threshold to measure, at least 0 and below 1.
+        calibration: Token ids of a text typical of what the model will read, ``[tokens]``; the first are used, as many
+            as the model's context or sliding window holds. If None, a built-in text of English and Python, encoded by
+            `tokenizer`.
         features: For Whisper, as in `to_slim`.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
 
     Raises:
         ValueError: The model has no slim layers or no head, the threshold is out of its bounds, or there is no usable
@@ -127,10 +125,7 @@ def measure_sparsity(
     config = language_config(model.config)
     ids = check_vocabulary(check_ids(calibration), config.vocab_size)[: longest_text(config)]
     _, family = family_of_slim(model.config)
-    inputs = {"input_ids": ids[None]}
-    if isinstance(family, EncoderDecoder):
-        inputs = model_inputs(family, model.config, ids, features)
-    inputs = on_device(model, inputs)
+    inputs = on_device(model, model_inputs(family, model.config, ids, features))
 
     found: list[LayerSparsity] = []
     hooks = []

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import torch
 
-from hf_fastdecode.conversion.fit.eight_bits import EIGHT_BITS
 from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, read_layers
 
 from ..fit.cache_errors import CacheError
+from ..fit.cached_numbers import EIGHT_BITS
 from ..fit.layer_plan import LayerPlan, in_eight_bits
 
 AUTO: Final = "auto"
@@ -29,11 +29,11 @@ CACHE_DTYPES: Final = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-"""Names of cache dtypes that can be asked for."""
+"""Cache dtypes by the names of the option."""
 
 
 class PlanError(ValueError):
-    """A plan that the checkpoint cannot have, or that is none."""
+    """An invalid plan, or one that the model cannot have."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class PlanChoice:
         plan: ``auto``, ``k``, ``kv``; without RoPE also ``x``, inputs, and the encoder's output for cross-attention;
             for encoder-decoder models also ``e``, keys for self-attention and the encoder's output for
             cross-attention (option 2 of the paper); or a tuple of plan and rank per layer.
-        rank: V-coordinates beside the keys of every layer, in the place of a plan; None to leave it to `plan`.
-        tolerance: Of ``auto`` and of 8 bits: how many times the output error of an ordinary cache is acceptable; in
-            8 bits that of keys and values in int8.
-        cache_dtype: Of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` goes by the model's dtype, ``fp8`` and
-            ``int8`` hold for layers where they are accurate enough, and for inputs too.
-        rope: Whether keys are cached before RoPE, ``raw``, or after it, ``unrotate``.
+        rank: V-coordinates beside the keys of every layer, instead of a plan; None to use `plan`.
+        tolerance: For ``auto`` and for 8 bits: largest acceptable output error, as a multiple of that of an ordinary
+            cache; for 8 bits of that of keys and values in int8.
+        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` depends on the model's dtype;
+            ``fp8`` and ``int8`` are for layers where they are accurate enough, and for inputs too.
+        rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
     """
 
     plan: str | tuple[tuple[str, int], ...] = AUTO
@@ -62,7 +62,7 @@ class PlanChoice:
         """Check.
 
         Raises:
-            PlanError: No such plan, cache dtype or rope, a rank or tolerance out of bounds, or both a plan and a rank.
+            PlanError: Unknown plan, cache dtype or rope, a rank or tolerance out of bounds, or both a plan and a rank.
         """
         if isinstance(self.plan, str):
             if self.plan not in NAMED:
@@ -85,25 +85,20 @@ class PlanChoice:
 
     @property
     def eight_bits(self) -> torch.dtype | None:
-        """The cache dtype where it is one of 8 bits."""
+        """The cache dtype if it has 8 bits."""
         dtype = CACHE_DTYPES[self.cache_dtype]
         return dtype if dtype in EIGHT_BITS else None
 
     @property
     def wider(self) -> torch.dtype | None:
-        """The cache dtype where it is one of more bits."""
+        """The cache dtype if it has more bits."""
         return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
-        """Plan and rank that are asked for; ``auto`` has rank 0.
-
-        Args:
-            index: Of the layer.
-            layers: That the model has.
-            plans: That the layer can have.
+        """Plan and rank asked for layer `index` of `layers`, which can have `plans`; ``auto`` has rank 0.
 
         Raises:
-            PlanError: The layer cannot have what is asked for.
+            PlanError: The layer cannot have the plan.
         """
         asked = self._asked(index, layers)
         if asked[0] not in (AUTO, *plans):
@@ -122,11 +117,7 @@ class PlanChoice:
 
 
 def _checked(plan: Any) -> tuple[tuple[str, int], ...]:
-    """Plan and rank of each layer, as a tuple of pairs, if they are such.
-
-    Raises:
-        PlanError: They are not.
-    """
+    """Plan and rank of each layer, as a tuple of pairs."""
     try:
         pairs = [(name, rank) for name, rank in plan]
         layers = read_layers([{"plan": name, "rank": rank} for name, rank in pairs], len(pairs), (ALL_PLANS,))
@@ -138,16 +129,10 @@ def _checked(plan: Any) -> tuple[tuple[str, int], ...]:
 
 
 def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:
-    """The cache of a layer among those that were measured.
-
-    Args:
-        plan: What was measured.
-        asked: Plan and rank, or ``auto``.
-        index: Of the layer.
-        plans: That ``auto`` chooses from.
+    """The cache of layer `index` among those measured in `plan`; ``auto`` chooses from `plans`.
 
     Raises:
-        PlanError: The layer cannot have what was asked for.
+        PlanError: The layer cannot have the plan and rank that were asked for.
     """
     if asked[0] == AUTO:
         return next(one for one in plan.candidates if one.plan in plans and plan.accepts(one))
@@ -159,9 +144,7 @@ def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[st
 
 
 def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
-    """Plans from a JSON file: a list with ``plan`` and ``rank`` per layer, or anything with such a list.
-
-    A slim checkpoint's config.json serves, and a report of a conversion.
+    """Plans from a JSON file: a list with ``plan`` and ``rank`` per layer, a slim config.json, or a conversion report.
 
     Raises:
         PlanError: The file cannot be read, or holds no plan.
@@ -178,10 +161,6 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
         entries = content.get("slim_layers", content.get("layers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise PlanError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')
-    return _pairs(path, entries)
-
-
-def _pairs(path: Path, entries: Sequence[dict[str, Any]]) -> tuple[tuple[str, int], ...]:
     plain = [{"plan": entry.get("plan"), "rank": entry.get("rank", 0)} for entry in entries]
     try:
         layers = read_layers(plain, len(plain), (ALL_PLANS,))

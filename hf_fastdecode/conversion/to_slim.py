@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,17 +13,14 @@ from transformers import PreTrainedModel
 from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import check_threshold
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family, attention_inputs, language_config, longest_text
-from ..fit.cache_errors import dtype_name
-from .calibration import beginning, calibration_ids, check_vocabulary
-from .encoder_decoder.in_memory import decoder_to_slim
-from .families.configs import require_rope
-from .families.lookup import family_of
-from .plan_choice import PlanChoice
-from .slim_layer import convert_layer
-from .slim_model import build_slim_model, share_buffers
-from .source import WEIGHT_DTYPES
+from ..patches.layers.encoder_decoder import EncoderDecoder
+from ..patches.layers.family import Family, language_config, longest_text
+from .checkpoint.source import WEIGHT_DTYPES
+from .families import family_of, require_rope, slim_config, untied
+from .fit.cache_errors import dtype_name
+from .layers.calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
+from .layers.layer_converter import LayerConverter, below
+from .layers.plan_choice import PlanChoice
 
 
 def to_slim(
@@ -81,42 +80,31 @@ def to_slim(
     family, config = family_of(model.config), language_config(model.config)
     require_rope(family, config, choice.rope)
     _require_plain(model)
-    if isinstance(family, Family):
-        _require_ordinary(model, family)
+    _require_ordinary(model, family)
     if calibration is None:
         if tokenizer is None:
             raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
         calibration = calibration_ids(tokenizer, limit=longest_text(config))
     calibration = check_vocabulary(beginning(calibration, longest_text(config)), config.vocab_size)
-    if isinstance(family, EncoderDecoder):
-        slim = decoder_to_slim(model, family, choice, calibration, features)
-        slim.config.slim_sparsity_threshold = sparsity_threshold
-        return slim
-    inputs = layer_inputs(model, family, calibration)
-    state, count = model.state_dict(), config.num_hidden_layers
-    rotation = family.rotation(config, len(calibration))
-    entries = []
-    for index in range(count):
-        prefix = family.layer_prefix(index) + family.attention
-        own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-        plain = family.plain(config, own)
-        weights = family.weights(config, {name: one.cpu() for name, one in plain.items()}, index)
-        converted = convert_layer(weights, inputs[index], rotation, choice, index, count, plans=family.plans)
+    seen = record(model, family, model_inputs(family, model.config, calibration, features))
+    state, prefixes = model.state_dict(), family.attentions(config)
+
+    def attention(index: int) -> tuple[Mapping[str, Tensor], CalibrationInputs]:
+        return below(prefixes[index], state), seen[index]
+
+    converter, entries = LayerConverter(family, config, choice, attention), []
+    made = {name: one for name, one in state.items() if not name.startswith(tuple(prefixes))}
+    for index, prefix in enumerate(prefixes):
+        converted = converter.convert(index)
         entries.append(converted.entry.to_dict())
-        if converted.entry.plan != "kv":
-            state = {name: one for name, one in state.items() if not name.startswith(prefix)}
-            state |= {prefix + name: one.to(model.device) for name, one in converted.attention(plain).items()}
-    slim = build_slim_model(family, model, entries, state, choice)
-    slim_config = language_config(slim.config)
-    family.fill_buffers(slim, slim_config, model.device)
-    share_buffers(model, slim)
-    slim.tie_weights()
-    slim_config.slim_sparsity_threshold = sparsity_threshold
+        made |= {prefix + name: one.to(model.device) for name, one in converted.tensors.items()}
+    slim = _slim_model(family, model, entries, made, choice.rope)
+    language_config(slim.config).slim_sparsity_threshold = sparsity_threshold
     return slim
 
 
 def _require_plain(model: PreTrainedModel) -> None:
-    """Refuse weights that a quantizer rounded, or tensor parallelism put in the place of tensors."""
+    """Refuse weights that a quantizer rounded, or that tensor parallelism replaced."""
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor:
             raise ValueError(
@@ -131,8 +119,12 @@ def _require_plain(model: PreTrainedModel) -> None:
             )
 
 
-def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
-    """Refuse a model whose tensors are not those of an ordinary causal language model of its config."""
+def _require_ordinary(model: PreTrainedModel, family: Family | EncoderDecoder) -> None:
+    """Refuse a model that is not for generation, or whose tensors are not those of an ordinary one of its config."""
+    if isinstance(family, EncoderDecoder):
+        if type(model).__name__ != family.architecture:
+            raise ValueError(f"only models for generation, {family.architecture}, have a slim form, got {type(model)}")
+        return
     with torch.device("meta"):
         expected = family.auto.from_config(model.config).state_dict()
     state = model.state_dict()
@@ -146,24 +138,42 @@ def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
         raise ValueError(f"{away} is not in memory; load the model without offloading, or convert its checkpoint")
 
 
-def layer_inputs(model: PreTrainedModel, family: Family, ids: Tensor) -> list[Tensor]:
-    """Inputs of every layer's projections on a text, ``[tokens, d]`` each, fp32 on the CPU."""
-    seen: list[Tensor] = []
+def _slim_model(
+    family: Family | EncoderDecoder,
+    model: PreTrainedModel,
+    entries: list[dict[str, Any]],
+    state: Mapping[str, Tensor],
+    rope: str,
+) -> PreTrainedModel:
+    """Build the slim form of a model, in eval mode, with its config's `entries`, one per layer.
 
-    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(attention_inputs(args, kwargs).float().cpu())
+    It takes the parameters and saved buffers of `state` without a copy, and everything else from the ordinary model.
+    """
+    tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    saved = model.state_dict()
+    differing = {name for name, other in tied.items() if not _same(saved[name], saved[other])}
+    config = slim_config(family, model.config, entries, model.dtype, rope)
+    if tied and differing == tied.keys():
+        untied(config)
+    config._attn_implementation = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    with torch.device("meta"):
+        slim: PreTrainedModel = family.slim_model(config)
+    slim.load_state_dict(state, strict=True, assign=True)
+    slim.generation_config = deepcopy(model.generation_config)
+    if isinstance(family, Family):
+        family.fill_buffers(slim, language_config(slim.config), model.device)
+    for name, buffer in list(slim.named_buffers()):
+        if buffer.is_meta:
+            place, _, own = name.rpartition(".")
+            setattr(slim.get_submodule(place), own, model.get_buffer(name))
+    # A config that ties several tensors, of which some differ, ties the others here and when it is loaded.
+    slim.all_tied_weights_keys = {
+        name: other for name, other in slim.all_tied_weights_keys.items() if name not in differing
+    }
+    slim.tie_weights(recompute_mapping=False)
+    return slim.eval()
 
-    blocks = [
-        model.get_submodule((family.layer_prefix(index) + family.attention).rstrip("."))
-        for index in range(language_config(model.config).num_hidden_layers)
-    ]
-    hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in blocks]
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()(ids[None].to(model.device), use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return seen
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tied tensors are equal; a head that was trained separately differs from the embeddings."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

@@ -1,1 +1,0 @@
-"""Convertible architectures, one file each."""

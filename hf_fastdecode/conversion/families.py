@@ -1,0 +1,222 @@
+"""Families of convertible models, found by config, and the configs of their slim and ordinary models.
+
+Of multimodal models the language model is converted. transformers makes it from a ``text_config`` by the Auto classes,
+so a slim multimodal model is of the ordinary class, with the config of a slim language model as its ``text_config``.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
+from hf_fastdecode.patches.config_base import families_in
+
+from ..patches.layers.encoder_decoder import EncoderDecoder
+from ..patches.layers.family import Family, kv_heads, language_config
+from .fit.cache_errors import dtype_name
+from .fit.rounding import matrix_dtype
+
+SLIM: Final = "slim_"
+"""Prefix of slim configs' model types and of their additional fields."""
+
+FAMILIES: Final = families_in(slim_configs)
+"""Model types of decoder-only models, each with a file among the slim architectures."""
+
+ENCODER_DECODERS: Final = families_in(encoder_decoder_configs)
+"""Model types of encoder-decoder models, each with a file among the slim architectures."""
+
+MULTIMODAL: Final = {
+    "llava": "model.language_model.",
+    "llava_next": "model.language_model.",
+    "llava_next_video": "model.language_model.",
+    "idefics3": "model.text_model.",
+    "smolvlm": "model.text_model.",
+    "qwen2_audio": "model.language_model.",
+}
+"""Model types of multimodal models, with the prefix of the language model's weights."""
+
+_ARCHITECTURES: Final = "hf_fastdecode.patches.architectures"
+_NEVER: Final = {
+    "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys",
+}
+"""Model types that cannot have a slim form, with the reason."""
+
+
+class UnconvertibleError(ValueError):
+    """A model without a slim form, with the reason."""
+
+
+def family_of(config: Any) -> Family | EncoderDecoder:
+    """The family of an ordinary model's config.
+
+    Raises:
+        UnconvertibleError: Models of this config have no slim form.
+    """
+    model_type = config.model_type
+    if is_slim(config):
+        raise UnconvertibleError(
+            "the model is slim already; for another slim form convert the ordinary model, which `convert-checkpoint "
+            "--format full` gives back"
+        )
+    if model_type in _NEVER:
+        raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
+    if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
+        known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
+        raise UnconvertibleError(
+            f"there is no slim form of {model_type} models so far, only of {known}; keep it as it is"
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnconvertibleError(
+            "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
+            "in float16 or bfloat16, and quantise the result"
+        )
+    if model_type in MULTIMODAL:
+        language = family_of(language_config(config))
+        if not isinstance(language, Family):
+            raise UnconvertibleError(
+                f"the language model of this {model_type} has an encoder ({config.text_config.model_type}); "
+                "only decoders are converted in multimodal models"
+            )
+        if (rope := _rope_type(language_config(config))) == "longrope":
+            raise UnconvertibleError(
+                f"RoPE of type {rope!r} changes with the length of the text, and multimodal models then keep keys of "
+                "both frequencies in the cache, which a slim one cannot; convert models with fixed frequencies"
+            )
+        return multimodal_family(config, language)
+    if (heads := config.num_attention_heads) != kv_heads(config):
+        raise UnconvertibleError(
+            "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
+            f"{kv_heads(config)} != {heads}: keys do not determine the values of grouped-query attention; an int8 KV "
+            "cache may serve this model better"
+        )
+    family = _load(model_type)
+    rope = _rope_type(config)
+    if rope == "dynamic" or (rope == "longrope" and not getattr(family, "longrope", False)):
+        raise UnconvertibleError(
+            f"RoPE of type {rope!r} changes with the length of the text, and keys cached before it would change with "
+            "it; convert models with fixed frequencies (default, linear, llama3, yarn)"
+        )
+    if reason := family.refusal(config):
+        raise UnconvertibleError(reason)
+    return family
+
+
+def _rope_type(config: Any) -> str:
+    kind: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return kind
+
+
+def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
+    """The ordinary model type and the family of a slim config; the model type is that of the language model.
+
+    Raises:
+        UnconvertibleError: The model is not slim.
+    """
+    if not is_slim(config):
+        raise UnconvertibleError(f"the model is not slim but of type {config.model_type}; it is full already")
+    name = language_config(config).model_type.removeprefix(SLIM)
+    family = _load(name)
+    if config.model_type in MULTIMODAL:
+        assert isinstance(family, Family)
+        family = multimodal_family(config, family)
+    return name, family
+
+
+def is_slim(config: Any) -> bool:
+    """Whether a config is of a slim model."""
+    kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
+    return kind.startswith(SLIM)
+
+
+def _load(model_type: str) -> Family | EncoderDecoder:
+    family: Family | EncoderDecoder = import_module(f"{_ARCHITECTURES}.{SLIM}{model_type}").FAMILY
+    return family
+
+
+def multimodal_family(config: Any, language: Family) -> Family:
+    """The family of a multimodal model, ordinary or slim, from that of its language model."""
+    model = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    own, prefix = f"{language.slim_model.base_model_prefix}.", MULTIMODAL[config.model_type]
+    return replace(
+        language,
+        architecture=model.__name__,
+        slim_model=model,
+        embedding=prefix + language.embedding.removeprefix(own),
+        layers=prefix + language.layers.removeprefix(own),
+        renamed={},
+        auto=AutoModelForMultimodalLM,
+    )
+
+
+def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
+    """Refuse a `slim_rope` that the slim model's config will refuse, before layers are measured.
+
+    Raises:
+        UnconvertibleError: It is ``unrotate``, and the model has no RoPE of fixed frequencies.
+    """
+    try:
+        family.slim_config(**_ordinary_fields(config), slim_rope=rope)
+    except ValueError as error:
+        raise UnconvertibleError(str(error)) from error
+
+
+def slim_config(
+    family: Family | EncoderDecoder, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, rope: str
+) -> Any:
+    """The config of a slim model: an ordinary one's fields, and what each layer caches."""
+    slim = {"slim_layers": entries, "slim_matrix_dtype": dtype_name(matrix_dtype(dtype)), "slim_rope": rope}
+    made = family.slim_config(**_ordinary_fields(config), **slim)
+    return _complete(config, made, family.slim_model.__name__, dtype)
+
+
+def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, dtype: torch.dtype) -> Any:
+    """The config of an ordinary model, of a slim one's; `model_type` as `family_of_slim` gives it."""
+    made = AutoConfig.for_model(model_type, **_ordinary_fields(config))
+    return _complete(config, made, family.architecture, dtype)
+
+
+def ordinary_config(config: Any) -> Any:
+    """The config of the ordinary model that a slim one stands for.
+
+    Raises:
+        UnconvertibleError: The config is not of a slim model.
+    """
+    model_type, family = family_of_slim(config)
+    return full_config(family, config, model_type, config.dtype)
+
+
+def untied(config: Any) -> Any:
+    """The same config, of a model whose tied tensors differ, such as a head that was trained separately.
+
+    T5's stays tied when it is loaded, as transformers ties its embeddings in any case, and its head where it is equal.
+    """
+    for part in (config, language_config(config)):
+        part.tie_word_embeddings = False
+    return config
+
+
+def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype) -> Any:
+    """The config of a whole model, from that of its language model; the two differ in multimodal models only."""
+    made = language
+    if config.model_type in MULTIMODAL:
+        made = deepcopy(config)
+        made.text_config = language
+        for part in made.sub_configs:
+            getattr(made, part).dtype = dtype
+    made.architectures = [architecture]
+    made.dtype = dtype
+    return made
+
+
+def _ordinary_fields(config: Any) -> dict[str, Any]:
+    """Fields of an ordinary language model's config, from a whole model's, ordinary or slim."""
+    own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+    fields: dict[str, Any] = language_config(config).to_dict()
+    return {name: one for name, one in fields.items() if name not in own and not name.startswith(SLIM)}

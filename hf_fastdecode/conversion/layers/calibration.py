@@ -1,0 +1,229 @@
+"""Calibration: the text and features that layers are measured on, and the inputs that attentions have on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
+
+from ...patches.layers.encoder_decoder import EncoderDecoder
+from ...patches.layers.family import Family, attention_inputs, language_config
+
+TOKENS: Final = 1024
+"""Most tokens of a calibration text: half to fit offsets and roundings, half to judge them."""
+
+LEAST: Final = 32
+"""Fewest tokens, below which errors say nothing about other texts."""
+
+_CHARACTERS_PER_TOKEN: Final = 256  # a text has about 4
+
+
+def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None = None) -> Tensor:
+    """The token ids of a calibration text, ``[tokens]``.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        file: UTF-8 text; when None English and Python, the embedded tasks with their solutions.
+        limit: Most tokens that the model takes, or None.
+
+    Raises:
+        ValueError: The file cannot be read, or the text, or the part that the model takes, is too short.
+    """
+    try:
+        text = _built_in_text() if file is None else _beginning_of(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
+    ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
+    return beginning(ids, limit)
+
+
+def _built_in_text() -> str:
+    tasks = embedded_tasks()
+    return "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (0, 12))
+
+
+def _beginning_of(file: Path) -> str:
+    """The beginning of a text file of any size, which holds all tokens that are used."""
+    with file.open(encoding="utf-8") as stream:
+        return stream.read(TOKENS * _CHARACTERS_PER_TOKEN)
+
+
+def beginning(ids: Tensor, limit: int | None = None) -> Tensor:
+    """The first ids of a text ``[tokens]``: at most `TOKENS`, and at most `limit`, which the model takes.
+
+    Raises:
+        ValueError: There are too few, or they are not one text.
+    """
+    if limit is not None and limit < LEAST:
+        raise ValueError(
+            f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
+        )
+    return check_ids(check_ids(ids)[: min(TOKENS, limit or TOKENS)])
+
+
+def check_ids(ids: Tensor) -> Tensor:
+    """The same ids.
+
+    Raises:
+        ValueError: There are too few, or they are not one text.
+    """
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"calibration must be a tensor of ids of one text, [tokens], got {type(ids).__name__}")
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"calibration must be ids of one text, [tokens], got {ids.dtype} of shape {list(ids.shape)}")
+    if len(ids) < LEAST:
+        raise ValueError(f"a calibration text needs {LEAST} tokens, got {len(ids)}; give a longer one")
+    return ids
+
+
+def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
+    """The same ids, of a model with so many tokens.
+
+    Raises:
+        ValueError: Ids are outside the vocabulary.
+    """
+    if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < vocabulary]:
+        raise ValueError(
+            f"the calibration text has id {wrong[-1]}, and the model has {vocabulary} tokens, from 0; take the "
+            "model's own tokenizer"
+        )
+    return ids
+
+
+def model_inputs(
+    family: Family | EncoderDecoder, config: Any, ids: Tensor, features: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Arguments of a forward pass; an encoder and its decoder read one text, or the encoder reads features.
+
+    Args:
+        family: Family of the model.
+        config: Config of the model.
+        ids: Text, ``[tokens]``; a decoder's first token is put before it, unless it begins with that.
+        features: ``[1, bands, frames]``; synthetic ones when None, for models that read sounds.
+
+    Raises:
+        ValueError: The config does not name the decoder's first token, or features are of another shape.
+    """
+    if isinstance(family, Family):
+        return {"input_ids": ids[None]}
+    if (first := getattr(config, "decoder_start_token_id", None)) is None:
+        raise ValueError(
+            f"the config of this {config.model_type} has no decoder_start_token_id, the decoder's first token; set it "
+            "(for T5 to that of padding, 0)"
+        )
+    decoded = ids if ids[0] == first else torch.cat([torch.tensor([first]), ids[:-1]])
+    if not family.audio:
+        return {"input_ids": ids[None], "decoder_input_ids": decoded[None]}
+    return {
+        "input_features": _synthetic_features(config) if features is None else _checked_features(config, features),
+        "decoder_input_ids": decoded[None],
+    }
+
+
+def on_device(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the model's device, features in its dtype."""
+    return {
+        name: one.to(model.device, model.dtype if one.is_floating_point() else None) for name, one in inputs.items()
+    }
+
+
+def _synthetic_features(config: Any) -> Tensor:
+    """Synthetic features, ``[1, bands, frames]``: smooth in time and frequency, always the same.
+
+    They lie in the range of Whisper's log-mel features, which are clipped to within 2 of their maximum.
+    """
+    frames = 2 * config.max_source_positions
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(1, 1, max(2, config.num_mel_bins // 5), max(2, frames // 8), generator=generator)
+    smooth = F.interpolate(coarse, (config.num_mel_bins, frames), mode="bilinear", align_corners=True)[:, 0]
+    return (0.5 * smooth).clamp(-1, 1)
+
+
+def read_features(file: Path) -> Tensor:
+    """Features from a safetensors file with a tensor ``input_features``.
+
+    Raises:
+        ValueError: There is none, or its numbers are not finite.
+    """
+    try:
+        features = load_file(file)["input_features"].float()
+    except Exception as error:  # no file, another format, another tensor
+        raise ValueError(
+            f"{file} holds no tensor input_features, [1, bands, frames], in safetensors ({type(error).__name__})"
+        ) from error
+    if bad := _not_finite(features):
+        raise ValueError(f"{file} holds {bad} inf or nan in input_features; extract the features again")
+    return features
+
+
+def _checked_features(config: Any, features: Tensor) -> Tensor:
+    expected = [1, config.num_mel_bins, 2 * config.max_source_positions]
+    if list(features.shape) != expected:
+        raise ValueError(f"calibration features must be of shape {expected}, got {list(features.shape)}")
+    if bad := _not_finite(features):
+        raise ValueError(f"calibration features hold {bad} inf or nan; extract them again")
+    return features
+
+
+def _not_finite(features: Tensor) -> int:
+    return int(features.isfinite().logical_not().sum())
+
+
+@dataclass(frozen=True)
+class CalibrationInputs:
+    """Inputs of one attention on the calibration text.
+
+    Attributes:
+        inputs: ``[tokens, d]``, inputs of the projections; of cross-attention those of queries.
+        encoded: ``[encoder tokens, key_d]``, the encoder's output, for cross-attention.
+        score_bias: ``[heads, tokens, tokens]``, the bias of positions, or None.
+    """
+
+    inputs: Tensor
+    encoded: Tensor | None = None
+    score_bias: Tensor | None = None
+
+
+def record(
+    model: PreTrainedModel, family: Family | EncoderDecoder, inputs: dict[str, Tensor]
+) -> list[CalibrationInputs]:
+    """Run an ordinary model once on `model_inputs`, and record the inputs of every attention, fp32 on the CPU.
+
+    They are in the order of the family's `attentions`.
+    """
+    seen: list[Tensor] = []
+    encoded: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(attention_inputs(args, kwargs).float().cpu())
+        if kwargs.get("key_value_states") is not None and not encoded:
+            encoded.append(kwargs["key_value_states"][0].float().cpu())
+
+    attentions = [
+        model.get_submodule(prefix.rstrip(".")) for prefix in family.attentions(language_config(model.config))
+    ]
+    hooks = [attention.register_forward_pre_hook(keep, with_kwargs=True) for attention in attentions]
+    training, bias = model.training, None
+    try:
+        with torch.no_grad():
+            model.eval()(**on_device(model, inputs), use_cache=False)
+            if isinstance(family, EncoderDecoder) and family.score_bias is not None:
+                bias = family.score_bias(model, inputs["decoder_input_ids"].shape[1]).float().cpu()
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not encoded:
+        return [CalibrationInputs(one) for one in seen]
+    return [
+        CalibrationInputs(one, encoded=encoded[0]) if index % 2 else CalibrationInputs(one, score_bias=bias)
+        for index, one in enumerate(seen)
+    ]

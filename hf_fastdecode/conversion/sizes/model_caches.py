@@ -1,0 +1,201 @@
+"""Caches that a model may have: bytes stored, and bytes that a generated token reads, from a config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.cache.layout import Store
+from hf_fastdecode.patches.layers.slim_values import SlimValues
+
+from ...patches.layers.family import language_config
+from ..families import MULTIMODAL, UnconvertibleError, family_of
+from ..fit.inputs_cache import cross_cache_width
+from ..fit.layer_plan import RANK_SHARES, share_name
+from ..fit.rounding import matrix_dtype
+from ..fit.weights import AttentionWeights
+
+KV: Final = "keys and values"
+OPTION_1: Final = "keys (option 1)"
+ON_CHIP: Final = "E on chip"
+READ: Final = "E read"
+_INT8_GROUP: Final = 64  # numbers per scale, as transformers' QuantizedCache groups them
+_SCALE_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """One kind of cache of a model, for one row, in bytes.
+
+    Attributes:
+        name: What is cached.
+        stored: Bytes in memory.
+        read: Bytes of the cache that a step reads from memory.
+        matrices: Bytes of weight matrices that a step reads, once for all rows; None when unknown.
+    """
+
+    name: str
+    stored: int
+    read: int
+    matrices: int | None
+
+    def reads(self, rows: int) -> float | None:
+        """Bytes read per generated token: a row's cache, and its share of the matrices (section 7); or None."""
+        return None if self.matrices is None else self.read + self.matrices / rows
+
+
+def _int8_size(numbers: int, matrices: int | None) -> CacheSize:
+    """Keys and values of a row in int8, with a scale in half precision for each 64 numbers."""
+    stored = numbers + _SCALE_BYTES * -(-numbers // _INT8_GROUP)
+    return CacheSize("int8 keys and values", stored, stored, matrices)
+
+
+def value_matrices(inputs: int, width: int, rank: int, dtype: torch.dtype) -> int:
+    """Bytes of the matrices that replace ``W_V`` in a slim layer: ``W_KV``, and two for V-coordinates.
+
+    Args:
+        inputs: d, width of the projections' inputs.
+        width: e, width of keys and of values.
+        rank: r, V-coordinates.
+        dtype: Dtype of the matrices.
+    """
+    with torch.device("meta"):
+        values = SlimValues(inputs, width, width, rank, dtype)
+    return sum(one.nbytes for one in values.buffers() if one.dim() == 2)
+
+
+def refusal(config: Any) -> str | None:
+    """Why `convert_checkpoint` refuses a model of a config, or None."""
+    try:
+        family_of(config)
+    except UnconvertibleError as error:
+        return str(error)
+    return None
+
+
+def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int | None) -> list[CacheSize]:
+    """Keys and values; slim caches, where the converter takes the model; keys and values in int8.
+
+    Args:
+        config: Config of a decoder-only model.
+        context: Tokens of a row.
+        dtype: Dtype of the model: float32, bfloat16 or float16.
+        matrices: Numbers in the matrices that a step reads, or None when unknown.
+
+    Raises:
+        ValueError: As `KVSizes.from_config`.
+    """
+    counted = KVSizes.from_config(config)
+    bytes_read = None if matrices is None else matrices * dtype.itemsize
+    kv = counted.kv_bytes(1, context, 0, dtype.itemsize).stock
+    sizes = [CacheSize(KV, kv, kv, bytes_read)]
+    if refusal(config) is None:
+        shape = counted.same
+        inputs, width = language_config(config).hidden_size, shape.query_heads * shape.head_dim
+        keys, W_V = kv // 2, inputs * width * dtype.itemsize
+        ranks = {int(width * share): f"keys + {share_name(share)}" for share in RANK_SHARES}
+        names = {**ranks, 0: "keys"}
+        for rank, name in sorted(names.items()):
+            stored = keys + keys // width * rank
+            change = counted.layers * (value_matrices(inputs, width, rank, matrix_dtype(dtype)) - W_V)
+            sizes.append(CacheSize(name, stored, stored, None if bytes_read is None else bytes_read + change))
+    return [*sizes, _int8_size(kv // dtype.itemsize, bytes_read)]
+
+
+def encoder_decoder_caches(
+    config: Any, context: int, encoder_tokens: int, dtype: torch.dtype, matrices: int | None
+) -> list[CacheSize]:
+    """The caches of Slim attention, section 7, for self-attention and cross-attention together.
+
+    - Keys and values.
+    - Option 1: keys, for multi-head attention.
+    - Option 2: the encoder's output E, once for all cross-attention layers. For self-attention keys; or its inputs
+      where these are narrower and there is no RoPE (section 6); or keys and values, where heads are grouped. It is
+      counted twice: with E on chip, as in the paper, where a step reads none of it from memory; and with E read from
+      memory by every layer.
+    - Keys and values in int8.
+
+    Args:
+        config: Config of an encoder-decoder.
+        context: Tokens of a row in the decoder.
+        encoder_tokens: Tokens of a row in the encoder's output.
+        dtype: Dtype of the model: float32, bfloat16 or float16.
+        matrices: Numbers in the decoder's matrices, cross-attention's included, or None when unknown.
+
+    Raises:
+        ValueError: As `KVSizes.of_decoder`.
+    """
+    counted, size = KVSizes.of_decoder(config), dtype.itemsize
+    shape = counted.same
+    text = config.get_text_config(decoder=True)
+    layers = _cross_layers(text, shape) * counted.layers
+    inputs, width = text.hidden_size, shape.query_heads * shape.head_dim
+    cross_kv, encoder = (encoder_tokens * cross_cache_width(layers, cache) * size for cache in ("kv", "encoder"))
+    self_kv = counted.kv_bytes(1, context, 0, size).stock
+    projections = sum(layer.key.numel() + layer.value.numel() for layer in layers) * size
+    baseline = None if matrices is None else matrices * size - projections
+
+    def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
+        return CacheSize(name, stored, read, None if baseline is None else baseline + more)
+
+    solved = counted.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))  # W_KV of self-attention, for W_V
+    self_change = solved - counted.layers * inputs * width * size
+    sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
+    kept, own, change = KV, self_kv, 0
+    if shape.attention == "MHA":
+        stored = encoder_tokens * cross_cache_width(layers, "k") * size + self_kv // 2
+        sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
+        kept, own, change = "keys", self_kv // 2, self_change
+    if inputs < width and getattr(text, "rope_parameters", None) is None:
+        kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
+    for place, read in ((ON_CHIP, 0), (READ, len(layers) * encoder)):
+        sizes.append(cache(f"{place}, {kept}", own + encoder, own + read, projections + change))
+    return [*sizes, _int8_size((cross_kv + self_kv) // size, baseline)]
+
+
+def _cross_layers(config: Any, shape: Store) -> list[AttentionWeights]:
+    """Cross-attention of a layer of the decoder, without memory for the weights."""
+    encoder_width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    width, kv_width = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    with torch.device("meta"):
+        key = torch.empty(kv_width, encoder_width)
+        query, output = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width)
+    return [AttentionWeights(query, key, key, output, shape.query_heads, shape.kv_heads)]
+
+
+def empty_model(config: Any) -> PreTrainedModel:
+    """A model of a config on the meta device, in eval mode.
+
+    Raises:
+        Exception: Whatever the model's own code raises.
+    """
+    auto = AutoModelForMultimodalLM if config.model_type in MULTIMODAL else AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        auto = AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=False).eval()
+
+
+def decoder_matrices(model: PreTrainedModel) -> int:
+    """Numbers in the matrices of the decoder's layers and of the output head.
+
+    As in section 7 of Slim attention, without biases and norms, and without embedding tables, of which a step reads a
+    row, unless they are the head's matrix too. All experts of a mixture are counted.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    matrices = {id(one): one.numel() for one in decoder.parameters() if one.dim() >= 2 and id(one) not in tables}
+    return sum((matrices | {id(head.weight): head.weight.numel()}).values())
