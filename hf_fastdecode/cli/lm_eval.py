@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import typer
 
-from hf_fastdecode.errors import CommandError
-
+from ..errors import CommandError
 from .interrupts import exit_on_interrupt
 
 PASS_ON: Final[dict[str, Any]] = {
@@ -30,7 +29,7 @@ def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness's own command line with hf_fastdecode's model.
 
     Everything behind `lm-eval` goes to it as it is; `hf-fastdecode lm-eval run --help` lists its options. It knows one
-    model more, `hf-fastdecode`, which it takes unless told otherwise by `--model` or a `--config`: its own `hf` with
+    model more, `hf-fastdecode`, which it takes where neither `--model` nor `--config` is given: its own `hf` with
     the model enabled. Repeats of a problem share their prompt, and problems of a batch the examples in front of them.
     Results are those of `hf`: in float32 sample for sample.
 
@@ -88,8 +87,8 @@ def with_model(words: Sequence[str], name: str) -> list[str]:
     """The words, with the model of this name where they run an evaluation and name neither a model nor a config.
 
     Args:
-        words: Of a command line.
-        name: Of the model.
+        words: Words of a command line.
+        name: The model's name in lm-eval.
     """
     command = words[0] if words and words[0] in _SUBCOMMANDS else "run"
     rest = list(words[1:] if words and words[0] == command else words)

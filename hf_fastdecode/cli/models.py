@@ -14,11 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
-from ..command_options import EMBEDDED, SHAPE, check_dtype
-from ..configs import load_config
 from ..errors import CommandError, one_line, out_of_memory
 from ..generation.prompts.prompt_ids import has_no_vocabulary
 from ..measurement.shapes import SHAPES, random_model
+from ..model_names import EMBEDDED, SHAPE, load_config, local_folder
+from .checks import check_dtype
 from .completions import vocabulary_of
 from .console import note
 
@@ -45,7 +45,7 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     config = load_config(name)
     if config.is_encoder_decoder:
         raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
-    place = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    place = str(local_folder(name) or name)
     try:
         if name == EMBEDDED:
             model, tokenizer = load_embedded(None if dtype == "auto" else getattr(torch, dtype), device)

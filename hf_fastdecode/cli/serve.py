@@ -10,11 +10,11 @@ import typer
 
 from ..assets import embedded_folder
 from ..errors import CommandError
+from ..model_names import EMBEDDED
 from .interrupts import exit_on_interrupt
 
 _REMEDY: Final = "pip install 'transformers[serving]'"
 _BATCHING: Final = "--continuous-batching"
-EMBEDDED: Final = "embedded"
 
 
 def serve(context: typer.Context) -> None:

@@ -12,14 +12,14 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from hf_fastdecode import command_options, configs
+from hf_fastdecode import model_names
+from hf_fastdecode.cli.checks import pick_device
 from hf_fastdecode.cli.console import quiet_libraries
-from hf_fastdecode.cli.devices import pick_device
-from hf_fastdecode.cli.generate import generate
+from hf_fastdecode.cli.generate_run import run_generate
 from hf_fastdecode.cli.models import load_model
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.configs import load_config
 from hf_fastdecode.errors import CommandError
+from hf_fastdecode.model_names import load_config
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
 
@@ -61,7 +61,7 @@ def test_the_embedded_config_says_what_generate_computes_in():
 
 
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command_options, "MODEL_PATH", tmp_path)
+    monkeypatch.setattr(model_names, "MODEL_PATH", tmp_path)
     with pytest.raises(CommandError, match="reinstall the package"):
         load_model("embedded", "auto", torch.device("cpu"))
 
@@ -80,7 +80,7 @@ def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pyte
     def raise_answer(*args: object, **kwargs: object) -> None:
         raise answer
 
-    monkeypatch.setattr(configs, "get_hf_file_metadata", raise_answer)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", raise_answer)
     with pytest.raises(CommandError, match=message):
         load_config("org/name")
 
@@ -158,7 +158,9 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, value, greedy):
     model, tokenizer = load_model(name, "auto", torch.device("cpu"))
     for options in ({}, None):
         with pytest.raises(CommandError, match=r"logits are not finite: its weight lm_head\.weight holds NaN"):
-            generate(model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options)
+            run_generate(
+                model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options
+            )
 
 
 def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
@@ -168,7 +170,7 @@ def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
 
     model, tokenizer = load_model(broken(checkpoint, tmp_path, {"vocab_size": 50}, cut), "auto", torch.device("cpu"))
     with pytest.raises(CommandError, match=r"prompt 0 has token \d+, and the model knows tokens 0 to 49;"):
-        generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
+        run_generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
 
 
 def test_padding_that_the_model_does_not_know(checkpoint, tmp_path):
@@ -178,7 +180,7 @@ def test_padding_that_the_model_does_not_know(checkpoint, tmp_path):
     tokenizer.save_pretrained(name)
     model, tokenizer = load_model(name, "auto", torch.device("cpu"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    found = generate(model, tokenizer, ["a b", "def add(a, b):"], Sampling(n=2, max_new_tokens=2))
+    found = run_generate(model, tokenizer, ["a b", "def add(a, b):"], Sampling(n=2, max_new_tokens=2))
     assert len(found.completions) == 4
 
 

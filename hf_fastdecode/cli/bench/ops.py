@@ -11,12 +11,12 @@ import typer
 
 from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.op_cases import OP_SETS, OpCase, with_dtype
-from ...command_options import check_device
 from ...errors import CommandError
 from ...measurement.out_file import check_out
+from ..checks import check_choice, check_device, check_dtype
 from ..interrupts import exit_on_interrupt
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
-from .report import report
+from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
+from .report import chosen, find_device, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -44,23 +44,15 @@ _COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade")
 
 
 def ops(
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help=f"Named set of cases, repeatable: {', '.join(OP_SETS)}.", show_default="small, on a CPU tiny"
-        ),
-    ] = None,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeatable: {', '.join(OP_WAY_NAMES)}.", show_default=f"all but {', '.join(_COMPILE)}"),
-    ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="the set's")] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    check: Annotated[bool, CHECK] = True,
-    plot: Annotated[bool, PLOT] = False,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/ops.csv"),
+    sets: Annotated[list[str] | None, sets_of(OP_SETS, "small")] = None,
+    way: Annotated[list[str] | None, repeatable(OP_WAY_NAMES, f"all but {', '.join(_COMPILE)}")] = None,
+    only: Only = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the set's")] = None,
+    device: Device = "auto",
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/ops.csv"),
 ) -> None:
     """Attention of one decode step: ours against the hardware's floor, PyTorch recipes, plain decode, papers' ports.
 
@@ -90,9 +82,10 @@ def ops(
         hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours --way recipe
         hf-fastdecode bench ops --set two-level --set ragged --list
     """
-    known("set", sets or [], OP_SETS)
-    ways = known("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
-    check_dtype(dtype)
+    check_choice("set", sets or [], OP_SETS)
+    ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
+    if dtype is not None:
+        check_dtype(dtype, auto=False)
     check_device(device)
     names = sets or ["tiny" if find_device(device).type == "cpu" else "small"]
     cases = chosen(with_dtype([case for name in names for case in OP_SETS[name]], dtype), only)

@@ -5,33 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ...bench.sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
-from ...command_options import check_device
 from ...measurement.out_file import check_out
+from ..checks import check_choice, check_device
 from ..interrupts import exit_on_interrupt
-from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
-from .report import report
+from ..options import Check, CsvFile, Device, ListCases, Only, repeatable, sets_of
+from .report import chosen, find_device, report, show_cases
 
 
 def sampling(
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help=f"Named set of cases, repeatable: {', '.join(SAMPLING_SETS)}.",
-            show_default="grid, on a CPU tiny",
-        ),
-    ] = None,
-    way: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SAMPLING_WAYS)}.", show_default="both")
-    ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    check: Annotated[bool, CHECK] = True,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/sampling.csv"),
+    sets: Annotated[list[str] | None, sets_of(SAMPLING_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SAMPLING_WAYS, "both")] = None,
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/sampling.csv"),
 ) -> None:
     """Drawing the tokens of one step: the sampling kernel beside transformers' own processors.
 
@@ -48,8 +37,8 @@ def sampling(
         hf-fastdecode bench sampling --set grid --only top_p0.95 --list
         hf-fastdecode bench sampling --out runs/sampling-h200.csv
     """
-    known("set", sets or [], SAMPLING_SETS)
-    ways = known("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
+    check_choice("set", sets or [], SAMPLING_SETS)
+    ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
     check_device(device)
     names = sets or ["tiny" if find_device(device).type == "cpu" else "grid"]
     cases = chosen([case for name in names for case in SAMPLING_SETS[name]], only)

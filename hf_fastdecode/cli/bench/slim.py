@@ -8,35 +8,26 @@ from typing import Annotated
 import typer
 
 from ...bench.slim_cases import SLIM_SETS, SLIM_WAYS
-from ...command_options import check_device
-from ...errors import CommandError
 from ...measurement.out_file import check_out
 from ...measurement.show import show as show_table
+from ..checks import check_choice, check_device
 from ..interrupts import exit_on_interrupt
-from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
+from ..options import Check, CsvFile, Device, ListCases, Only, repeatable, sets_of
+from .report import chosen, find_device, refuse_red, show_cases
 
 
 def slim(
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help=f"Named set of cases, repeatable: {', '.join(SLIM_SETS)}.",
-            show_default="grid, on a CPU tiny",
-        ),
-    ] = None,
-    way: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SLIM_WAYS)}.", show_default="all")
-    ] = None,
+    sets: Annotated[list[str] | None, sets_of(SLIM_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SLIM_WAYS, "all")] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(help="Launch parameters of the slim kernels that differ, such as tile=32,stages=4; repeatable."),
     ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    check: Annotated[bool, CHECK] = True,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/slim.csv"),
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/slim.csv"),
 ) -> None:
     """One layer's decode step over a slim cache, beside keys and values of the same tokens.
 
@@ -52,8 +43,8 @@ def slim(
         hf-fastdecode bench slim
         hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 --config clusters=8
     """
-    known("set", sets or [], SLIM_SETS)
-    ways = known("way", way or SLIM_WAYS, SLIM_WAYS)
+    check_choice("set", sets or [], SLIM_SETS)
+    ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
     ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]
     check_device(device)
     names = sets or ["tiny" if find_device(device).type == "cpu" else "grid"]
@@ -66,10 +57,9 @@ def slim(
         from ...bench.slim_ops import SlimBench
         from ...bench.slim_table import slim_table
         from ...measurement.rows import provenance
-        from ...measurement.runner import failed, run
+        from ...measurement.runner import run
 
     rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
     show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
-    if red := failed(rows):
-        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    refuse_red(rows, out)

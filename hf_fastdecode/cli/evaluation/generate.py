@@ -10,11 +10,10 @@ from typing import Annotated, Final
 
 import typer
 
-from ...errors import forced_options
 from ...evals.generation.units import WHOLE, Shard
 from ...evals.settings import RunSettings, prompts_digest
-from ..console import note, quiet_libraries
-from .option_groups import expand_option_groups
+from ..console import forced_options, note, quiet_libraries
+from ..options import expand_option_groups
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
 from .setup import Options, Prepared, load_suitable_tasks, prepare
 from .stored import PROMPTS, TASKS, TASKS_DIGEST

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ...errors import CommandError, forced_options
+from ...errors import CommandError
 from ...evals.run_files import LATENCY, SETTINGS
 from ...evals.settings import read_settings
-from ...option_values import split_values
-from ..console import note, quiet_libraries
-from .option_groups import expand_option_groups
+from ..checks import split_values
+from ..console import forced_options, note, quiet_libraries
+from ..options import Sampler, expand_option_groups
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
 from .setup import Options, Prepared, load_suitable_tasks, prepare
 
@@ -29,7 +29,7 @@ def latency(
         str,
         typer.Option(help="How shared decode steps run: auto, eager, graph, compile; several with commas."),
     ] = "auto",
-    sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto",
+    sampler: Sampler = "auto",
     calls: Annotated[
         int, typer.Option("--prompts", help="Prompts that are timed for each n: the first ones.", min=1)
     ] = 3,

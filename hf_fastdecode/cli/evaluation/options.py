@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,15 +10,40 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 
-from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
 from ...errors import CommandError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
-from ...option_values import parse_counts
+from ...model_names import SHAPE, check_model
+from ..checks import (
+    check_choice,
+    check_count,
+    check_device,
+    check_dtype,
+    check_enable_options,
+    check_sampling,
+    parse_counts,
+    split_values,
+)
 from ..console import note
+from ..options import TOP_P, Device, MaxNewTokens, Mode, Sampler, Seed, Stock, refuse_with_stock
 
+TaskFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Tasks from a .jsonl, .jsonl.gz or .json file in their published form, in place of the hub.",
+        dir_okay=False,
+    ),
+]
+Samples = Annotated[
+    Path,
+    typer.Argument(
+        help="A run's folder; or a file of samples from here, human-eval, EvalPlus, bigcode-evaluation-harness or "
+        "mxeval, with its --task.",
+        exists=True,
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(help="Folder of the run.", show_default="eval-runs/TASK-MODEL", file_okay=False),
@@ -33,13 +57,7 @@ class TaskOptions:
     task: Annotated[str, typer.Option(help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}.")] = (
         "embedded"
     )
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Tasks from a .jsonl, .jsonl.gz or .json file in their published form, in place of the hub.",
-            dir_okay=False,
-        ),
-    ] = None
+    data: TaskFile = None
     split: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(SPLITS)} or all.", show_default="test for mbpp, all for the others"),
@@ -57,7 +75,7 @@ class TaskOptions:
         """
         if self.task == "apps":
             raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
-        ids = None if self.task_ids is None else [part.strip() for part in self.task_ids.split(",") if part.strip()]
+        ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
             note(found.note)
@@ -95,7 +113,7 @@ class ModelOptions:
             "others, for a shape bfloat16 on a GPU."
         ),
     ] = "auto"
-    device: Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")] = "auto"
+    device: Device = "auto"
 
     def check(self) -> None:
         """Check the options before torch is imported.
@@ -115,7 +133,7 @@ class PromptOptions:
     format: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the prompts: {', '.join(FORMAT_NAMES)}.",
+            help=f"Format of the prompts: {', '.join(FORMAT_NAMES)}.",
             show_default="mbxp where tasks give a signature, else austin",
         ),
     ] = None
@@ -128,7 +146,7 @@ class PromptOptions:
         """The prompt format.
 
         Args:
-            tasks: Of the run.
+            tasks: The run's tasks.
             tokenizer: The model's, for a chat template.
         """
         return prompt_format(tasks, self.format, shots=self.shots, chat_tokenizer=tokenizer if self.chat else None)
@@ -146,11 +164,9 @@ class DrawOptions:
         ),
     ] = "1,2,4,8,16,32"
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = 0.8
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the smallest set of tokens of this probability; 1 is off. top_k is off.")
-    ] = 0.95
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.", min=1)] = 128
-    seed: Annotated[int, typer.Option(help="The same seed draws the same samples.")] = 0
+    top_p: Annotated[float, typer.Option(help=f"{TOP_P} top_k is off.")] = 0.95
+    max_new_tokens: MaxNewTokens = 128
+    seed: Seed = 0
 
     def check(self) -> list[int]:
         """Check the options before torch is imported.
@@ -162,18 +178,12 @@ class DrawOptions:
             CommandError: An option is out of its bounds.
         """
         counts = parse_counts("n", self.n)
-        if not (self.temperature == 0 or (self.temperature >= 1e-6 and math.isfinite(self.temperature))):
-            raise CommandError(
-                f"--temperature must be 0 (greedy) or at least 1e-6 and finite, got {self.temperature:g}"
-            )
+        check_count("max-new-tokens", self.max_new_tokens)
+        check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
         if self.temperature == 0 and counts != [1]:
             raise CommandError(
                 f"greedy samples of a task are all equal, got --n up to {counts[-1]}; pass --n 1 or sample"
             )
-        if not 0 < self.top_p <= 1:
-            raise CommandError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}; 1 turns it off")
-        if not 0 <= self.seed < 2**63:
-            raise CommandError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
         return counts
 
 
@@ -181,11 +191,9 @@ class DrawOptions:
 class DecodingOptions:
     """How tokens are decoded, and how many rows at once."""
 
-    mode: Annotated[str, typer.Option(help="How decode steps run: auto, eager, graph or compile.")] = "auto"
-    sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto"
-    stock: Annotated[bool, typer.Option("--stock", help="Draw with transformers as it is, without hf_fastdecode.")] = (
-        False
-    )
+    mode: Mode = "auto"
+    sampler: Sampler = "auto"
+    stock: Stock = False
     processed: Annotated[
         bool,
         typer.Option(
@@ -207,10 +215,9 @@ class DecodingOptions:
         Raises:
             CommandError: There is no such mode or sampler, or options exclude each other.
         """
-        check_options(mode=self.mode, sampler=self.sampler)
-        for name, value in (("mode", self.mode), ("sampler", self.sampler)):
-            if self.stock and value != "auto":
-                raise CommandError(f"--{name} {value} is for hf_fastdecode, --stock draws without it; leave one out")
+        check_enable_options(mode=self.mode, sampler=self.sampler)
+        if self.stock:
+            refuse_with_stock(mode=self.mode, sampler=self.sampler)
         if self.processed and self.sampler == "fast":
             raise CommandError("--processed reads transformers' own sampler; leave out --sampler fast")
 
@@ -297,8 +304,7 @@ class ReportOptions:
         Raises:
             CommandError: It is something else.
         """
-        if self.deduplicate not in ("text", "ast"):
-            raise CommandError(f"--deduplicate must be text or ast, got {self.deduplicate!r}")
+        check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
         return cast(Literal["text", "ast"], self.deduplicate)
 
 

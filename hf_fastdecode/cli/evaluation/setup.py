@@ -10,6 +10,8 @@ from ...errors import CommandError
 from ...evals.prompts import PromptFormat
 from ...evals.settings import Drawing
 from ...evals.tasks import TaskSet
+from ...model_names import max_positions
+from ..checks import pick_device
 from ..interrupts import exit_on_interrupt
 from .options import DecodingOptions, DrawOptions, ModelOptions, PromptOptions, TaskOptions
 
@@ -46,8 +48,8 @@ class Prepared:
         options: That asked for it.
         model: On its device.
         tokenizer: Its tokenizer, padding on the left.
-        tasks: Of the run.
-        form: Of the prompts.
+        tasks: The tasks.
+        form: Format of the prompts.
         prompts: Tokens of the prompt of each task.
         drawing: How to draw.
         counts: Numbers of samples, rising.
@@ -80,7 +82,7 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
     """Load the model, and check that it has room for the tasks' prompts.
 
     Args:
-        options: Of the command.
+        options: The command's options.
         chosen: From `load_suitable_tasks`.
 
     Raises:
@@ -117,8 +119,6 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
 
 def _device(name: str) -> torch.device:
     """The device of this name; of a process of `accelerate launch`, its own."""
-    from ..devices import pick_device
-
     if name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
 
@@ -128,8 +128,6 @@ def _device(name: str) -> torch.device:
 
 def _check_room(prepared: Prepared) -> None:
     """Refuse prompts that are longer than the model's positions allow."""
-    from ...configs import max_positions
-
     limit, new_tokens = max_positions(prepared.model.config), prepared.drawing.max_new_tokens
     for task, prompt in zip(prepared.tasks.tasks, prepared.prompts, strict=True):
         if limit is not None and len(prompt) + new_tokens > limit:

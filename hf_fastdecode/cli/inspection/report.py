@@ -18,9 +18,9 @@ from hf_fastdecode.conversion.sizes.encoder_decoder import encoder_decoder_cache
 from hf_fastdecode.conversion.sizes.matrices import decoder_matrices, empty_model
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
-from ...command_options import check_dtype
-from ...configs import max_positions
 from ...errors import CommandError, one_line
+from ...model_names import max_positions
+from ..checks import check_dtype
 from .sharing import Sharing, count_sharing
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound
@@ -132,7 +132,7 @@ def inspect_model(
         contexts: Tokens, each at least 1; when empty, lengths that the model takes.
         samples: Numbers of rows that share a context, each at least 1.
         new_tokens: Tokens that each of these rows adds, at least 1.
-        dtype: One of `command_options.DTYPES`, or ``auto``: what the config says, else float32.
+        dtype: One of `checks.DTYPES`, or ``auto``: what the config says, else float32.
         encoder_tokens: Tokens of an encoder's output; None for the most that the config allows, else the context.
 
     Raises:

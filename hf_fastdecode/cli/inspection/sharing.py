@@ -18,7 +18,7 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit
 
-from ...configs import max_positions
+from ...model_names import max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made

@@ -135,11 +135,11 @@ def _stream(source: Checkpoint, settings: Settings) -> tuple[Family | EncoderDec
         source.check(family.auto)
     dtype = settings.dtype or source.dtype(family.embedding)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
+        raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
     if settings.format == "full" and settings.verify and source.report() is None:
         raise CheckpointError(
-            f"--verify needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
-            "restore the file, or leave --verify out"
+            f"`verify` needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
+            "restore the file, or leave `verify` out"
         )
     ids = _ids(source, settings, family) if settings.format == "slim" or settings.verify else None
     if settings.format == "full":
@@ -188,7 +188,7 @@ def _text_file(settings: Settings, family: Family | EncoderDecoder) -> Path | No
     if settings.transcript is not None:
         raise CheckpointError(
             f"{settings.source} has no calibration features, whose transcript {settings.transcript} would be: these "
-            f"are a {_FEATURES} file for a model that reads sounds; give a text as --calibration"
+            f"are a {_FEATURES} file for a model that reads sounds; give a text as `calibration`"
         )
     return settings.calibration
 
