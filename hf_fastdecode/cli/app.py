@@ -18,9 +18,8 @@ from .demo import demo
 from .evaluation import app as evaluations
 from .generate import generate
 from .inspection import inspect
-from .lm_eval import PASS_ON, lm_eval
 from .options import HELP_NAMES
-from .serve import serve
+from .programs import PASS_ON, lm_eval, serve
 
 app = typer.Typer(
     cls=OneLineErrors,

@@ -21,11 +21,7 @@ _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
 def check_choice(option: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The given values of an option, each once.
-
-    Raises:
-        CommandError: One is not known.
-    """
+    """The given values of an option, each once; raises a CommandError if one is not known."""
     for value in (values := list(dict.fromkeys(given))):
         if value not in known:
             raise CommandError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
@@ -56,11 +52,7 @@ def check_device(name: str) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name; ``auto`` is the first GPU, or the CPU where there is none. Imports torch.
-
-    Raises:
-        CommandError: torch has no such device here.
-    """
+    """The device of this name, if it is here; ``auto`` is the first GPU, or else the CPU. Imports torch."""
     with exit_on_interrupt():
         import torch
     if name == "auto":
@@ -83,11 +75,7 @@ def check_count(option: str, *values: int) -> None:
 
 
 def parse_counts(option: str, text: str) -> list[int]:
-    """Whole numbers of at least 1 from ``1,4,16``, rising.
-
-    Raises:
-        CommandError: A part is not such a number.
-    """
+    """Whole numbers of at least 1 from ``1,4,16``, rising."""
     parts = split_values(text)
     if wrong := [part for part in parts if not re.fullmatch("0*[1-9][0-9]*", part)]:
         raise CommandError(f"--{option} must be whole numbers of at least 1 with commas between, got {wrong[0]!r}")
@@ -100,14 +88,7 @@ def split_values(text: str) -> list[str]:
 
 
 def check_sampling(temperature: float, top_p: float, seed: int, *, zero_is_greedy: bool) -> None:
-    """Refuse a temperature, top-p or seed out of its bounds.
-
-    Args:
-        temperature: Divides the logits; at least `LEAST_TEMPERATURE` and finite.
-        top_p: Above 0, at most 1.
-        seed: Seed of torch's random generator.
-        zero_is_greedy: Also take temperature 0.
-    """
+    """Refuse a temperature, top-p or seed out of its bounds; temperature 0 may be greedy."""
     if not (temperature >= LEAST_TEMPERATURE and math.isfinite(temperature)) and not (
         zero_is_greedy and temperature == 0
     ):
@@ -124,11 +105,7 @@ def check_sampling(temperature: float, top_p: float, seed: int, *, zero_is_greed
 
 
 def pick_tasks(ids: Sequence[int], shots: int) -> list[Task]:
-    """The embedded tasks with these ids; checks the number of shots too.
-
-    Raises:
-        CommandError: There is no such task, or there are not so many solved examples.
-    """
+    """The embedded tasks with these ids; checks the number of shots too."""
     most = len(fewshot_tasks())
     if not 0 <= shots <= most:
         raise CommandError(f"--shots must be between 0 and {most}, the number of solved examples, got {shots}")

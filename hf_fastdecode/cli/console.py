@@ -80,11 +80,7 @@ def note(text: object) -> None:
 
 
 def _open_streams() -> None:
-    """Let stdin and stderr be /dev/null where they are closed, and stdout take every letter.
-
-    Raises:
-        CommandError: Stdout is closed.
-    """
+    """Open stdin and stderr on /dev/null where they are closed, and let stdout take every letter."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         # The lowest free descriptor is the closed stream's; a file opened later would get what is meant for it.
@@ -216,15 +212,7 @@ def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that is gone at the end; nothing where stderr is not a terminal.
-
-    Args:
-        title: What runs.
-        steps: How many steps it may have.
-
-    Yields:
-        A function that takes the number of steps done.
-    """
+    """A function that moves a bar on stderr to the number of steps done; it does nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -77,16 +77,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found.
+    """Results of the demo.
 
     Attributes:
         task: The task, in MBPP's schema.
         shots: Solved examples in the prompt.
-        prompt_length: In tokens.
+        prompt_length: Tokens of the prompt.
         steps: Tokens drawn per row, with padding behind the end.
         drawn_tokens: Tokens of all completions, without that padding.
-        stock: Stock transformers.
-        shared: With hf_fastdecode.
         candidates: The distinct completions, best mean log-probability first.
         not_tested: Why the tests were not run, with the remedy; empty where they were.
     """
@@ -120,19 +118,7 @@ def run_demo(
     *,
     shots: int,
 ) -> Demo:
-    """Draw the same completions twice, compare them, rank them and run the task's tests on them.
-
-    Args:
-        model: From `load_model`, in float32; it is enabled for its own call only.
-        tokenizer: Its tokenizer.
-        task: From `pick_tasks`.
-        sampling: What to draw.
-        shots: Solved examples before the task.
-
-    Raises:
-        CommandError: The prompt is too long, or the rows do not fit into memory.
-        FailedCheck: The two calls drew different tokens.
-    """
+    """Draw the same completions twice, compare them, rank them and run the task's tests on them."""
     inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
     check_memory(model, inputs["input_ids"], sampling, shared=False)
     _warm_up(model, inputs)
@@ -161,16 +147,7 @@ def run_demo(
 
 
 def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
-    """Check that two calls drew the same tokens.
-
-    Args:
-        stock: ``[rows, length]`` ids.
-        shared: ``[rows, length]`` ids.
-        prompt_length: Tokens of the prompts.
-
-    Raises:
-        FailedCheck: They did not.
-    """
+    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]``, of which so many are the prompt's."""
     if torch.equal(stock, shared):
         return
     length = min(stock.shape[1], shared.shape[1])

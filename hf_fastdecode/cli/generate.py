@@ -123,16 +123,7 @@ def generate(
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
-    """The prompts, verbatim, from one of the three places that may hold them.
-
-    Args:
-        prompts: Those on the command line; then the other two are not read.
-        files: One prompt each.
-        stdin: One prompt, if neither is given and it is no terminal.
-
-    Raises:
-        CommandError: There is no prompt, an empty one, or one that is not UTF-8 text.
-    """
+    """The prompts, verbatim: those on the command line, or one from each file, or one from stdin."""
     if prompts and files:
         raise CommandError("--prompt and --prompt-file were both given; leave one out")
     if prompts:
@@ -151,11 +142,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -
 
 
 def given_text(text: str, place: str) -> str:
-    """The text of an argument, in UTF-8 whatever the locale; under others Python leaves bytes that it cannot read.
-
-    Raises:
-        CommandError: It is not UTF-8.
-    """
+    """The text of an argument, which must be UTF-8 in any locale: Python keeps bytes that it cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:

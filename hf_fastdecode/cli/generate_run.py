@@ -40,17 +40,7 @@ def run_generate(
     options: Mapping[str, str | bool] | None = None,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Generated:
-    """Draw completions with shared context, or with stock transformers.
-
-    Args:
-        model: From `load_model`; it is enabled for the call only.
-        tokenizer: Its tokenizer.
-        prompts: Texts; shorter ones are padded on the left.
-        sampling: What to draw.
-        stop: Strings that end a completion.
-        options: Arguments of `hf_fastdecode.enable`; None runs stock.
-        on_step: Called at each step with the number of tokens drawn before it.
-    """
+    """Draw completions with the model enabled with `options` for this call, or with stock transformers for None."""
     inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
     check_memory(model, inputs["input_ids"], sampling, shared=options is not None)
     how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}

@@ -106,11 +106,7 @@ class EnableOptions:
     ] = "auto"
 
     def arguments(self) -> dict[str, Any] | None:
-        """Arguments of `enable`, checked; None to run stock.
-
-        Raises:
-            CommandError: There is no such value, or one is given for stock transformers.
-        """
+        """Arguments of `enable`, checked; None to run stock."""
         found: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "stock"}
         if self.stock:
             refuse_with_stock(**found)

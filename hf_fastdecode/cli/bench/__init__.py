@@ -7,9 +7,7 @@ import typer
 from ..options import HELP_NAMES
 from .completions import completions
 from .generate import generate
-from .ops import ops
-from .sampling import sampling
-from .slim import slim
+from .ops import ops, sampling, slim
 from .tables import tables
 
 app = typer.Typer(

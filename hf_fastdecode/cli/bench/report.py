@@ -55,17 +55,7 @@ def find_device(name: str) -> torch.device:
 
 
 def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
-    """Show the rows as a table, and draw them when that was asked for.
-
-    Args:
-        rows: What was measured.
-        out: The file that they are in.
-        table: Makes a table of them.
-        plot: Draw them beside the file.
-
-    Raises:
-        FailedCheck: A check was red, something was raised, or nothing was measured.
-    """
+    """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
     from ...bench.plots import plot as draw
 
     refuse_red(rows, out)
@@ -86,17 +76,7 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
 def report_workload(
     rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
 ) -> None:
-    """Show measurements of a workload as a table and draw them beside their file.
-
-    Args:
-        rows: The measurements.
-        out: Their file.
-        table: Makes Markdown of them.
-        draw: Draws them to a file.
-
-    Raises:
-        FailedCheck: A check was red, something was raised, or nothing was measured.
-    """
+    """Show measurements of a workload as a table and draw them; raises `FailedCheck` if nothing is right."""
     refuse_red(rows, out)
     if all(row["status"] != "ok" for row in rows):
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}")

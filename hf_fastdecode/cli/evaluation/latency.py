@@ -15,8 +15,8 @@ from ...evals.settings import read_settings
 from ..checks import split_values
 from ..console import forced_options, note, quiet_libraries
 from ..options import Sampler, expand_option_groups
+from .generate import Options, Prepared, load_suitable_tasks, prepare
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
-from .setup import Options, Prepared, load_suitable_tasks, prepare
 
 
 @expand_option_groups
@@ -73,11 +73,7 @@ class _Timed:
 
 
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
-    """Time what the folder's latency.csv lacks.
-
-    Raises:
-        CommandError: The file has rows of another model or task.
-    """
+    """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation.latency import measure_latency
     from ...measurement.rows import provenance
     from ...measurement.runner import run

@@ -68,11 +68,7 @@ class TaskOptions:
     ] = None
 
     def load(self, *, silent: bool = False) -> TaskSet:
-        """Load these tasks, and say so where they are not the published ones, unless `silent`.
-
-        Raises:
-            CommandError: An option is wrong, or the tasks cannot be read, or have no tests.
-        """
+        """Load these tasks; a note says where they are not the published ones, unless `silent`."""
         if self.task == "apps":
             raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
@@ -87,11 +83,7 @@ class TaskOptions:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Options from `to_json`.
-
-        Raises:
-            TypeError: The content is something else.
-        """
+        """Options from `to_json`; raises a TypeError for other content."""
         return cls(**content | {"data": None if content["data"] is None else Path(content["data"])})
 
 
@@ -143,12 +135,7 @@ class PromptOptions:
     ] = False
 
     def make(self, tasks: TaskSet, tokenizer: Any = None) -> PromptFormat:
-        """The prompt format.
-
-        Args:
-            tasks: The run's tasks.
-            tokenizer: The model's, for a chat template.
-        """
+        """The prompt format."""
         return prompt_format(tasks, self.format, shots=self.shots, chat_tokenizer=tokenizer if self.chat else None)
 
 
@@ -269,11 +256,7 @@ class SandboxOptions:
         return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
-        """A sandbox for these tasks' languages.
-
-        Raises:
-            CommandError: There is none, a language's tools are missing, or a task's tests cannot be run.
-        """
+        """A sandbox for these tasks' languages."""
         from ...evals.scoring import LANGUAGES
 
         try:

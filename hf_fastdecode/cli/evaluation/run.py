@@ -11,7 +11,7 @@ from ...evals.run_files import VERDICTS
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
 from ..options import expand_option_groups
-from .generate import draw_samples, launched_shard
+from .generate import Options, draw_samples, launched_shard, load_suitable_tasks, prepare
 from .latency import time_samples
 from .options import (
     DecodingOptions,
@@ -25,7 +25,6 @@ from .options import (
     run_folder,
 )
 from .score import check_references, judge_samples
-from .setup import Options, load_suitable_tasks, prepare
 
 
 @expand_option_groups
@@ -116,11 +115,7 @@ def write_and_show(
     rank: bool = True,
     seed: int = 0,
 ) -> None:
-    """Write the report of a run and show its tables.
-
-    Raises:
-        CommandError: There is nothing to report on, or an option is out of its bounds.
-    """
+    """Write the report of a run and show its tables."""
     from rich.console import Console
 
     from ...evals.report import report as build

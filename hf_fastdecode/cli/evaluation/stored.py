@@ -71,22 +71,13 @@ def rescore(
 def stored_samples(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
     """Tasks and samples of a run's folder, which knows its tasks, or of a file.
 
-    Args:
-        path: A folder or file.
-        options: Which tasks a file is about; without a split all of them. Samples of others are left out.
-
-    Raises:
-        CommandError: The samples or tasks cannot be read, do not go together, or are given twice.
+    The options say which tasks a file is about, without a split all of them; samples of others are left out.
     """
     return _of_run(path, options) if path.is_dir() else _of_file(path, options)
 
 
 def prompt_options(path: Path, given: PromptOptions) -> PromptOptions:
-    """How the tasks of stored samples were put to the model: a run's folder knows, for a file the options say.
-
-    Raises:
-        CommandError: A folder does not say, or options are given for it.
-    """
+    """How tasks became the prompts of stored samples: a run's folder knows, for a file the options say."""
     if not path.is_dir():
         return given
     if given != PromptOptions():

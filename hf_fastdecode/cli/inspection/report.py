@@ -80,7 +80,7 @@ class ModelReport:
     Attributes:
         model: As named on the command line.
         model_type: transformers' name of the architecture.
-        dtype: Of the weights, keys and values.
+        dtype: Dtype of the weights, keys and values.
         sharing: With and without shared context; None for encoder-decoders and slim checkpoints.
         refused: Why `convert-checkpoint` refuses the model, or None.
         caches: For each context.
@@ -124,19 +124,16 @@ def inspect_model(
     dtype: str,
     encoder_tokens: int | None = None,
 ) -> ModelReport:
-    """Count for one config.
+    """Count for the config of a model of this name.
 
     Args:
-        name: Of the model, for the report.
+        name: Name of the model, for the report.
         config: From `load_config`.
-        contexts: Tokens, each at least 1; when empty, lengths that the model takes.
-        samples: Numbers of rows that share a context, each at least 1.
-        new_tokens: Tokens that each of these rows adds, at least 1.
+        contexts: Lengths in tokens; when empty, lengths that the model takes.
+        samples: Numbers of rows that share a context.
+        new_tokens: Tokens that each of these rows adds.
         dtype: One of `checks.DTYPES`, or ``auto``: what the config says, else float32.
         encoder_tokens: Tokens of an encoder's output; None for the most that the config allows, else the context.
-
-    Raises:
-        CommandError: The config is not one that can be counted, or the dtype is unknown.
     """
     element, slim = _dtype(config, dtype), is_slim(config)
     ordinary = ordinary_config(config) if slim else config

@@ -56,9 +56,8 @@ class Sharing:
     Attributes:
         model: As named on the command line.
         model_type: transformers' name of the architecture.
-        sizes: Of its layers.
-        dtype: Of the keys and values.
-        bytes_per_token: Of one token's keys and values, in all layers.
+        dtype: Dtype of keys and values.
+        bytes_per_token: Bytes of one token's keys and values, in all layers.
         max_positions: Most tokens in a row, or None.
         new_tokens: Tokens that each row adds.
         can_share: Whether calls with this model can share context; None when that could not be found out.
@@ -113,16 +112,16 @@ def count_sharing(
     new_tokens: int,
     dtype: torch.dtype,
 ) -> Sharing:
-    """Count for one config.
+    """Count for the config of a decoder-only model.
 
     Args:
-        name: Of the model, for the report.
-        config: Of a decoder-only model.
-        model: Of the config, on the meta device; or why it could not be built.
-        contexts: Tokens, each at least 1; when empty, up to three lengths that the model takes.
-        samples: Numbers of rows, each at least 1.
-        new_tokens: Tokens that each row adds, at least 1.
-        dtype: Of keys and values.
+        name: Name of the model, for the report.
+        config: Its config.
+        model: The model on the meta device, or why it could not be built.
+        contexts: Lengths in tokens; when empty, up to three lengths that the model takes.
+        samples: Numbers of rows.
+        new_tokens: Tokens that each row adds.
+        dtype: Dtype of keys and values.
 
     Raises:
         ValueError: The config is not one that can be counted.

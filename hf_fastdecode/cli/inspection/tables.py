@@ -41,12 +41,7 @@ _ENCODER: Final = (
 
 
 def caches_text(reports: Sequence[ModelReport], batches: Sequence[int]) -> RenderableType:
-    """A table for each model and context, with the reason where the model is refused; then what they have in common.
-
-    Args:
-        reports: What was counted for each model.
-        batches: Rows, for the reads per token.
-    """
+    """A table for each model and context, with the reason where a model is refused; then notes on all."""
     parts: list[RenderableType] = []
     for report in reports:
         if report.slim_layers is not None:
