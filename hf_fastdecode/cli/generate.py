@@ -71,8 +71,8 @@ def generate(
 ) -> None:
     """Draw completions of prompts with any decoder-only model.
 
-    Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Of a
-    checkpoint's own generation defaults only the special tokens are used: what is drawn is what the options say.
+    Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
+    the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
     `--mode`, `--backend`, `--sampler` and `--fuse-projections` are arguments of `hf_fastdecode.enable`.
 
     Examples:

@@ -30,14 +30,11 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     the command line says.
 
     Args:
-        name: As for `load_config`, but for a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
+        name: As for `load_config`, but not a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
             as fast as trained ones, and the embedded tokenizer.
         dtype: One of `DTYPES`, or ``auto``: float32 for the embedded model, of a shape bfloat16 on a GPU and float32
             elsewhere, what the checkpoint says for others.
         device: Where the parameters go.
-
-    Raises:
-        CommandError: The model cannot be loaded, or does not generate.
     """
     check_dtype(dtype)
     if name.startswith(SHAPE):

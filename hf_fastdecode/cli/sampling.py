@@ -18,19 +18,9 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of one `generate` call.
+    """How one `generate` call draws; a value out of its bounds raises a CommandError.
 
-    Attributes:
-        n: Completions of each prompt.
-        max_new_tokens: Most tokens in one completion.
-        temperature: Divides the logits; at least `LEAST_TEMPERATURE`.
-        top_p: Draw from the smallest set of tokens of this probability; 1 is off.
-        top_k: Draw from this many most likely tokens; 0 is off.
-        greedy: Take the most likely token; temperature, top_p and top_k have no effect then.
-        seed: Seed of torch's random generator.
-
-    Raises:
-        CommandError: A value is out of its bounds.
+    With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """
 
     n: int = SAMPLES

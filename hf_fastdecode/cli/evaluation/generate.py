@@ -41,11 +41,7 @@ class Options:
     decoding: DecodingOptions
 
     def check(self) -> None:
-        """Check what can be checked without the tasks and without torch.
-
-        Raises:
-            CommandError: An option is out of its bounds.
-        """
+        """Refuse values out of their bounds, before torch is imported."""
         self.draw.check()
         self.decoding.check()
         self.model.check()
@@ -56,13 +52,9 @@ class Prepared:
     """A loaded model with tasks and prompts that suit it.
 
     Attributes:
-        options: That asked for it.
-        model: On its device.
-        tokenizer: Its tokenizer, padding on the left.
-        tasks: The tasks.
+        tokenizer: The model's, padding on the left.
         form: Format of the prompts.
         prompts: Tokens of the prompt of each task.
-        drawing: How to draw.
         counts: Numbers of samples, rising.
     """
 

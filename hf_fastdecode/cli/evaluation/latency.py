@@ -57,12 +57,7 @@ def latency(
 
 @dataclass(frozen=True)
 class _Timed:
-    """Drawing n samples of the first prompts of a run.
-
-    Attributes:
-        n: Samples of a call.
-        about: Columns that say what is drawn, of which.
-    """
+    """Drawing n samples of the first prompts of a run; `about` are columns that say what is drawn."""
 
     n: int
     about: Mapping[str, Any]

@@ -108,11 +108,7 @@ class ModelOptions:
     device: Device = "auto"
 
     def check(self) -> None:
-        """Check the options before torch is imported.
-
-        Raises:
-            CommandError: There is no such model, dtype or device.
-        """
+        """Refuse values out of their bounds, before torch is imported."""
         check_dtype(self.dtype)
         check_device(self.device)
         check_model(self.model)
@@ -156,14 +152,7 @@ class DrawOptions:
     seed: Seed = 0
 
     def check(self) -> list[int]:
-        """Check the options before torch is imported.
-
-        Returns:
-            The numbers of samples, rising.
-
-        Raises:
-            CommandError: An option is out of its bounds.
-        """
+        """Refuse values out of their bounds, before torch is imported; returns the numbers of samples, rising."""
         counts = parse_counts("n", self.n)
         check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
@@ -197,11 +186,7 @@ class DecodingOptions:
     ] = 128
 
     def check(self) -> None:
-        """Check the options before torch is imported.
-
-        Raises:
-            CommandError: There is no such mode or sampler, or options exclude each other.
-        """
+        """Refuse values out of their bounds, before torch is imported."""
         check_enable_options(mode=self.mode, sampler=self.sampler)
         if self.stock:
             refuse_with_stock(mode=self.mode, sampler=self.sampler)
@@ -282,11 +267,7 @@ class ReportOptions:
     deduplicate: Annotated[str, typer.Option(help="What makes samples duplicates: text or ast.")] = "text"
 
     def check(self) -> Literal["text", "ast"]:
-        """What makes samples duplicates.
-
-        Raises:
-            CommandError: It is something else.
-        """
+        """What makes samples duplicates; refuses anything else."""
         check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
         return cast(Literal["text", "ast"], self.deduplicate)
 

@@ -89,8 +89,8 @@ def hier(
 
     - `two-level`: the examples once for all rows, each problem once for its samples; so hf_fastdecode does by itself.
 
-    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. Of such a file
-    (question and solutions in each line) the first solved problems are the examples, and those with starter code are
+    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
+    solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
     left out.
 
     Examples:

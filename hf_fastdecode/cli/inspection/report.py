@@ -78,9 +78,6 @@ class ModelReport:
     """What `inspect` counts for one model.
 
     Attributes:
-        model: As named on the command line.
-        model_type: transformers' name of the architecture.
-        dtype: Dtype of the weights, keys and values.
         sharing: With and without shared context; None for encoder-decoders and slim checkpoints.
         refused: Why `convert-checkpoint` refuses the model, or None.
         caches: For each context.
@@ -124,16 +121,10 @@ def inspect_model(
     dtype: str,
     encoder_tokens: int | None = None,
 ) -> ModelReport:
-    """Count for the config of a model of this name.
+    """Count for the config of a model of this name; raises a CommandError if the config cannot be counted.
 
-    Args:
-        name: Name of the model, for the report.
-        config: From `load_config`.
-        contexts: Lengths in tokens; when empty, lengths that the model takes.
-        samples: Numbers of rows that share a context.
-        new_tokens: Tokens that each of these rows adds.
-        dtype: One of `checks.DTYPES`, or ``auto``: what the config says, else float32.
-        encoder_tokens: Tokens of an encoder's output; None for the most that the config allows, else the context.
+    Without contexts, lengths that the model takes; without `encoder_tokens`, the most that the config allows, else the
+    context. The dtype ``auto`` is what the config says, else float32.
     """
     element, slim = _dtype(config, dtype), is_slim(config)
     ordinary = ordinary_config(config) if slim else config

@@ -31,7 +31,6 @@ class Row:
 
     Attributes:
         context: Tokens that the samples share.
-        samples: Rows.
         kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
         step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
             has no window; None where layers differ in heads.
@@ -54,9 +53,6 @@ class Sharing:
     """Sizes with and without sharing, of one model.
 
     Attributes:
-        model: As named on the command line.
-        model_type: transformers' name of the architecture.
-        dtype: Dtype of keys and values.
         bytes_per_token: Bytes of one token's keys and values, in all layers.
         max_positions: Most tokens in a row, or None.
         new_tokens: Tokens that each row adds.
@@ -112,19 +108,10 @@ def count_sharing(
     new_tokens: int,
     dtype: torch.dtype,
 ) -> Sharing:
-    """Count for the config of a decoder-only model.
+    """Count for a decoder-only model, whose config may not be countable (a ValueError).
 
-    Args:
-        name: Name of the model, for the report.
-        config: Its config.
-        model: The model on the meta device, or why it could not be built.
-        contexts: Lengths in tokens; when empty, up to three lengths that the model takes.
-        samples: Numbers of rows.
-        new_tokens: Tokens that each row adds.
-        dtype: Dtype of keys and values.
-
-    Raises:
-        ValueError: The config is not one that can be counted.
+    Without contexts, up to three lengths that the model takes. The model is on the meta device, or the reason why it
+    could not be built.
     """
     sizes = KVSizes.from_config(config)
     alike = sizes.alike
