@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..assets import Task, embedded_tasks, fewshot_tasks
@@ -20,7 +20,7 @@ LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
-def check_choice(option: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
+def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> list[str]:
     """The given values of an option, each once; raises a CommandError if one is not known."""
     for value in (values := list(dict.fromkeys(given))):
         if value not in known:

@@ -27,9 +27,11 @@ Model = Annotated[str, typer.Option(help=MODEL)]
 Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")]
 
 # Drawing
-Temperature = Annotated[float | None, typer.Option(help="Divides the logits; above 0.", show_default="0.8")]
-TOP_P: Final = "Draw from the smallest set of tokens of this probability; 1 is off."
-TopP = Annotated[float | None, typer.Option(help=TOP_P, show_default="0.95")]
+TEMPERATURE: Final = 0.8
+TOP_P: Final = 0.95
+TOP_P_HELP: Final = "Draw from the smallest set of tokens of this probability; 1 is off."
+Temperature = Annotated[float | None, typer.Option(help="Divides the logits; above 0.", show_default=str(TEMPERATURE))]
+TopP = Annotated[float | None, typer.Option(help=TOP_P_HELP, show_default=str(TOP_P))]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens in one completion.")]
 Seed = Annotated[int, typer.Option(help="Seed of torch's random generator; the same seed draws the same completions.")]
 Stock = Annotated[

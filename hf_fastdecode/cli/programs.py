@@ -14,12 +14,13 @@ from ..assets import embedded_folder
 from ..errors import CommandError
 from ..model_names import EMBEDDED
 from .interrupts import exit_on_interrupt
+from .options import HELP_NAMES
 
 PASS_ON: Final[dict[str, Any]] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,  # behind the first word even --help is lm-eval's
-    "help_option_names": ["-h", "--help"],
+    **HELP_NAMES,
 }
 """Context settings of the command: what it does not know is lm-eval's."""
 

@@ -9,10 +9,8 @@ import typer
 
 from ..errors import CommandError
 from .checks import check_count, check_sampling
-from .options import MaxNewTokens, Seed, Temperature, TopP
+from .options import TEMPERATURE, TOP_P, MaxNewTokens, Seed, Temperature, TopP
 
-TEMPERATURE: Final = 0.8
-TOP_P: Final = 0.95
 SAMPLES: Final = 4
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,7 +128,8 @@ def generate(
     check_enable_options()
     check_out(out)
     place = find_device(device)
-    check_models(cases, device, place)
+    with exit_on_interrupt():
+        check_models(cases, device, place)
     rows = run_generate(cases, ways, place, check, repeats, out)
     report(rows, out, _tables, plot=plot)
 
@@ -151,7 +152,7 @@ def run_generate(
     return run(cases, ways, bench.measure, provenance=where, out=out)
 
 
-def check_ways(ways: Sequence[str], known: Iterable[str]) -> None:
+def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
     """Refuse ways and options of ways that there are not."""
     check_choice("way", [name.partition("+")[0] for name in ways], known)
     with bad_input():

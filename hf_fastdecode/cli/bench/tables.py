@@ -15,6 +15,7 @@ from ...bench.paper_tables import PAPER_TABLES
 from ...errors import CommandError
 from ...measurement.out_file import check_out
 from ..checks import check_choice, check_device, check_enable_options
+from ..interrupts import exit_on_interrupt
 from ..options import Check, Device, ListCases, Only, Plot, Repeats, repeatable
 from .generate import check_models, check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
@@ -57,9 +58,10 @@ def tables(
         if not show:
             check_out(_file(out, name))
     place = None if show else find_device(device)
-    for name in names:
-        if place is not None and not _of_operators(name):
-            check_models(cases[name], device, place)
+    with exit_on_interrupt():
+        for name in names:
+            if place is not None and not _of_operators(name):
+                check_models(cases[name], device, place)
     for name in names:
         setting = PAPER_TABLES[name]
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")

@@ -27,7 +27,18 @@ from ..checks import (
     split_values,
 )
 from ..console import note
-from ..options import TOP_P, Device, MaxNewTokens, Mode, Sampler, Seed, Stock, refuse_with_stock
+from ..options import (
+    TEMPERATURE,
+    TOP_P,
+    TOP_P_HELP,
+    Device,
+    MaxNewTokens,
+    Mode,
+    Sampler,
+    Seed,
+    Stock,
+    refuse_with_stock,
+)
 
 TaskFile = Annotated[
     Path | None,
@@ -146,8 +157,8 @@ class DrawOptions:
             "it follow exactly; each is timed."
         ),
     ] = "1,2,4,8,16,32"
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = 0.8
-    top_p: Annotated[float, typer.Option(help=f"{TOP_P} top_k is off.")] = 0.95
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = TEMPERATURE
+    top_p: Annotated[float, typer.Option(help=f"{TOP_P_HELP} top_k is off.")] = TOP_P
     max_new_tokens: MaxNewTokens = 128
     seed: Seed = 0
 
