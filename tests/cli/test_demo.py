@@ -70,7 +70,7 @@ def completions(task):
 
 
 def test_candidates_are_distinct_ranked_and_checked(task, completions):
-    found, not_tested = _rank(completions, task, progress=False)
+    found, not_tested = _rank(completions, task)
     if not_tested:
         pytest.skip(not_tested)
     right = task["code"]
@@ -86,8 +86,8 @@ def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, c
     def refuse(*args):
         raise SandboxError("no sandbox; install bubblewrap")
 
-    monkeypatch.setattr("hf_fastdecode.cli.app.demo.choose", refuse)
-    candidates, not_tested = _rank(completions, task, progress=False)
+    monkeypatch.setattr("hf_fastdecode.cli.demo_run.choose", refuse)
+    candidates, not_tested = _rank(completions, task)
     assert not_tested == "no sandbox; install bubblewrap"
     assert [one.count for one in candidates] == [2, 2, 1]
     assert not any(one.passed for one in candidates)
