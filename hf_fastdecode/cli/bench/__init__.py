@@ -5,10 +5,7 @@ from __future__ import annotations
 import typer
 
 from ..options import HELP_NAMES
-from .completions import completions
-from .generate import generate
-from .ops import ops, sampling, slim
-from .tables import tables
+from . import completions, generate, ops, tables
 
 app = typer.Typer(
     add_completion=False,
@@ -30,5 +27,5 @@ def main() -> None:
     """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run."""
 
 
-for command in (ops, generate, completions, sampling, slim, tables):
+for command in (ops.ops, generate.generate, completions.completions, ops.sampling, ops.slim, tables.tables):
     app.command(epilog=_NOTE)(command)

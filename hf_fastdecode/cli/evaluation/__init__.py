@@ -5,12 +5,7 @@ from __future__ import annotations
 import typer
 
 from ..options import HELP_NAMES
-from .generate import generate
-from .latency import latency
-from .run import report, run
-from .score import check, score
-from .stored import export, rescore
-from .workloads import app as workloads
+from . import generate, latency, run, score, stored, workloads
 
 app = typer.Typer(
     add_completion=False,
@@ -25,7 +20,9 @@ def main() -> None:
     """Sample code for programming tasks, score it in a sandbox, and set pass@n and pass@top-m against latency."""
 
 
-app.add_typer(workloads, name="workloads")
+app.add_typer(workloads.app, name="workloads")
 
-for command in (run, generate, latency, score, report, check, rescore, export):
+for command in (run.run, generate.generate, latency.latency, score.score):
+    app.command()(command)
+for command in (run.report, score.check, stored.rescore, stored.export):
     app.command()(command)
