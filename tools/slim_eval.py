@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_fastdecode.conversion.checkpoint.find import EMBEDDED
 from hf_fastdecode.conversion.checkpoint.source import REPORT
 from hf_fastdecode.evals.jsonl import read_samples, read_verdicts
 from hf_fastdecode.evals.metrics import Ranker, build_pools, pass_at_ranker
 from hf_fastdecode.evals.run_files import SAMPLES, SETTINGS, VERDICTS
 from hf_fastdecode.measurement.rows import Row, read_rows, write_rows
+from hf_fastdecode.model_names import EMBEDDED
 
 from .pages import DOCS, replace_table
 

@@ -12,9 +12,9 @@ OPTIONS: Final = {
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
-            *("allow_unsafe_code", "calibration", "chat", "data", "device", "dtype", "limit", "max_shard_size", "n"),
-            *("new_tokens", "out", "plan", "plot", "points", "rank", "resume", "rows", "sandbox", "shard", "shots"),
-            *("split", "task", "task_ids", "tokens", "tolerance", "verify"),
+            *("allow_unsafe_code", "calibration", "chat", "data", "device", "dtype", "format", "limit"),
+            *("max_shard_size", "n", "new_tokens", "out", "plan", "plot", "points", "rank", "resume", "rows"),
+            *("sandbox", "shard", "shots", "split", "task", "task_ids", "tokens", "tolerance", "verify"),
         )
     },
     "prompt_format": "--format",

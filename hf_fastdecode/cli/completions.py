@@ -15,10 +15,10 @@ from transformers import LogitsProcessorList
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
-from ..configs import max_positions
 from ..errors import CommandError
 from ..measurement.continuations import continuation
 from ..measurement.drawing_errors import told
+from ..model_names import max_positions
 from .memory import memory_error
 from .sampling import Sampling
 

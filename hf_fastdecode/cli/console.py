@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper
 from itertools import pairwise
 from typing import Any, Final, NoReturn, TextIO
@@ -26,6 +26,10 @@ TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
 _READER_GONE: Final = 141
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class FailedCheck(Exception):  # noqa: N818 - an outcome of a command, in one line, with exit code 1
+    """What a command checked or measured is not right."""
 
 
 class OneLineErrors(TyperGroup):
@@ -46,7 +50,7 @@ class OneLineErrors(TyperGroup):
         except typer.Exit as leaving:
             code = leaving.exit_code
         except (KeyboardInterrupt, Exception) as error:
-            code = _tell(error, words)
+            code = _report_error(error, words)
         sys.exit(_flush_stdout() or code)
 
 
@@ -76,11 +80,7 @@ def note(text: object) -> None:
 
 
 def _open_streams() -> None:
-    """Let stdin and stderr be /dev/null where they are closed, and stdout take every letter.
-
-    Raises:
-        CommandError: Stdout is closed.
-    """
+    """Open stdin and stderr on /dev/null where they are closed, and let stdout take every letter."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
         # The lowest free descriptor is the closed stream's; a file opened later would get what is meant for it.
@@ -97,7 +97,7 @@ def _flush_stdout() -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        return _tell(error, [])
+        return _report_error(error, [])
     return 0
 
 
@@ -107,8 +107,8 @@ def _silence(stream: TextIO) -> None:
         os.dup2(null.fileno(), stream.fileno())
 
 
-def _tell(error: BaseException, words: Sequence[str]) -> int:
-    """Tell of an error in one line, and give the exit code."""
+def _report_error(error: BaseException, words: Sequence[str]) -> int:
+    """Write an error in one line on stderr; returns the exit code."""
     if os.environ.get(TRACEBACK_VARIABLE):
         note("".join(traceback.format_exception(error)).rstrip())
     message, code = _line_and_code(error, words)
@@ -121,7 +121,9 @@ def _tell(error: BaseException, words: Sequence[str]) -> int:
 
 def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     if isinstance(error, CommandError):
-        return in_options(str(error)), error.exit_code
+        return in_options(str(error)), 2
+    if isinstance(error, FailedCheck):
+        return in_options(str(error)), 1
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "", INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -164,8 +166,24 @@ def cpu_is_busy() -> bool:
 
 
 @contextmanager
+def bad_input(containing: str = "") -> Iterator[None]:
+    """Within, a ValueError whose message contains a text is one of the user's input."""
+    try:
+        yield
+    except ValueError as error:
+        if containing not in str(error):
+            raise
+        raise CommandError(str(error)) from error
+
+
+def forced_options() -> AbstractContextManager[None]:
+    """Within, an option of `enable` that was forced and cannot run ends in one line."""
+    return bad_input(" cannot run: ")
+
+
+@contextmanager
 def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
-    """Within, transformers shows no progress bars and the commands tell what hf_fastdecode logs; undone on leaving.
+    """Within, transformers shows no progress bars and hf_fastdecode does not log warnings; undone on leaving.
 
     Args:
         warnings: Let transformers' warnings through.
@@ -194,15 +212,7 @@ def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that is gone at the end; nothing where stderr is not a terminal.
-
-    Args:
-        title: What runs.
-        steps: How many steps it may have.
-
-    Yields:
-        A function that takes the number of steps done.
-    """
+    """A function that moves a bar on stderr to the number of steps done; it does nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -1,4 +1,4 @@
-"""`hf-fastdecode convert-checkpoint`."""
+"""`hf-fastdecode convert-checkpoint`: measure a model's layers and write a slim checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Annotated, Final
 
 import typer
 
-from hf_fastdecode.cli.interrupts import exit_on_interrupt
-
-from ..command_options import check_dtype
 from ..errors import CommandError, one_line
-from .console import note, quiet_libraries
+from .checks import check_choice, check_dtype
+from .console import FailedCheck, note, quiet_libraries
+from .interrupts import exit_on_interrupt
+from .options import MODEL
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def convert_checkpoint(
-    source: Annotated[str, typer.Argument(help="`embedded`, a folder, or an id on the Hugging Face Hub.")],
+    source: Annotated[str, typer.Argument(help=MODEL)],
     target: Annotated[
         Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
     ] = None,
@@ -120,8 +120,7 @@ def convert_checkpoint(
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
     check_dtype(dtype)
-    if form not in ("slim", "full"):
-        raise CommandError(f"--format must be slim or full, got {form!r}")
+    check_choice("format", [form], ("slim", "full"))
     if target is None and not dry_run:
         raise CommandError("name the folder to make, or give --dry-run to measure only")
     if dry_run and (resume or verify):
@@ -178,10 +177,9 @@ def convert_checkpoint(
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
             report = convert.convert_checkpoint(settings, on_group)
         except VerificationError as error:
-            raise CommandError(
+            raise FailedCheck(
                 f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
-                f"else delete {staging}",
-                1,
+                f"else delete {staging}"
             ) from error
         except ValueError as error:
             raise CommandError(one_line(error)) from error

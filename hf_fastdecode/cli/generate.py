@@ -2,62 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, TextIO
 
-from hf_fastdecode.api import enabled, explain
-from hf_fastdecode.generation.report import Report
+import typer
 
-from ..measurement.continuations import end_tokens_of
-from .completions import Completion, draw, encode, read_completions
-from .memory import check_memory
-from .sampling import Sampling
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What `generate` gave.
-
-    Attributes:
-        completions: The samples of the first prompt, then those of the next.
-        seconds: Of the `generate` call, without loading the model.
-        report: Which path ran and why; None for stock transformers.
-    """
-
-    completions: list[Completion]
-    seconds: float
-    report: Report | None
+from ..assets import few_shot_prompt
+from ..errors import CommandError
+from ..model_names import config_file
+from .checks import check_device, check_dtype, pick_device, pick_tasks
+from .console import forced_options, note, progress_bar, quiet_libraries
+from .demo import SHOTS
+from .interrupts import exit_on_interrupt
+from .options import Device, EnableOptions, Model, expand_option_groups
+from .sampling import SamplingOptions
 
 
+@expand_option_groups
 def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    sampling: Sampling,
     *,
-    stop: Sequence[str] = (),
-    options: Mapping[str, str | bool] | None = None,
-    on_step: Callable[[int], None] = lambda _: None,
-) -> Generated:
-    """Draw completions with shared context, or with stock transformers.
+    model: Model = "embedded",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; repeat it for more, which are padded on the left.")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A UTF-8 text file: one prompt, taken verbatim; repeat it for more, which are padded on the left. "
+            "Without any prompt: stdin."
+        ),
+    ] = None,
+    task_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="The few-shot prompt of this embedded task, which the embedded model completes; repeat it for more."
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS))
+    ] = None,
+    drawing: SamplingOptions,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends a completion and is cut off; repeat it for more.")
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own "
+            "for others."
+        ),
+    ] = "auto",
+    device: Device = "auto",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
+            "(natural log, of the model's own probabilities), finish (stop or length).",
+        ),
+    ] = False,
+    how: EnableOptions,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
+) -> None:
+    """Draw completions of prompts with any decoder-only model.
 
-    Args:
-        model: From `load_model`; it is enabled for the call only.
-        tokenizer: Its tokenizer.
-        prompts: Texts; shorter ones are padded on the left.
-        sampling: What to draw.
-        stop: Strings that end a completion.
-        options: Of `hf_fastdecode.enable`; None runs stock.
-        on_step: Called at each step with the number of tokens drawn before it.
+    Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
+    the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
+    `--mode`, `--backend`, `--sampler` and `--fuse-projections` are arguments of `hf_fastdecode.enable`.
+
+    Examples:
+
+        hf-fastdecode generate --task-id 127 --shots 10 --n 16 --explain
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
+        cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
     """
-    inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
-    check_memory(model, inputs["input_ids"], sampling, shared=options is not None)
-    how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
-    if options is None:
-        drawn, report = draw(model, inputs, sampling, **how), None
+    sampling = drawing.sampling()
+    if explain and how.stock:
+        raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
+    if "" in (stops := stop or []):
+        raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
+    stops = [given_text(string, "--stop") for string in stops]
+    options = how.arguments()
+    check_dtype(dtype)
+    check_device(device)
+    config_file(model)
+    if shots is not None and not task_id:
+        raise CommandError(f"--shots {shots} is for the prompt of a --task-id; give one, or leave --shots out")
+    if task_id and (prompt or prompt_file):
+        raise CommandError("--task-id is a prompt, and another was given; leave one out")
+    if task_id:
+        examples = SHOTS if shots is None else shots
+        texts = [few_shot_prompt(task, examples) for task in pick_tasks(task_id, examples)]
     else:
-        with enabled(model, **options):
-            drawn, report = draw(model, inputs, sampling, **how), explain(model)
-    completions = read_completions(drawn, tokenizer, sampling, end_tokens=end_tokens_of(model), stop=stop)
-    return Generated(completions, drawn.total_s, report)
+        texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
+    with quiet_libraries(warnings=True):
+        with exit_on_interrupt():
+            from .generate_run import completion_heading, run_generate, summary
+            from .models import load_model, machine
+
+        place = pick_device(device)
+        loaded, tokenizer = load_model(model, dtype, place)
+        with progress_bar("generate", sampling.max_new_tokens) as on_step, forced_options():
+            generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=options, on_step=on_step)
+    for completion in generated.completions:
+        if as_json:
+            print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}), flush=True)
+        else:
+            if len(generated.completions) > 1:
+                note(completion_heading(completion))
+            print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
+    if explain:
+        note(generated.report)
+    note(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")))
+
+
+def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
+    """The prompts, verbatim: those on the command line, or one from each file, or one from stdin."""
+    if prompts and files:
+        raise CommandError("--prompt and --prompt-file were both given; leave one out")
+    if prompts:
+        texts, places = [given_text(prompt, "--prompt") for prompt in prompts], ["--prompt"] * len(prompts)
+    elif files:
+        texts, places = [_read(file) for file in files], [str(file) for file in files]
+    elif stdin.isatty():
+        raise CommandError("there is no prompt; pass --prompt TEXT or --prompt-file FILE, or pipe text to stdin")
+    else:
+        texts, places = [_read_stdin(stdin)], ["stdin"]
+    if empty := [index for index, text in enumerate(texts) if not text]:
+        raise CommandError(
+            f"prompt {empty[0]} (from {places[empty[0]]}) is empty; a completion needs a text to follow"
+        )
+    return texts
+
+
+def given_text(text: str, place: str) -> str:
+    """The text of an argument, which must be UTF-8 in any locale: Python keeps bytes that it cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _decode(os.fsencode(text), place)
+    return text
+
+
+def _read_stdin(stdin: TextIO) -> str:
+    try:
+        return _decode(stdin.buffer.read(), "stdin")
+    except OSError as error:
+        raise CommandError(f"cannot read stdin: {error.strerror}; pass --prompt TEXT or --prompt-file FILE") from error
+
+
+def _read(file: Path) -> str:
+    if file.is_dir():
+        raise CommandError(f"{file} is a folder; name a text file")
+    try:
+        return _decode(file.read_bytes(), str(file))
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror}; name a text file") from error
+
+
+def _decode(content: bytes, place: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(
+            f"{place} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it, such "
+            "as with iconv -f latin1 -t utf-8"
+        ) from error

@@ -22,13 +22,8 @@ def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: b
     """Refuse rows that the memory cannot hold.
 
     On a GPU only what the first step takes is counted, since rows that end early make room. On the CPU all keys and
-    values count: there the system ends a process that takes too much, without an error.
-
-    Args:
-        model: From `load_model`.
-        input_ids: ``[prompts, length]``.
-        sampling: What is drawn for each.
-        shared: Whether prompts are stored once.
+    values count: there the system ends a process that takes too much, without an error. `input_ids` are
+    ``[prompts, length]``; with `shared`, prompts are stored once.
     """
     prompts, length = input_ids.shape
     rows = prompts * sampling.n

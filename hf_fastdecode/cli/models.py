@@ -14,11 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
-from ..command_options import EMBEDDED, SHAPE, check_dtype
-from ..configs import load_config
 from ..errors import CommandError, one_line, out_of_memory
 from ..generation.prompts.prompt_ids import has_no_vocabulary
 from ..measurement.shapes import SHAPES, random_model
+from ..model_names import EMBEDDED, SHAPE, load_config, local_folder
+from .checks import check_dtype
 from .completions import vocabulary_of
 from .console import note
 
@@ -30,14 +30,11 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     the command line says.
 
     Args:
-        name: As for `load_config`, but for a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
+        name: As for `load_config`, but not a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
             as fast as trained ones, and the embedded tokenizer.
         dtype: One of `DTYPES`, or ``auto``: float32 for the embedded model, of a shape bfloat16 on a GPU and float32
             elsewhere, what the checkpoint says for others.
         device: Where the parameters go.
-
-    Raises:
-        CommandError: The model cannot be loaded, or does not generate.
     """
     check_dtype(dtype)
     if name.startswith(SHAPE):
@@ -45,7 +42,7 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     config = load_config(name)
     if config.is_encoder_decoder:
         raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
-    place = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    place = str(local_folder(name) or name)
     try:
         if name == EMBEDDED:
             model, tokenizer = load_embedded(None if dtype == "auto" else getattr(torch, dtype), device)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from ..errors import CommandError
+from .checks import check_count, check_sampling
+from .options import TEMPERATURE, TOP_P, MaxNewTokens, Seed, Temperature, TopP
 
-TEMPERATURE: Final = 0.8
-TOP_P: Final = 0.95
 SAMPLES: Final = 4
-LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of one `generate` call.
+    """How one `generate` call draws; a value out of its bounds raises a CommandError.
 
-    Attributes:
-        n: Completions of each prompt.
-        max_new_tokens: Most tokens in one completion.
-        temperature: Divides the logits; at least `LEAST_TEMPERATURE`.
-        top_p: Draw from the smallest set of tokens of this probability; 1 is off.
-        top_k: Draw from this many most likely tokens; 0 is off.
-        greedy: Take the most likely token; temperature, top_p and top_k have no effect then.
-        seed: Of torch's random generator.
-
-    Raises:
-        CommandError: A value is out of its bounds.
+    With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """
 
     n: int = SAMPLES
@@ -40,58 +30,51 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive("n", self.n)
-        check_positive("max-new-tokens", self.max_new_tokens)
-        if not (self.temperature >= LEAST_TEMPERATURE and math.isfinite(self.temperature)):
-            raise CommandError(
-                f"--temperature must be at least {LEAST_TEMPERATURE:g} and finite, got {self.temperature:g}; "
-                "`hf-fastdecode generate --greedy` takes the most likely tokens"
-            )
-        if not 0 < self.top_p <= 1:
-            raise CommandError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}; 1 turns it off")
+        check_count("n", self.n)
+        check_count("max-new-tokens", self.max_new_tokens)
+        check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=False)
         if self.top_k < 0:
             raise CommandError(f"--top-k must be at least 0, got {self.top_k}; 0 turns it off")
-        if not 0 <= self.seed < 2**63:
-            raise CommandError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
         if self.greedy and self.n > 1:
             raise CommandError(f"greedy completions of a prompt are all equal, got n = {self.n}; use --n 1 or sample")
 
 
-def check_positive(name: str, *values: int) -> None:
-    """Refuse numbers below 1 of an option that counts something.
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of drawing, in which None stands for one that was not given."""
 
-    Raises:
-        CommandError: One of the values is below 1.
-    """
-    for value in values:
-        if value < 1:
-            raise CommandError(f"--{name} must be at least 1, got {value}; leave it out for its default")
-
-
-def sampling_from_options(
-    *,
-    n: int | None,
-    max_new_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    greedy: bool,
-    seed: int,
-) -> Sampling:
-    """The settings from a command line, in which None stands for an option that was not given.
-
-    Raises:
-        CommandError: A value is out of its bounds, or an option contradicts ``--greedy``.
-    """
-    given = {"--temperature": temperature, "--top-p": top_p, "--top-k": top_k}
-    if greedy and (clash := [name for name, value in given.items() if value is not None]):
-        raise CommandError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
-    return Sampling(
-        n=n if n is not None else 1 if greedy else SAMPLES,
-        max_new_tokens=max_new_tokens,
-        temperature=TEMPERATURE if temperature is None else temperature,
-        top_p=TOP_P if top_p is None else top_p,
-        top_k=top_k or 0,
-        greedy=greedy,
-        seed=seed,
+    n: Annotated[int | None, typer.Option(help="Completions of each prompt.", show_default="4, with --greedy 1")] = (
+        None
     )
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw from this many most likely tokens. 0 is off; transformers' own default is 50, which cuts the "
+            "tail without a word.",
+            show_default="0",
+        ),
+    ] = None
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token at each step.")] = False
+    seed: Seed = 0
+
+    def sampling(self) -> Sampling:
+        """The settings, with their defaults.
+
+        Raises:
+            CommandError: A value is out of its bounds, or an option contradicts ``--greedy``.
+        """
+        given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
+        if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
+            raise CommandError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
+        return Sampling(
+            n=self.n if self.n is not None else 1 if self.greedy else SAMPLES,
+            max_new_tokens=self.max_new_tokens,
+            temperature=TEMPERATURE if self.temperature is None else self.temperature,
+            top_p=TOP_P if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            greedy=self.greedy,
+            seed=self.seed,
+        )

@@ -62,8 +62,8 @@ def family_of(config: Any) -> Family | EncoderDecoder:
     model_type = config.model_type
     if is_slim(config):
         raise UnconvertibleError(
-            "the model is slim already; for another slim form convert the ordinary model, which `convert-checkpoint "
-            "--format full` gives back"
+            "the model is slim already; for another slim form convert the ordinary model, which a conversion with "
+            '`format="full"` gives back'
         )
     if model_type in _NEVER:
         raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")

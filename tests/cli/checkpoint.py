@@ -43,4 +43,4 @@ def save_checkpoint(folder: Path) -> Path:
 def embed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a checkpoint in the place of the embedded model."""
     monkeypatch.setattr("hf_fastdecode.assets.MODEL_PATH", checkpoint)
-    monkeypatch.setattr("hf_fastdecode.command_options.MODEL_PATH", checkpoint)
+    monkeypatch.setattr("hf_fastdecode.model_names.MODEL_PATH", checkpoint)

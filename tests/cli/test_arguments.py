@@ -13,6 +13,7 @@ from hf_fastdecode.cli.arguments import in_options
         ("`limit` must be at least 1, got 0", "--limit must be at least 1, got 0"),
         ('try `dtype="bfloat16"`', "try --dtype bfloat16"),
         ("`prompt_format='mbxp'`", "--format mbxp"),
+        ('a conversion with `format="full"`', "a conversion with --format full"),
         ("pass `resume=True`", "pass --resume"),
         ("leave `rank=8` out", "leave --rank 8 out"),
         ("`max_position_embeddings` of `config.json`", "`max_position_embeddings` of `config.json`"),

@@ -16,9 +16,10 @@ from hf_fastdecode.bench.markdown import ops_table
 from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
 from hf_fastdecode.bench.paper_tables import PAPER_TABLES
 from hf_fastdecode.cli.app import app
-from hf_fastdecode.cli.bench.generate import _warn_of_size
+from hf_fastdecode.cli.bench.generate import check_models
 from hf_fastdecode.cli.bench.ops import OP_WAY_NAMES
 from hf_fastdecode.cli.bench.report import noisy
+from hf_fastdecode.errors import CommandError
 from hf_fastdecode.measurement.rows import read_rows
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
 
@@ -36,7 +37,7 @@ def test_help_teaches(command):
     assert f"hf-fastdecode bench {command} " in result.stdout
     assert "Examples" in result.stdout
     assert "goes on" in result.stdout
-    assert "give way" in " ".join(result.stdout.split())
+    assert "are replaced" in " ".join(result.stdout.split())
 
 
 def test_the_group_lists_its_commands():
@@ -299,10 +300,34 @@ def test_small_rates_keep_their_digits():
     assert " and 9.6 to 748 TFLOP/s; " in ops_table([slow, large])
 
 
-def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
-    case = GenerateCase("8b-gqa", 64, 2, 4)
-    _warn_of_size([case, GenerateCase("tiny", 64, 2, 4), replace(case, samples=4)])
+def test_a_shape_for_gpus_runs_on_a_cpu_only_if_that_is_named(capsys):
+    case, cpu = GenerateCase("8b-gqa", 64, 2, 4), torch.device("cpu")
+    cases = [GenerateCase("tiny", 64, 2, 4), case, replace(case, samples=4)]
+    check_models(cases, "cpu", cpu)
     assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
+    with pytest.raises(CommandError, match=r"8b-gqa: 8 billion .* name a smaller --shape, .* or pass --device cpu"):
+        check_models(cases, "auto", cpu)
+    check_models(cases[:1], "auto", cpu)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the GPU")
+@pytest.mark.parametrize(
+    "words", ["generate --shape 7b-mha", "completions --shape 7b-mha", "tables --table bifurcated-6"]
+)
+def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words.split())
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "billion random weights on a CPU" in result.stderr
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.parametrize("command", ["generate", "completions"])
+def test_without_a_shape_the_embedded_model_is_measured(command):
+    shown = run(command, "--list").stdout.splitlines()
+    assert shown
+    assert all(line.startswith("shape=embedded") for line in shown)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +336,7 @@ def test_a_shape_for_gpus_on_a_cpu_is_told(capsys):
         ("ops --set nosuch", "--set must be one of grid, one-row,"),
         ("ops --way nosuch", "--way must be one of ours, plain,"),
         ("ops --only nosuch", "no case contains 'nosuch'"),
-        ("ops --dtype float8", "--dtype must be bfloat16, float16 or float32, got 'float8'"),
+        ("ops --dtype float8", "--dtype must be one of float32, bfloat16, float16, got 'float8'"),
         ("ops --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
         ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
         ("generate --point ²x3", "a point is CONTEXTxN, such as 2048x16, got '²x3'"),

@@ -196,7 +196,7 @@ def test_ctrl_c(monkeypatch):
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_fastdecode.cli.app.read_prompts", interrupt)
+    monkeypatch.setattr("hf_fastdecode.cli.generate.read_prompts", interrupt)
     result = run("generate", "--prompt", "x")
     assert (result.exit_code, result.output) == (130, "")
 
@@ -251,7 +251,7 @@ def test_an_error_that_nobody_foresaw(monkeypatch):
     def fail(*args: object) -> None:
         raise ZeroDivisionError("by\nnothing")
 
-    monkeypatch.setattr("hf_fastdecode.cli.app.read_prompts", fail)
+    monkeypatch.setattr("hf_fastdecode.cli.generate.read_prompts", fail)
     result = run("generate", "--prompt", "x")
     assert result.exit_code == 1
     assert result.stderr == (

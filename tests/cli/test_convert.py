@@ -141,7 +141,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "slim"
     for arguments, message in (
         ((source,), "name the folder to make"),
-        ((source, target, "--format", "slimmer"), "--format must be slim or full, got 'slimmer'"),
+        ((source, target, "--format", "slimmer"), "--format must be one of slim, full, got 'slimmer'"),
         ((source, "--dry-run", "--resume"), "--dry-run writes nothing that --resume could read"),
         ((source, target, "--max-shard-size", "5 potatoes"), "must be a size such as 500MB"),
         ((source, target, "--dtype", "int8"), "--dtype must be one of"),

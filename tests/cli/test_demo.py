@@ -7,11 +7,12 @@ import torch
 from rich.console import Console
 
 from hf_fastdecode.assets import embedded_tasks
+from hf_fastdecode.cli.checks import pick_tasks
 from hf_fastdecode.cli.completions import Completion
-from hf_fastdecode.cli.demo import _rank, check_same, run_demo
-from hf_fastdecode.cli.render import demo_text
+from hf_fastdecode.cli.console import FailedCheck
+from hf_fastdecode.cli.demo import DEFAULT_TASK
+from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.cli.tasks import DEFAULT_TASK, pick_tasks
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.sandbox import SandboxError
 
@@ -52,9 +53,8 @@ def test_different_tokens_end_the_demo():
     shared = stock.clone()
     shared[1, 5] = 99
     for other, place in ((shared, "completion 1 at token 1"), (stock[:, :5], "completion 0 at token 1")):
-        with pytest.raises(CommandError, match=place) as error:
+        with pytest.raises(FailedCheck, match=place):
             check_same(stock, other, 4)
-        assert error.value.exit_code == 1
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def completions(task):
 
 
 def test_candidates_are_distinct_ranked_and_checked(task, completions):
-    found, not_tested = _rank(completions, task, progress=False)
+    found, not_tested = _rank(completions, task)
     if not_tested:
         pytest.skip(not_tested)
     right = task["code"]
@@ -86,8 +86,8 @@ def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, c
     def refuse(*args):
         raise SandboxError("no sandbox; install bubblewrap")
 
-    monkeypatch.setattr("hf_fastdecode.cli.app.demo.choose", refuse)
-    candidates, not_tested = _rank(completions, task, progress=False)
+    monkeypatch.setattr("hf_fastdecode.cli.demo_run.choose", refuse)
+    candidates, not_tested = _rank(completions, task)
     assert not_tested == "no sandbox; install bubblewrap"
     assert [one.count for one in candidates] == [2, 2, 1]
     assert not any(one.passed for one in candidates)

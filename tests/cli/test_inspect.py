@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_fastdecode as fd
 from hf_fastdecode.cli.inspection.report import inspect_model
 from hf_fastdecode.cli.inspection.sharing import Sharing
-from hf_fastdecode.cli.inspection.sharing_table import sharing_text
+from hf_fastdecode.cli.inspection.tables import sharing_text
 from hf_fastdecode.errors import CommandError
 
 LLAMA = {

@@ -1,93 +1,28 @@
-"""Names on the command line."""
+"""Models and devices of the command line."""
 
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from hf_fastdecode import command_options, configs
+from hf_fastdecode import model_names
+from hf_fastdecode.cli.checks import pick_device
 from hf_fastdecode.cli.console import quiet_libraries
-from hf_fastdecode.cli.devices import pick_device
-from hf_fastdecode.cli.generate import generate
+from hf_fastdecode.cli.generate_run import run_generate
 from hf_fastdecode.cli.models import load_model
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.configs import load_config
 from hf_fastdecode.errors import CommandError
-
-RESPONSE = SimpleNamespace(headers={}, request=None)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not a JSON file"),
-        ("[]", "has no field model_type"),
-        ('{"hidden_size": 3}', "has no field model_type"),
-        ('{"model_type": "nosuch"}', "transformers cannot read the config of .*nosuch"),
-        ('{"model_type": "llama", "hidden_size": 65}', "cannot read the config of .*not a multiple"),
-    ],
-)
-def test_files_that_are_no_config(tmp_path: Path, content: str, message: str):
-    file = tmp_path / "config.json"
-    file.write_text(content)
-    with pytest.raises(CommandError, match=message) as error:
-        load_config(str(file))
-    assert "\n" not in str(error.value)
-
-
-def test_a_config_file_and_its_folder(tmp_path: Path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "gpt2", "n_head": 3, "n_embd": 30}))
-    assert load_config(str(file)).num_attention_heads == 3
-    assert load_config(str(tmp_path)).num_attention_heads == 3
-
-
-def test_paths_that_are_not_there(tmp_path: Path):
-    with pytest.raises(CommandError, match=r"there is no file or folder \./missing; name one"):
-        load_config("./missing")
-    with pytest.raises(CommandError, match=r"config\.json; name a folder saved with save_pretrained"):
-        load_config(str(tmp_path))
-
-
-def test_the_embedded_config_says_what_generate_computes_in():
-    assert load_config("embedded").dtype == torch.float32
 
 
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command_options, "MODEL_PATH", tmp_path)
+    monkeypatch.setattr(model_names, "MODEL_PATH", tmp_path)
     with pytest.raises(CommandError, match="reinstall the package"):
         load_model("embedded", "auto", torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (errors.RepositoryNotFoundError("no", response=RESPONSE), "has no model org/name that you can see"),
-        (errors.GatedRepoError("no", response=RESPONSE), "org/name is gated"),
-        (errors.RemoteEntryNotFoundError("no", response=RESPONSE), "org/name has no config.json"),
-        (ConnectionError("no network"), "is not reachable, and org/name is not in its local cache"),
-    ],
-    ids=["missing", "gated", "no-config", "no-network"],
-)
-def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pytest.MonkeyPatch):
-    def raise_answer(*args: object, **kwargs: object) -> None:
-        raise answer
-
-    monkeypatch.setattr(configs, "get_hf_file_metadata", raise_answer)
-    with pytest.raises(CommandError, match=message):
-        load_config("org/name")
-
-
-def test_no_hub_id():
-    with pytest.raises(CommandError, match="'two words' is no path, and no Hugging Face Hub id either"):
-        load_config("two words")
 
 
 def test_models_that_do_not_load(tmp_path: Path, checkpoint: Path):
@@ -158,7 +93,9 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, value, greedy):
     model, tokenizer = load_model(name, "auto", torch.device("cpu"))
     for options in ({}, None):
         with pytest.raises(CommandError, match=r"logits are not finite: its weight lm_head\.weight holds NaN"):
-            generate(model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options)
+            run_generate(
+                model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options
+            )
 
 
 def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
@@ -168,7 +105,7 @@ def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
 
     model, tokenizer = load_model(broken(checkpoint, tmp_path, {"vocab_size": 50}, cut), "auto", torch.device("cpu"))
     with pytest.raises(CommandError, match=r"prompt 0 has token \d+, and the model knows tokens 0 to 49;"):
-        generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
+        run_generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
 
 
 def test_padding_that_the_model_does_not_know(checkpoint, tmp_path):
@@ -178,7 +115,7 @@ def test_padding_that_the_model_does_not_know(checkpoint, tmp_path):
     tokenizer.save_pretrained(name)
     model, tokenizer = load_model(name, "auto", torch.device("cpu"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    found = generate(model, tokenizer, ["a b", "def add(a, b):"], Sampling(n=2, max_new_tokens=2))
+    found = run_generate(model, tokenizer, ["a b", "def add(a, b):"], Sampling(n=2, max_new_tokens=2))
     assert len(found.completions) == 4
 
 

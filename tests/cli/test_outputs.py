@@ -123,7 +123,7 @@ def test_demo(checkpoint, monkeypatch):
 
 def test_demo_with_different_tokens(checkpoint, monkeypatch):
     embed(checkpoint, monkeypatch)
-    monkeypatch.setattr("hf_fastdecode.cli.app.demo.torch.equal", lambda *tensors: False)
+    monkeypatch.setattr("hf_fastdecode.cli.demo_run.torch.equal", lambda *tensors: False)
     result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 2)
     assert result.exit_code == 1
     assert result.stdout == ""

@@ -1,21 +1,12 @@
-"""Options are checked before anything heavy is imported."""
+"""Bounds of options, and defaults that depend on others."""
 
 import math
 
 import pytest
 
-from hf_fastdecode.cli.sampling import Sampling, sampling_from_options
+from hf_fastdecode.cli.checks import parse_counts
+from hf_fastdecode.cli.sampling import Sampling, SamplingOptions
 from hf_fastdecode.errors import CommandError, one_line
-
-NOTHING = {
-    "n": None,
-    "max_new_tokens": 8,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-    "greedy": False,
-    "seed": 0,
-}
 
 
 @pytest.mark.parametrize(
@@ -46,20 +37,30 @@ def test_out_of_bounds(option, value, message):
 
 
 def test_defaults_depend_on_greedy():
-    assert sampling_from_options(**NOTHING) == Sampling(max_new_tokens=8)
-    assert sampling_from_options(**NOTHING | {"greedy": True}) == Sampling(n=1, max_new_tokens=8, greedy=True)
+    assert SamplingOptions(max_new_tokens=8).sampling() == Sampling(max_new_tokens=8)
+    assert SamplingOptions(greedy=True).sampling() == Sampling(n=1, greedy=True)
 
 
 @pytest.mark.parametrize("option", ["temperature", "top_p", "top_k"])
 def test_greedy_contradicts_sampling_options(option):
     flag = "--" + option.replace("_", "-")
     with pytest.raises(CommandError, match=f"{flag} 1 has no effect with --greedy"):
-        sampling_from_options(**NOTHING | {"greedy": True, option: 1})
+        SamplingOptions(greedy=True, **{option: 1}).sampling()
 
 
 def test_greedy_samples_are_all_equal():
     with pytest.raises(CommandError, match="got n = 3; use --n 1"):
-        sampling_from_options(**NOTHING | {"greedy": True, "n": 3})
+        SamplingOptions(greedy=True, n=3).sampling()
+
+
+def test_counts_rise():
+    assert parse_counts("questions", "16,1, 4,16") == [1, 4, 16]
+
+
+@pytest.mark.parametrize("text", ["", "0", "4,,8", "1.5", "-2", "²", "many"])
+def test_counts_of_another_form_are_refused(text):
+    with pytest.raises(CommandError, match="--questions must be whole numbers of at least 1 with commas between, got"):
+        parse_counts("questions", text)
 
 
 def test_one_line_of_an_error():

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import hf_fastdecode as fd
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
 from hf_fastdecode.cli.console import OneLineErrors
-from hf_fastdecode.cli.lm_eval import PASS_ON
-from hf_fastdecode.cli.lm_eval import lm_eval as command
+from hf_fastdecode.cli.programs import PASS_ON
+from hf_fastdecode.cli.programs import lm_eval as command
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.harness.model import MODEL_NAME, FastDecodeLM
 

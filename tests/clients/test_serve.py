@@ -12,7 +12,7 @@ from transformers.cli.transformers import app
 
 import hf_fastdecode as fd
 from hf_fastdecode import api
-from hf_fastdecode.cli.serve import hand_over
+from hf_fastdecode.cli.programs import run_server
 
 from .programs import Work, saved_model
 
@@ -84,7 +84,7 @@ def text_of(answer, streamed):
 def test_answers_are_those_of_transformers_serve(requests, folder, loaded, monkeypatch):
     manager = model_manager.ModelManager
     stock = answers(monkeypatch, app, folder, requests, [])
-    ours = answers(monkeypatch, lambda words: hand_over(words[1:]), folder, requests, loaded)
+    ours = answers(monkeypatch, lambda words: run_server(words[1:]), folder, requests, loaded)
     assert model_manager.ModelManager is manager
     assert [answer for answer, _ in ours] == [answer for answer, _ in stock]
     assert len({str(answer) for answer, _ in stock}) == WORK.problems

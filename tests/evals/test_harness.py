@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_fastdecode.cli import lm_eval as command
+from hf_fastdecode.cli import programs as command
 from hf_fastdecode.cli.console import OneLineErrors
 
 root = typer.Typer(cls=OneLineErrors, rich_markup_mode="markdown")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.errors import CommandError
 
-from ...configs import max_positions
+from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls
 from .cases import LEVELS, HierCase, Level
 from .points import check_point

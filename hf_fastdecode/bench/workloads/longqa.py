@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.measurement.continuations import continuation, end_tokens_of
 
-from ...configs import max_positions
+from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, guarded, measure_calls
 from .cases import QuestionsCase
 from .document import LongDocument, is_right

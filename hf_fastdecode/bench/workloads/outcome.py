@@ -1,43 +1,10 @@
-"""What the commands show of the rows that they measured: a table, a picture, or what went wrong."""
+"""Tables of the workloads' measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import typer
-
-from hf_fastdecode.errors import CommandError
+from collections.abc import Sequence
 
 from ...measurement.rows import Row
-from ...measurement.runner import failed
-from ...measurement.show import show
-
-
-def show_outcome(
-    rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
-) -> None:
-    """Show rows as a table and draw them beside their file.
-
-    Args:
-        rows: What was measured.
-        out: The file that they are in.
-        table: Makes Markdown of them.
-        draw: Draws them to a file.
-
-    Raises:
-        CommandError: A check was red or something was raised: nothing is reported.
-    """
-    if red := failed(rows):
-        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
-    if all(row["status"] != "ok" for row in rows):
-        raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}", 1)
-    show(table(rows))
-    for row in rows:
-        if row["status"] != "ok":
-            at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
-            typer.echo(f"{at}, {row['way']}: {row['status']}")
-    typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
 
 
 def levels_table(rows: Sequence[Row]) -> str:

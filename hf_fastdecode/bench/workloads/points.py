@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.option_values import is_count, split_values
 
 
 def parse_points(text: str) -> list[tuple[int, int]]:
@@ -13,11 +14,11 @@ def parse_points(text: str) -> list[tuple[int, int]]:
         CommandError: A point is not of that form.
     """
     points = []
-    for part in split_values(text):
-        problems, cross, samples = part.partition("x")
-        if not (cross and is_count(problems) and is_count(samples)):
+    for part in (part.strip() for part in text.split(",")):
+        point = re.fullmatch("(0*[1-9][0-9]*)x(0*[1-9][0-9]*)", part)
+        if point is None:
             raise CommandError(f"--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
-        points.append((int(problems), int(samples)))
+        points.append((int(point[1]), int(point[2])))
     return list(dict.fromkeys(points))
 
 

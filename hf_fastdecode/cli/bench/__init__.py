@@ -1,1 +1,31 @@
-"""The commands of the bench, one a file, and what they have in common."""
+"""The commands of the bench: ``hf-fastdecode bench ...``."""
+
+from __future__ import annotations
+
+import typer
+
+from ..options import HELP_NAMES
+from . import completions, generate, ops, tables
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings=HELP_NAMES,
+)
+
+_NOTE = (
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
+    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
+    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
+    "measured again; name another `--out` to keep them."
+)
+
+
+@app.callback()
+def main() -> None:
+    """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run."""
+
+
+for command in (ops.ops, generate.generate, completions.completions, ops.sampling, ops.slim, tables.tables):
+    app.command(epilog=_NOTE)(command)

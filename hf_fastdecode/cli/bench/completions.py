@@ -10,36 +10,25 @@ import typer
 from ...attention.torch_operators import backend_of_environment
 from ...bench.completion_cases import CompletionCase, spans
 from ...bench.generate_cases import WAYS, GenerateCase, PromptTree
-from ...command_options import check_device, check_options
 from ...errors import CommandError
 from ...measurement.out_file import check_out
 from ...measurement.shapes import SHAPES
+from ...model_names import EMBEDDED
+from ..checks import check_choice, check_device, check_dtype, check_enable_options
+from ..console import bad_input
 from ..interrupts import exit_on_interrupt
+from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
 from .generate import check_models, check_ways, parse_point
-from .options import CHECK, DEVICE, LIST, PLOT, TREE, check_dtype, find_device, known, show_cases
-from .report import report
+from .report import find_device, report, show_cases
 
 _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
 
 
 def completions(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
-            "`embedded`.",
-            show_default="embedded",
-        ),
-    ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
-    point: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
-            show_default="256x4, with a tree none",
-        ),
-    ] = None,
-    tree: Annotated[list[str] | None, TREE] = None,
+    shape: Shapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("256x4")] = None,
+    tree: Trees = None,
     marks: Annotated[
         str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
     ] = "16,256,512,1024",
@@ -53,12 +42,12 @@ def completions(
     seconds: Annotated[
         float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
     ] = 120,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, DEVICE] = "auto",
-    check: Annotated[bool, CHECK] = True,
-    plot: Annotated[bool, PLOT] = False,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/completions.csv"),
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/completions.csv"),
 ) -> None:
     """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
 
@@ -77,27 +66,24 @@ def completions(
     The last one has eight prompts that have 64 tokens in common, with one sample of each.
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
-    known("way", [name.partition("+")[0] for name in ways], [name for name in WAYS if name not in _LEFT_OUT])
-    check_ways(ways)
-    check_dtype(dtype)
-    known("shape", shape or [], (*SHAPES, "embedded"))
+    check_ways(ways, [name for name in WAYS if name not in _LEFT_OUT])
+    check_dtype(dtype, auto=False)
+    check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     numbers = _marks(marks)
     if numbers[-1] < 2:
         raise CommandError(f"--marks must end at 2 or more, got {marks!r}")
-    points = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
+    prompts = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
     cases: list[CompletionCase] = []
-    try:
+    with bad_input():
         trees = [PromptTree.parse(text) for text in tree or []]
-        for name in [*(shape or []), *(model or [])] or ["embedded"]:
-            calls = [GenerateCase(name, context, samples, numbers[-1], dtype) for context, samples in points]
-            for call in calls + [prompts.case(name, numbers[-1], dtype) for prompts in trees]:
+        for name in [*(shape or []), *(model or [])] or [EMBEDDED]:
+            calls = [GenerateCase(name, context, samples, numbers[-1], dtype) for context, samples in prompts]
+            for call in calls + [one.case(name, numbers[-1], dtype) for one in trees]:
                 cases += spans(call, numbers)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
     check_device(device)
-    check_options()
+    check_enable_options()
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
@@ -106,7 +92,7 @@ def completions(
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
-    check_models([case.call for case in cases])
+    check_models([case.call for case in cases], device, place)
     bench = CompletionBench(place, check=check, budget_s=seconds)
     where = provenance(place, backend=backend_of_environment())
     rows = run(cases, ways, bench.measure, provenance=where, out=out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +10,28 @@ import typer
 
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
-from ...command_options import check_device, check_options
 from ...errors import CommandError
 from ...measurement.out_file import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
+from ...model_names import EMBEDDED, load_config, max_positions
+from ..checks import check_choice, check_device, check_dtype, check_enable_options
+from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, TREE, check_dtype, chosen, find_device, known, show_cases
-from .report import report
+from ..options import (
+    Check,
+    Checkpoints,
+    CsvFile,
+    Device,
+    ListCases,
+    Only,
+    Plot,
+    Repeats,
+    ShapeDtype,
+    Shapes,
+    Trees,
+    points,
+)
+from .report import chosen, find_device, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -25,23 +40,10 @@ if TYPE_CHECKING:
 
 
 def generate(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model with random weights, repeatable: 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, tiny, tiny-mha; or "
-            "`embedded`, which is trained and small.",
-            show_default="embedded",
-        ),
-    ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")] = None,
-    point: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
-            show_default="512x8, 1024x32, with a tree none",
-        ),
-    ] = None,
-    tree: Annotated[list[str] | None, TREE] = None,
+    shape: Shapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("512x8, 1024x32")] = None,
+    tree: Trees = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
     finish: Annotated[
         int | None,
@@ -56,14 +58,14 @@ def generate(
             show_default=", ".join(DEFAULT_WAYS),
         ),
     ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, DEVICE] = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)] = 3,
-    check: Annotated[bool, CHECK] = True,
-    plot: Annotated[bool, PLOT] = False,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/generate.csv"),
+    only: Only = None,
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    repeats: Repeats = 3,
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/generate.csv"),
 ) -> None:
     """Whole calls of `generate`: first call, time to the first tokens, time of a step, tokens a second, memory.
 
@@ -98,86 +100,74 @@ def generate(
 
     The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
     """
-    shapes = [*(shape or []), *(model or [])] or ["embedded"]
-    points = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
+    shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
+    prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
     if tree and finish is not None and not point:
         raise CommandError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
         raise CommandError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ways = way or list(DEFAULT_WAYS)
-    known("way", [name.partition("+")[0] for name in ways], WAYS)
-    check_ways(ways)
-    check_dtype(dtype)
-    known("shape", shape or [], (*SHAPES, "embedded"))
-    try:
+    check_ways(ways, WAYS)
+    check_dtype(dtype, auto=False)
+    check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
+    with bad_input():
         cases = chosen(
             [
                 GenerateCase(name, context, n, new_tokens, dtype, ends)
                 for name in shapes
-                for context, n in points
+                for context, n in prompts
                 for ends in finishes
             ]
             + [PromptTree.parse(text).case(name, new_tokens, dtype) for name in shapes for text in tree or []],
             only,
         )
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     if show:
         return show_cases(cases)
     check_device(device)
-    check_options()
+    check_enable_options()
     check_out(out)
-    rows = run_generate(cases, ways, find_device(device), check, repeats, out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        check_models(cases, device, place)
+    rows = run_generate(cases, ways, place, check, repeats, out)
     report(rows, out, _tables, plot=plot)
 
 
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
 ) -> list[Row]:
-    """Measure whole calls into `out`.
-
-    Raises:
-        CommandError: A model cannot be read, or a case is longer than its model.
-    """
+    """Measure whole calls into `out`."""
     with exit_on_interrupt():
         from ...bench.generate import GenerateBench
+        from ...bench.generate_ways import find_way
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
-    _check_numbers(ways)
-    check_models(cases)
-    if device.type == "cpu":
-        _warn_of_size(cases)
+    with bad_input():
+        for way in ways:  # numbers that options of ways cannot be, which takes torch to know
+            find_way(way)
     bench = GenerateBench(device, repeats=repeats, check=check)
     where = provenance(device, backend=backend_of_environment())
     return run(cases, ways, bench.measure, provenance=where, out=out)
 
 
-def check_ways(ways: Sequence[str]) -> None:
+def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
     """Refuse ways and options of ways that there are not."""
-    try:
+    check_choice("way", [name.partition("+")[0] for name in ways], known)
+    with bad_input():
         for way in ways:
             parse_way(way)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
 
 
-def _check_numbers(ways: Sequence[str]) -> None:
-    """Refuse numbers that options of ways cannot be, which takes torch to know."""
-    from ...bench.generate_ways import find_way
+def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
+    """Refuse models whose config cannot be read, cases longer than their model, and large shapes on a CPU.
 
-    try:
-        for way in ways:
-            find_way(way)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-
-
-def check_models(cases: Sequence[GenerateCase]) -> None:
-    """Refuse models whose config cannot be read, and cases longer than their model."""
-    from ...configs import load_config, max_positions
-
+    Args:
+        cases: What is measured.
+        device: The device as it was asked for: a large shape runs on a CPU only if that was named.
+        place: The device that it is.
+    """
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():
             raise CommandError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
@@ -189,18 +179,11 @@ def check_models(cases: Sequence[GenerateCase]) -> None:
                     f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
                     "for a shorter context or fewer new tokens"
                 )
-
-
-def _warn_of_size(cases: Sequence[GenerateCase]) -> None:
-    """Say what takes so long, where a shape is meant for a GPU."""
-
-    for shape in dict.fromkeys(case.shape for case in cases if case.shape in SHAPES):
-        if (billions := parameters(shape) / 1e9) > 1:
-            typer.echo(
-                f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes; --shape "
-                "embedded and tiny are meant for one",
-                err=True,
-            )
+        if place.type == "cpu" and shape in SHAPES and (billions := parameters(shape) / 1e9) > 1:
+            size = f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes"
+            if device == "auto":
+                raise CommandError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")
+            note(f"{size}; --shape embedded and tiny are meant for one")
 
 
 def _tables(rows: list[Row]) -> str:

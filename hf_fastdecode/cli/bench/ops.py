@@ -1,9 +1,9 @@
-"""``bench ops``: attention of one decode step."""
+"""``bench ops``, ``bench sampling`` and ``bench slim``: the kernels of one decode step, over named sets of cases."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +11,15 @@ import typer
 
 from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.op_cases import OP_SETS, OpCase, with_dtype
-from ...command_options import check_device
+from ...bench.sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
+from ...bench.slim_cases import SLIM_SETS, SLIM_WAYS
 from ...errors import CommandError
 from ...measurement.out_file import check_out
+from ...measurement.show import show as show_table
+from ..checks import check_choice, check_device, check_dtype
 from ..interrupts import exit_on_interrupt
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
-from .report import report
+from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
+from .report import C, chosen, find_device, refuse_red, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -44,23 +47,15 @@ _COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade")
 
 
 def ops(
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help=f"Named set of cases, repeatable: {', '.join(OP_SETS)}.", show_default="small, on a CPU tiny"
-        ),
-    ] = None,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeatable: {', '.join(OP_WAY_NAMES)}.", show_default=f"all but {', '.join(_COMPILE)}"),
-    ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="the set's")] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    check: Annotated[bool, CHECK] = True,
-    plot: Annotated[bool, PLOT] = False,
-    show: Annotated[bool, LIST] = False,
-    out: Annotated[Path, typer.Option(help="CSV file to write.")] = Path("runs/ops.csv"),
+    sets: Annotated[list[str] | None, sets_of(OP_SETS, "small")] = None,
+    way: Annotated[list[str] | None, repeatable(OP_WAY_NAMES, f"all but {', '.join(_COMPILE)}")] = None,
+    only: Only = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the set's")] = None,
+    device: Device = "auto",
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/ops.csv"),
 ) -> None:
     """Attention of one decode step: ours against the hardware's floor, PyTorch recipes, plain decode, papers' ports.
 
@@ -90,12 +85,10 @@ def ops(
         hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours --way recipe
         hf-fastdecode bench ops --set two-level --set ragged --list
     """
-    known("set", sets or [], OP_SETS)
-    ways = known("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
-    check_dtype(dtype)
-    check_device(device)
-    names = sets or ["tiny" if find_device(device).type == "cpu" else "small"]
-    cases = chosen(with_dtype([case for name in names for case in OP_SETS[name]], dtype), only)
+    ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
+    if dtype is not None:
+        check_dtype(dtype, auto=False)
+    cases = chosen(with_dtype(_cases(OP_SETS, sets, device, "small"), dtype), only)
     if show:
         return show_cases(cases)
     check_backend()
@@ -104,6 +97,14 @@ def ops(
     from ...bench.markdown import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
+
+
+def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
+    """The cases of the sets that are named, or of the default for the device."""
+    names = check_choice("set", sets or [], known)
+    check_device(device)
+    names = names or ["tiny" if find_device(device).type == "cpu" else default]
+    return [case for name in names for case in known[name]]
 
 
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
@@ -117,10 +118,92 @@ def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, 
 
 
 def check_backend() -> None:
-    """Refuse a backend that the environment forces: it would not be what runs.
-
-    Raises:
-        CommandError: ``$HF_FASTDECODE_BACKEND`` is set.
-    """
+    """Refuse a backend that ``$HF_FASTDECODE_BACKEND`` forces: it would not be what runs."""
     if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):
         raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
+
+
+def sampling(
+    sets: Annotated[list[str] | None, sets_of(SAMPLING_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SAMPLING_WAYS, "both")] = None,
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/sampling.csv"),
+) -> None:
+    """Drawing the tokens of one step: the sampling kernel beside transformers' own processors.
+
+    The kernel (`fast`) is timed in a CUDA graph over logits larger than the L2 cache; transformers' processors,
+    softmax and multinomial (`hf`) as `generate` calls them. The floor is one read of the logits at the copy bandwidth
+    measured in the same run. The kernel is first checked: it draws only what transformers leaves, and its
+    log-probabilities err at most twice as much as PyTorch's against fp64, or its row says `wrong` and the command ends
+    with exit code 1.
+
+    Examples:
+
+        hf-fastdecode bench sampling
+        hf-fastdecode bench sampling --only n1024- --way fast
+        hf-fastdecode bench sampling --set grid --only top_p0.95 --list
+        hf-fastdecode bench sampling --out runs/sampling-h200.csv
+    """
+    ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
+    cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
+    if show:
+        return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ...bench.sampling import SamplingBench
+        from ...bench.sampling_table import sampling_table
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
+
+    rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
+    report(rows, out, sampling_table, plot=False)
+
+
+def slim(
+    sets: Annotated[list[str] | None, sets_of(SLIM_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SLIM_WAYS, "all")] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Launch parameters of the slim kernels that differ, such as tile=32,stages=4; repeatable."),
+    ] = None,
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/slim.csv"),
+) -> None:
+    """One layer's decode step over a slim cache, beside keys and values of the same tokens.
+
+    `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
+    matrix from keys to values. `slim-k-two-launches` is the kernel for GPUs without thread block clusters, which has
+    other launch parameters (own_heads, block_t); `slim-k-int8`, `slim-k+r-int8` and `slim-k-fp8` run it over caches in
+    8 bits with scales, which it dequantises on chip. `flash` is PyTorch's attention over keys and values, `forest`
+    this package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first:
+    they err at most twice as much as fused attention.
+
+    Examples:
+
+        hf-fastdecode bench slim
+        hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 --config clusters=8
+    """
+    ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
+    ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]
+    cases = chosen(_cases(SLIM_SETS, sets, device, "grid"), only)
+    if show:
+        return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ...bench.slim_ops import SlimBench
+        from ...bench.slim_table import slim_table
+        from ...measurement.rows import provenance
+        from ...measurement.runner import run
+
+    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
+    show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
+    typer.echo(f"rows: {out}")
+    refuse_red(rows, out)

@@ -1,43 +1,66 @@
-"""What a command of the bench shows of the rows that it measured."""
+"""What the commands of the bench have in common: their cases, the device, and what they show of measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
 from ...errors import CommandError
 from ...measurement.show import show
+from ..checks import pick_device
+from ..console import FailedCheck
 
 if TYPE_CHECKING:
+    import torch
+
     from ...measurement.rows import Row
+    from ...measurement.runner import Case
+
+C = TypeVar("C", bound="Case")
 
 _NOISY = 1.5  # 80th percentile over the 20th
 _MOST_NAMED = 5
 
 
+def chosen(cases: Iterable[C], only: Sequence[str] | None) -> list[C]:
+    """The cases, each once, of which `only` keeps those that contain one of its texts."""
+    found = list(dict.fromkeys(cases))
+    if only:
+        found = [case for case in found if any(text in _in_words(case) for text in only)]
+    if not found:
+        raise CommandError(f"no case contains {' or '.join(map(repr, only or []))}; --list without --only shows all")
+    return found
+
+
+def show_cases(cases: Iterable[Case]) -> None:
+    """A line for each case, for ``--list``."""
+    for case in cases:
+        typer.echo(_in_words(case))
+
+
+def _in_words(case: Case) -> str:
+    return "  ".join(f"{name}={value}" for name, value in case.columns().items() if value != "")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, if it can be measured."""
+    device = pick_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise CommandError(f"--device must be cpu or a CUDA device, got {name!r}")
+    return device
+
+
 def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
-    """Show the rows as a table, and draw them when that was asked for.
-
-    Args:
-        rows: What was measured.
-        out: The file that they are in.
-        table: Makes a table of them.
-        plot: Draw them beside the file.
-
-    Raises:
-        CommandError: A check was red or something was raised: nothing is reported.
-    """
+    """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
     from ...bench.plots import plot as draw
-    from ...measurement.runner import failed
 
-    if red := failed(rows):
-        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
-        raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}", 1)
+        raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}")
     show(table(rows))
     if noise := noisy(rows):
         typer.echo(noise)
@@ -48,6 +71,29 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
             "\n".join(f"picture: {path}" for path in pictures)
             or "no picture: they need cases that differ in n, or in the context, alone"
         )
+
+
+def report_workload(
+    rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
+) -> None:
+    """Show measurements of a workload as a table and draw them; raises `FailedCheck` if nothing is right."""
+    refuse_red(rows, out)
+    if all(row["status"] != "ok" for row in rows):
+        raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}")
+    show(table(rows))
+    for row in rows:
+        if row["status"] != "ok":
+            at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
+            typer.echo(f"{at}, {row['way']}: {row['status']}")
+    typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
+
+
+def refuse_red(rows: Sequence[Row], out: Path) -> None:
+    """Raise `FailedCheck` if a check was red or something was raised."""
+    from ...measurement.runner import failed
+
+    if red := failed(rows):
+        raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")
 
 
 def noisy(rows: Sequence[Row]) -> str:

@@ -12,29 +12,28 @@ import typer
 from ...bench.generate_cases import WAYS
 from ...bench.op_cases import OpCase
 from ...bench.paper_tables import PAPER_TABLES
-from ...command_options import check_device, check_options
 from ...errors import CommandError
 from ...measurement.out_file import check_out
-from .generate import check_ways, run_generate
+from ..checks import check_choice, check_device, check_enable_options
+from ..interrupts import exit_on_interrupt
+from ..options import Check, Device, ListCases, Only, Plot, Repeats, repeatable
+from .generate import check_models, check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases
-from .report import report
+from .report import chosen, find_device, report, show_cases
 
 
 def tables(
-    table: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(PAPER_TABLES)}.", show_default="none")
-    ] = None,
+    table: Annotated[list[str] | None, repeatable(PAPER_TABLES, "none")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
     way: Annotated[
         list[str] | None, typer.Option(help="As for `ops` and `generate`.", show_default="the table's")
     ] = None,
-    only: Annotated[list[str] | None, ONLY] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)] = 2,
-    check: Annotated[bool, CHECK] = True,
-    plot: Annotated[bool, PLOT] = False,
-    show: Annotated[bool, LIST] = False,
+    only: Only = None,
+    device: Device = "auto",
+    repeats: Repeats = 2,
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
     out: Annotated[Path, typer.Option(help="Folder for a CSV file a table.")] = Path("runs/tables"),
 ) -> None:
     """The settings of the papers' tables, scaled to one GPU, with the numbers they published beside yours.
@@ -47,7 +46,7 @@ def tables(
         hf-fastdecode bench tables --table bifurcated-6 --only 8192 --way compile
         hf-fastdecode bench tables --table hydragen-fig5 --plot
     """
-    names = list(PAPER_TABLES) if everything else known("table", table or [], PAPER_TABLES)
+    names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
     if not names:
         raise CommandError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
     if out.is_file() and not show:
@@ -58,21 +57,26 @@ def tables(
         _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
         if not show:
             check_out(_file(out, name))
+    place = None if show else find_device(device)
+    with exit_on_interrupt():
+        for name in names:
+            if place is not None and not _of_operators(name):
+                check_models(cases[name], device, place)
     for name in names:
         setting = PAPER_TABLES[name]
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
         ways = way or list(setting.ways)
         file = _file(out, name)
-        if show:
+        if place is None:
             show_cases(cases[name])
             continue
         from ...bench.markdown import ops_table, paper_table
 
         if _of_operators(name):
-            rows = run_ops(cases[name], ways, find_device(device), check, file)
+            rows = run_ops(cases[name], ways, place, check, file)
             report(rows, file, ops_table, plot=plot)
         else:
-            rows = run_generate(cases[name], ways, find_device(device), check, repeats, file)
+            rows = run_generate(cases[name], ways, place, check, repeats, file)
             report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)
 
 
@@ -86,9 +90,10 @@ def _of_operators(name: str) -> bool:
 
 def _check(ways: Sequence[str], *, of_operators: bool, show: bool) -> None:
     """Refuse ways that a table does not have, and a backend that operators would not heed."""
-    known("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES if of_operators else WAYS)
     if not of_operators:
-        check_options()
-        check_ways(ways)
-    elif not show:
+        check_ways(ways, WAYS)
+        check_enable_options()
+        return
+    check_choice("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES)
+    if not show:
         check_backend()

@@ -1,26 +1,71 @@
-"""``eval generate``: draw samples."""
+"""``eval generate``: from options to tasks, prompts and a model, and its samples."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...errors import forced_options
+from ...errors import CommandError
 from ...evals.generation.units import WHOLE, Shard
-from ...evals.settings import RunSettings, prompts_digest
-from ..console import note, quiet_libraries
-from .option_groups import expand_option_groups
+from ...evals.prompts import PromptFormat
+from ...evals.settings import Drawing, RunSettings, prompts_digest
+from ...evals.tasks import TaskSet
+from ...model_names import max_positions
+from ..checks import pick_device
+from ..console import forced_options, note, quiet_libraries
+from ..interrupts import exit_on_interrupt
+from ..options import expand_option_groups
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
-from .setup import Options, Prepared, load_suitable_tasks, prepare
 from .stored import PROMPTS, TASKS, TASKS_DIGEST
+
+if TYPE_CHECKING:
+    import torch
 
 _WAITING: Final = timedelta(weeks=1)
 """How long processes of a launch wait for the slowest; torch's own limit is ten minutes."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The groups of options that decide what is drawn."""
+
+    tasks: TaskOptions
+    model: ModelOptions
+    prompts: PromptOptions
+    draw: DrawOptions
+    decoding: DecodingOptions
+
+    def check(self) -> None:
+        """Refuse values out of their bounds, before torch is imported."""
+        self.draw.check()
+        self.decoding.check()
+        self.model.check()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A loaded model with tasks and prompts that suit it.
+
+    Attributes:
+        tokenizer: The model's, padding on the left.
+        form: Format of the prompts.
+        prompts: Tokens of the prompt of each task.
+        counts: Numbers of samples, rising.
+    """
+
+    options: Options
+    model: Any
+    tokenizer: Any
+    tasks: TaskSet
+    form: PromptFormat
+    prompts: list[list[int]]
+    drawing: Drawing
+    counts: list[int]
 
 
 @expand_option_groups
@@ -59,11 +104,7 @@ def generate(
 
 
 def launched_shard(device: str) -> Shard:
-    """The part of this process among those of `accelerate launch` or another launcher.
-
-    Args:
-        device: As of `ModelOptions`: accelerate must be told where there are no GPUs to count processes by.
-    """
+    """The part of this process among those of a launcher; accelerate needs the device where there is no GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return WHOLE
     import torch
@@ -106,3 +147,63 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
             | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest, PROMPTS: asdict(options.prompts)},
         )
     note(f"{drawn:,} samples drawn into {folder / shard.file_name}")
+
+
+def load_suitable_tasks(options: Options) -> TaskSet:
+    """Check options, load the tasks, and check that the prompt format suits them, without torch."""
+    options.check()
+    chosen = options.tasks.load()
+    if not options.prompts.chat:  # a template is the tokenizer's
+        options.prompts.make(chosen)
+    return chosen
+
+
+def prepare(options: Options, chosen: TaskSet) -> Prepared:
+    """Load the model, and check that it has room for the tasks' prompts."""
+    with exit_on_interrupt():
+        from ..models import load_model
+    model, draw, decoding = options.model, options.draw, options.decoding
+    loaded, tokenizer = load_model(model.model, model.dtype, _device(model.device))
+    form = options.prompts.make(chosen, tokenizer)
+    texts = [form.prompt(task) for task in chosen.tasks]
+    ids = tokenizer(texts, add_special_tokens=form.special_tokens, verbose=False).input_ids
+    prepared = Prepared(
+        options=options,
+        model=loaded,
+        tokenizer=tokenizer,
+        tasks=chosen,
+        form=form,
+        prompts=ids,
+        drawing=Drawing(
+            draw.temperature,
+            draw.top_p,
+            draw.max_new_tokens,
+            way="stock" if decoding.stock else "shared",
+            mode=decoding.mode,
+            sampler=decoding.sampler,
+            processed=decoding.processed,
+        ),
+        counts=draw.check(),
+    )
+    _check_room(prepared)
+    return prepared
+
+
+def _device(name: str) -> torch.device:
+    """The device of this name; of a process of `accelerate launch`, its own."""
+    if name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import PartialState
+
+        return PartialState().device
+    return pick_device(name)
+
+
+def _check_room(prepared: Prepared) -> None:
+    """Refuse prompts that are longer than the model's positions allow."""
+    limit, new_tokens = max_positions(prepared.model.config), prepared.drawing.max_new_tokens
+    for task, prompt in zip(prepared.tasks.tasks, prepared.prompts, strict=True):
+        if limit is not None and len(prompt) + new_tokens > limit:
+            raise CommandError(
+                f"the prompt of task {task.task_id} has {len(prompt)} tokens, and with {new_tokens} new ones that is "
+                f"more than the {limit} positions of this model; lower --shots or --max-new-tokens"
+            )

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ...errors import CommandError, forced_options
+from ...errors import CommandError
 from ...evals.run_files import LATENCY, SETTINGS
 from ...evals.settings import read_settings
-from ...option_values import split_values
-from ..console import note, quiet_libraries
-from .option_groups import expand_option_groups
+from ..checks import split_values
+from ..console import forced_options, note, quiet_libraries
+from ..options import Sampler, expand_option_groups
+from .generate import Options, Prepared, load_suitable_tasks, prepare
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
-from .setup import Options, Prepared, load_suitable_tasks, prepare
 
 
 @expand_option_groups
@@ -29,7 +29,7 @@ def latency(
         str,
         typer.Option(help="How shared decode steps run: auto, eager, graph, compile; several with commas."),
     ] = "auto",
-    sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto",
+    sampler: Sampler = "auto",
     calls: Annotated[
         int, typer.Option("--prompts", help="Prompts that are timed for each n: the first ones.", min=1)
     ] = 3,
@@ -57,12 +57,7 @@ def latency(
 
 @dataclass(frozen=True)
 class _Timed:
-    """Drawing n samples of the first prompts of a run.
-
-    Attributes:
-        n: Samples of a call.
-        about: Columns that say what is drawn, of which.
-    """
+    """Drawing n samples of the first prompts of a run; `about` are columns that say what is drawn."""
 
     n: int
     about: Mapping[str, Any]
@@ -73,11 +68,7 @@ class _Timed:
 
 
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
-    """Time what the folder's latency.csv lacks.
-
-    Raises:
-        CommandError: The file has rows of another model or task.
-    """
+    """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation.latency import measure_latency
     from ...measurement.rows import provenance
     from ...measurement.runner import run

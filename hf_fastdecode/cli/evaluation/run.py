@@ -1,17 +1,18 @@
-"""``eval run``: draw, time, score and report."""
+"""``eval run`` and ``eval report``: draw, time and score samples, and report accuracy against latency."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...evals.run_files import VERDICTS
+from ..checks import parse_counts
 from ..console import note, quiet_libraries
-from .check import check_references
-from .generate import draw_samples, launched_shard
+from ..options import expand_option_groups
+from .generate import Options, draw_samples, launched_shard, load_suitable_tasks, prepare
 from .latency import time_samples
-from .option_groups import expand_option_groups
 from .options import (
     DecodingOptions,
     DrawOptions,
@@ -23,9 +24,7 @@ from .options import (
     TaskOptions,
     run_folder,
 )
-from .report import write_and_show
-from .score import judge_samples
-from .setup import Options, load_suitable_tasks, prepare
+from .score import check_references, judge_samples
 
 
 @expand_option_groups
@@ -83,3 +82,46 @@ def run(
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
     judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox)
     write_and_show(folder, folder, reporting)
+
+
+@expand_option_groups
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
+    reporting: ReportOptions,
+    n: Annotated[
+        str | None, typer.Option(help="Numbers of samples to show.", show_default="powers of two, and those timed")
+    ] = None,
+    rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Rank samples by their log-probabilities.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of Monte Carlo estimates.", min=0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", show_default="that of the run", file_okay=False)
+    ] = None,
+) -> None:
+    """Show pass@n and pass@top-m against latency, and write metrics.json, curve.csv, pictures and report.html.
+
+    All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
+    joined by n. Intervals are bootstrap intervals over tasks.
+    """
+    ns = None if n is None else parse_counts("n", n)
+    write_and_show(folder, out or folder, reporting, ns=ns, rank=rank, seed=seed)
+
+
+def write_and_show(
+    folder: Path,
+    out: Path,
+    options: ReportOptions,
+    *,
+    ns: list[int] | None = None,
+    rank: bool = True,
+    seed: int = 0,
+) -> None:
+    """Write the report of a run and show its tables."""
+    from rich.console import Console
+
+    from ...evals.report import report as build
+    from ...evals.report import report_text, write_report
+
+    found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
+    files = write_report(found, out)
+    Console().print(report_text(found))
+    note("written: " + ", ".join(str(path) for path in files))

@@ -1,11 +1,8 @@
-"""The commands of the workloads: ``hier`` and ``longqa``.
-
-torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
-"""
+"""The commands of the workloads: ``hier`` and ``longqa``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +14,15 @@ from ...attention.torch_operators import backend_of_environment
 from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
 from ...bench.workloads.points import check_point, parse_points
 from ...bench.workloads.problems import problem_prompts
-from ...command_options import check_options
 from ...errors import CommandError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
-from ...option_values import parse_counts
+from ..bench.report import report_workload
+from ..checks import check_choice, check_enable_options, parse_counts, pick_device
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
-from .option_groups import expand_option_groups
-from .options import ModelOptions
+from ..options import HELP_NAMES, CsvFile, Mode, Repeats, Sampler, expand_option_groups, repeatable
+from .options import ModelOptions, TaskFile
 
 if TYPE_CHECKING:
     from ...bench.workloads.calls import Timing
@@ -38,15 +35,12 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_NAMES,
 )
 
 _TOKENS: Final = 1024
 _QUESTION_SHOTS: Final = 5
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
-
-Mode = Annotated[str, typer.Option(help="How shared decode steps run: auto, eager, graph or compile.")]
-Repeats = Annotated[int, typer.Option(help="Timed runs of each call, at most; slow calls have fewer.", min=1)]
 
 _NOTE: Final = (
     "Rows have the device, versions, commit (`$COMMIT` when it is set) and command; a picture goes beside them. Rows "
@@ -65,26 +59,21 @@ def main() -> None:
 def hier(
     model: ModelOptions,
     task: Annotated[str, typer.Option(help="embedded, mbpp, or apps with --data.")] = "embedded",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Tasks from a .jsonl, .jsonl.gz or .json file in their published form.", dir_okay=False),
-    ] = None,
+    data: TaskFile = None,
     shots: Annotated[int, typer.Option(help="Solved examples in front of every problem.", min=1)] = SHOTS,
     points: Annotated[
         str,
         typer.Option(help="PROBLEMSxSAMPLES, commas between: a call draws so many samples of each of the problems."),
     ] = "2x8,4x8",
-    level: Annotated[
-        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(LEVELS)}.", show_default="all")
-    ] = None,
+    level: Annotated[list[str] | None, repeatable(LEVELS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
     mode: Mode = "auto",
-    sampler: Annotated[str, typer.Option(help="Who draws the tokens of shared calls: auto, hf or fast.")] = "auto",
+    sampler: Sampler = "auto",
     repeats: Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
     ] = True,
-    out: Annotated[Path, typer.Option(help="CSV file of rows.")] = Path("runs/hier.csv"),
+    out: CsvFile = Path("runs/hier.csv"),
 ) -> None:
     """Samples of several problems in one call, with no, one or two levels of sharing.
 
@@ -100,8 +89,8 @@ def hier(
 
     - `two-level`: the examples once for all rows, each problem once for its samples; so hf_fastdecode does by itself.
 
-    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. Of such a file
-    (question and solutions in each line) the first solved problems are the examples, and those with starter code are
+    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
+    solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
     left out.
 
     Examples:
@@ -111,15 +100,16 @@ def hier(
         hf-fastdecode eval workloads hier --model shape:7b-mha --points 8x64,8x128 --new-tokens 128
     """
     wanted = parse_points(points)
-    levels = _known("level", level, LEVELS)
-    check_options(mode=mode, sampler=sampler)
+    chosen = check_choice("level", level or LEVELS, LEVELS)
+    levels = [one for one in LEVELS if one in chosen]
+    check_enable_options(mode=mode, sampler=sampler)
     model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
         from ...bench.workloads.hier import HierBench
-        from ...bench.workloads.outcome import levels_table, show_outcome
+        from ...bench.workloads.outcome import levels_table
         from ...bench.workloads.pictures import draw_levels
 
         bench = HierBench(
@@ -135,7 +125,7 @@ def hier(
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
         rows = found.run(cases, levels, bench.measure)
-    show_outcome(rows, out, levels_table, draw_levels)
+    report_workload(rows, out, levels_table, draw_levels)
 
 
 @app.command(epilog=_NOTE)
@@ -158,12 +148,12 @@ def longqa(
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
-    way: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(WAYS)}.", show_default="all")] = None,
+    way: Annotated[list[str] | None, repeatable(WAYS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
     seed: Annotated[int, typer.Option(help="The same seed makes the same facts and the same text.")] = 0,
     mode: Mode = "auto",
     repeats: Repeats = 3,
-    out: Annotated[Path, typer.Option(help="CSV file of rows.")] = Path("runs/longqa.csv"),
+    out: CsvFile = Path("runs/longqa.csv"),
 ) -> None:
     """Many questions about one long text in one call: the text stored once, or by stock transformers in every row.
 
@@ -182,14 +172,15 @@ def longqa(
         hf-fastdecode eval workloads longqa --model shape:8b-gqa --tokens 20000 --questions 64,512 --new-tokens 64
     """
     wanted = parse_counts("questions", questions)
-    ways = _known("way", way, WAYS)
-    check_options(mode=mode)
+    chosen = check_choice("way", way or WAYS, WAYS)
+    ways = [one for one in WAYS if one in chosen]
+    check_enable_options(mode=mode)
     model.check()
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
         from ...bench.workloads.document import make_document
         from ...bench.workloads.longqa import QuestionsBench
-        from ...bench.workloads.outcome import questions_table, show_outcome
+        from ...bench.workloads.outcome import questions_table
         from ...bench.workloads.pictures import draw_questions
 
         length = _TOKENS if tokens is None and prose is None else tokens
@@ -203,7 +194,7 @@ def longqa(
             mode=mode,
         )
         rows = found.run([bench.case(number) for number in wanted], ways, bench.measure)
-    show_outcome(rows, out, questions_table, draw_questions)
+    report_workload(rows, out, questions_table, draw_questions)
 
 
 @dataclass(frozen=True)
@@ -240,22 +231,9 @@ def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
 
     check_out(out)
     with exit_on_interrupt():
-        from ..devices import pick_device
         from ..models import load_model
     with quiet_libraries():
         yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
-
-
-def _known(name: str, given: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Values of a repeatable option, all where none is given.
-
-    Raises:
-        CommandError: One is none of those known.
-    """
-    names = list(known)
-    if wrong := [one for one in given or () if one not in names]:
-        raise CommandError(f"--{name} must be one of {', '.join(names)}, got {wrong[0]!r}")
-    return [one for one in names if one in (given or names)]
 
 
 def _text(path: Path) -> str:

@@ -1,1 +1,117 @@
 """`hf-fastdecode inspect`: what sharing and slim caches would save, counted from configs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ...model_names import config_file, load_config
+from ..checks import check_count, check_dtype, check_enable_options
+from ..console import quiet_libraries
+from ..interrupts import exit_on_interrupt
+
+
+def inspect(
+    model: Annotated[
+        list[str],
+        typer.Argument(
+            help="`embedded`, a folder, a config.json, or an id on the Hugging Face Hub; several, to compare."
+        ),
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens of context, which the samples share, or of a row without sharing; several may follow.",
+            show_default="what the model takes",
+        ),
+    ] = None,
+    n: Annotated[
+        list[int] | None,
+        typer.Option(help="Samples that share a context; several may follow.", show_default="16 128"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each sample adds.")] = 256,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Batch sizes without sharing, for the reads per token; several may follow.",
+            show_default="1 64",
+        ),
+    ] = None,
+    encoder_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the encoder's output, for encoder-decoders.",
+            show_default="the config's max_source_positions, else the context",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Dtype of weights, keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads "
+            "the model."
+        ),
+    ] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per model and line, with sizes in bytes.")
+    ] = False,
+) -> None:
+    """Count the bytes of a model's keys and values, with and without sharing, and of the slim caches it could have.
+
+    Reads configs only: no weights are downloaded or loaded. Sizes are in bytes (1 KiB = 1024 bytes).
+
+    Slim caches hold keys, or keys and d/32 to d/2 V-coordinates; those of encoder-decoders hold keys, or the encoder's
+    output once for all cross-attention layers; int8 keys and values are listed for comparison. These are bounds from
+    sizes: only `convert-checkpoint --dry-run` measures which caches are accurate enough for a model's layers. Models
+    that it refuses are marked, with the reason. For a slim checkpoint: what each layer caches, and the total.
+
+    Reads per token: a row's cache once, and the weight matrices (of all experts) divided by the rows of the batch.
+
+    Examples:
+
+        hf-fastdecode inspect embedded
+        hf-fastdecode inspect meta-llama/Llama-3.1-8B --context 2048 8192 --n 16 128
+        hf-fastdecode inspect lmsys/vicuna-7b-v1.5 openai/whisper-tiny --dtype float16 --batch 1 64
+        hf-fastdecode inspect path/to/config.json --dtype bfloat16 --json
+    """
+    contexts, samples, batches = context or [], n or [16, 128], batch or [1, 64]
+    check_count("context", *contexts)
+    check_count("n", *samples)
+    check_count("new-tokens", new_tokens)
+    check_count("batch", *batches)
+    if encoder_tokens is not None:
+        check_count("encoder-tokens", encoder_tokens)
+    check_dtype(dtype)
+    check_enable_options()
+    for name in model:
+        config_file(name)
+    with quiet_libraries():
+        with exit_on_interrupt():
+            from rich.console import Console
+
+            from .report import inspect_model
+            from .tables import caches_text, sharing_text
+
+        reports = [
+            inspect_model(
+                name,
+                load_config(name),
+                contexts,
+                samples,
+                new_tokens=new_tokens,
+                dtype=dtype,
+                encoder_tokens=encoder_tokens,
+            )
+            for name in model
+        ]
+    if as_json:
+        for report in reports:
+            print(json.dumps(report.to_json(batches)))
+        return
+    console = Console()
+    for report in reports:
+        if report.sharing is not None:
+            console.print(sharing_text(report.sharing))
+            console.print()
+    console.print(caches_text(reports, batches))

@@ -21,9 +21,9 @@ from hf_fastdecode.conversion.sizes.model_caches import (
 )
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
-from ...command_options import check_dtype
-from ...configs import max_positions
 from ...errors import CommandError, one_line
+from ...model_names import max_positions
+from ..checks import check_dtype
 from .sharing import Sharing, count_sharing
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound
@@ -81,9 +81,6 @@ class ModelReport:
     """What `inspect` counts for one model.
 
     Attributes:
-        model: As named on the command line.
-        model_type: transformers' name of the architecture.
-        dtype: Of the weights, keys and values.
         sharing: With and without shared context; None for encoder-decoders and slim checkpoints.
         refused: Why `convert-checkpoint` refuses the model, or None.
         caches: For each context.
@@ -127,19 +124,10 @@ def inspect_model(
     dtype: str,
     encoder_tokens: int | None = None,
 ) -> ModelReport:
-    """Count for one config.
+    """Count for the config of a model of this name; raises a CommandError if the config cannot be counted.
 
-    Args:
-        name: Of the model, for the report.
-        config: From `load_config`.
-        contexts: Tokens, each at least 1; when empty, lengths that the model takes.
-        samples: Numbers of rows that share a context, each at least 1.
-        new_tokens: Tokens that each of these rows adds, at least 1.
-        dtype: One of `command_options.DTYPES`, or ``auto``: what the config says, else float32.
-        encoder_tokens: Tokens of an encoder's output; None for the most that the config allows, else the context.
-
-    Raises:
-        CommandError: The config is not one that can be counted, or the dtype is unknown.
+    Without contexts, lengths that the model takes; without `encoder_tokens`, the most that the config allows, else the
+    context. The dtype ``auto`` is what the config says, else float32.
     """
     element, slim = _dtype(config, dtype), is_slim(config)
     ordinary = ordinary_config(config) if slim else config

@@ -18,7 +18,7 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support import rope_limit
 
-from ...configs import max_positions
+from ...model_names import max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
@@ -31,7 +31,6 @@ class Row:
 
     Attributes:
         context: Tokens that the samples share.
-        samples: Rows.
         kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
         step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
             has no window; None where layers differ in heads.
@@ -54,11 +53,7 @@ class Sharing:
     """Sizes with and without sharing, of one model.
 
     Attributes:
-        model: As named on the command line.
-        model_type: transformers' name of the architecture.
-        sizes: Of its layers.
-        dtype: Of the keys and values.
-        bytes_per_token: Of one token's keys and values, in all layers.
+        bytes_per_token: Bytes of one token's keys and values, in all layers.
         max_positions: Most tokens in a row, or None.
         new_tokens: Tokens that each row adds.
         can_share: Whether calls with this model can share context; None when that could not be found out.
@@ -113,19 +108,10 @@ def count_sharing(
     new_tokens: int,
     dtype: torch.dtype,
 ) -> Sharing:
-    """Count for one config.
+    """Count for a decoder-only model, whose config may not be countable (a ValueError).
 
-    Args:
-        name: Of the model, for the report.
-        config: Of a decoder-only model.
-        model: Of the config, on the meta device; or why it could not be built.
-        contexts: Tokens, each at least 1; when empty, up to three lengths that the model takes.
-        samples: Numbers of rows, each at least 1.
-        new_tokens: Tokens that each row adds, at least 1.
-        dtype: Of keys and values.
-
-    Raises:
-        ValueError: The config is not one that can be counted.
+    Without contexts, up to three lengths that the model takes. The model is on the meta device, or the reason why it
+    could not be built.
     """
     sizes = KVSizes.from_config(config)
     alike = sizes.alike

@@ -134,11 +134,11 @@ class _Conversion:
             source.check(self.family.auto)
         dtype = settings.dtype or source.dtype(self.family.embedding)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{settings.source} is in {dtype}; give --dtype float32, bfloat16 or float16")
+            raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
         if settings.format == "full" and settings.verify and source.report() is None:
             raise CheckpointError(
-                f"--verify needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
-                "restore the file, or leave --verify out"
+                f"`verify` needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
+                "restore the file, or leave `verify` out"
             )
         self.text, self.features = self._files()
         self.ids: Tensor | None = None
@@ -210,7 +210,7 @@ class _Conversion:
         if settings.transcript is not None:
             raise CheckpointError(
                 f"{settings.source} has no calibration features, whose transcript {settings.transcript} would be: "
-                f"these are a {_FEATURES} file for a model that reads sounds; give a text as --calibration"
+                f"these are a {_FEATURES} file for a model that reads sounds; give a text as `calibration`"
             )
         return file, None
 

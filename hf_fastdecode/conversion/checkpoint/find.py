@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from transformers import AutoConfig
 
-from hf_fastdecode.assets import MODEL_PATH
+from ...model_names import EMBEDDED, local_folder
 
-EMBEDDED: Final = "embedded"
 BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of files beside the weights: tokenizers, generation config."""
 
@@ -29,12 +28,10 @@ def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: N
     Raises:
         CheckpointError: It does not exist, cannot be downloaded, or its config cannot be read.
     """
-    folder = MODEL_PATH if name == EMBEDDED else Path(name).expanduser()
-    is_local = folder.is_dir()
-    if not is_local:
-        folder = _download(name, [f"*{suffix}" for suffix in BESIDE])
+    local = local_folder(name)
+    folder = local or _download(name, [f"*{suffix}" for suffix in BESIDE])
     check(read_config(folder))
-    if not is_local:
+    if local is None:
         folder = _download(name, ["model*.safetensors"])
         if not any(folder.glob("*.safetensors")):
             folder = _download(name, ["pytorch_model*.bin"])

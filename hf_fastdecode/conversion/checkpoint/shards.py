@@ -26,8 +26,8 @@ from .find import CheckpointError
 
 _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}
-_PLAIN: Final = {"shard_bytes": "shard size (--max-shard-size)", "files": "source, or its files have changed"}
-"""Settings in the words of error messages."""
+_PLAIN: Final = {"shard_bytes": "shard size (`max_shard_size`)", "files": "source, or its files have changed"}
+"""Words for settings whose names say too little."""
 
 
 def unfinished(target: Path) -> Path:
@@ -163,7 +163,7 @@ class ShardWriter:
 
     def _continue(self, resume: bool) -> None:
         if not resume:
-            raise CheckpointError(f"a conversion was interrupted; --resume continues it, or remove {self.folder}")
+            raise CheckpointError(f"a conversion was interrupted; `resume=True` continues it, or remove {self.folder}")
         if all(file.suffix == ".partial" for file in self.folder.iterdir()):  # interrupted before its first state
             self._save_state({})
             return

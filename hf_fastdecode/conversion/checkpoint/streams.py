@@ -227,5 +227,5 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     made = tensor.to(dtype, copy=True)
     if not made.isfinite().all():
         largest = tensor.abs().max().item()
-        raise CheckpointError(f"{name} holds {largest:.3g}, beyond the range of {dtype}; give --dtype bfloat16")
+        raise CheckpointError(f'{name} holds {largest:.3g}, beyond the range of {dtype}; give `dtype="bfloat16"`')
     return made

@@ -86,8 +86,8 @@ def verify(
     if not checked.slim_error <= bound:
         raise VerificationError(
             f"logits of the slim model are off by {checked.slim_error:.3g}, and may be by {bound:.3g} (the ordinary "
-            f"model in this dtype: {checked.ordinary_error:.3g}); try --plan auto, a smaller --tolerance or a larger "
-            "--rank"
+            f'model in this dtype: {checked.ordinary_error:.3g}); try `plan="auto"`, a smaller `tolerance` or a '
+            "larger `rank`"
         )
     return checked
 

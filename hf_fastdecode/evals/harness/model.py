@@ -12,7 +12,7 @@ from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.generation.options import Options
 
-from ...command_options import EMBEDDED
+from ...model_names import EMBEDDED
 
 MODEL_NAME: Final = "hf-fastdecode"
 """Under which lm-eval knows it."""

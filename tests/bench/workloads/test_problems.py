@@ -11,7 +11,6 @@ from hf_fastdecode.bench.workloads.points import check_point, parse_points
 from hf_fastdecode.bench.workloads.problems import problem_prompts
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.tasks import load_tasks
-from hf_fastdecode.option_values import parse_counts
 
 
 @pytest.fixture
@@ -63,7 +62,6 @@ def test_tasks_of_another_form_are_refused(tmp_path):
 
 def test_points_and_counts():
     assert parse_points("8x4, 2x16,8x4") == [(8, 4), (2, 16)]
-    assert parse_counts("questions", "16,1, 4,16") == [1, 4, 16]
     check_point(2, 2, 2)
 
 
@@ -71,9 +69,3 @@ def test_points_and_counts():
 def test_points_of_another_form_are_refused(text):
     with pytest.raises(CommandError, match="--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got"):
         parse_points(text)
-
-
-@pytest.mark.parametrize("text", ["", "0", "4,,8", "1.5", "-2", "²", "many"])
-def test_counts_of_another_form_are_refused(text):
-    with pytest.raises(CommandError, match="--questions must be whole numbers of at least 1 with commas between, got"):
-        parse_counts("questions", text)

@@ -296,7 +296,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["run", "--latency", "-1"], "Invalid value for '--latency'"),
         (["check", "--sandbox", "nothing"], "--sandbox must be auto, bwrap"),
         (["check", "--sandbox", "none"], "add --allow-unsafe-code to permit it"),
-        (["run", "--deduplicate", "tokens"], "--deduplicate must be text or ast, got 'tokens'"),
+        (["run", "--deduplicate", "tokens"], "--deduplicate must be one of text, ast, got 'tokens'"),
         (["generate", "--processed", "--sampler", "fast"], "leave out --sampler fast"),
         (["latency", "--mode", "graph,fast"], "--mode must be one of"),
         (["export", ".", "--form", "csv", "--out", "x"], "--form must be one of own, human-eval"),

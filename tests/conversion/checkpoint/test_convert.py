@@ -151,7 +151,7 @@ def test_killed_and_resumed(
     if name != "rename":  # then it is whole
         with pytest.raises((OSError, ValueError)):
             AutoModelForCausalLM.from_pretrained(left)
-    with pytest.raises(ValueError, match=r"was interrupted; --resume continues it"):
+    with pytest.raises(ValueError, match=r"was interrupted; `resume=True` continues it"):
         convert_checkpoint(options)
     other = settings(source, target, choice=PlanChoice(rank=4), resume=True)
     with pytest.raises(ValueError, match="had another rank"):
@@ -321,7 +321,7 @@ def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
     model.save_pretrained(source, max_shard_size="100KB")
     with pytest.raises(
-        ValueError, match=r"up_proj.weight holds 1e\+05, beyond the range of torch.float16; give --dtype"
+        ValueError, match=r"up_proj.weight holds 1e\+05, beyond the range of torch.float16; give `dtype="
     ):
         convert_checkpoint(settings(source, tmp_path / "made", dtype=torch.float16))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.cli.prompts import read_prompts
+from hf_fastdecode.cli.generate import read_prompts
 from hf_fastdecode.errors import CommandError
 
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.cli.console import OneLineErrors
-from hf_fastdecode.cli.lm_eval import PASS_ON
-from hf_fastdecode.cli.serve import serve
+from hf_fastdecode.cli.programs import PASS_ON, serve
 
 root = typer.Typer(cls=OneLineErrors)
 root.command("serve", context_settings=PASS_ON)(serve)
@@ -39,7 +38,7 @@ def test_the_embedded_model_is_handed_over_as_a_folder(monkeypatch):
     handed = []
     server = SimpleNamespace(app=lambda words, **kwargs: handed.append(words))
     monkeypatch.setattr(import_utils, "is_serve_available", lambda: True)
-    monkeypatch.setattr("hf_fastdecode.cli.app.serve.enabled_models", nullcontext)
+    monkeypatch.setattr("hf_fastdecode.cli.programs.enabled_models", nullcontext)
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", server)
     done = CliRunner().invoke(root, ["serve", "embedded", "--port", "1"])
     assert done.exit_code == 0, done.output

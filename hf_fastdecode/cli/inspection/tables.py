@@ -1,8 +1,10 @@
-"""Caches of one or several models, as tables for a person."""
+"""What `inspect` counts, as tables for a person: sizes with and without sharing, and caches of one row."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Final
 
@@ -10,12 +12,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hf_fastdecode.cache.accounting import StockShared
+from hf_fastdecode.cache.layout import Kind
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
 
 from ..console import bytes_text
 from ..convert_table import SHORT_DTYPES, cache_name
 from .report import ContextCaches, ModelReport
+from .sharing import Sharing
 
 _CAPTION: Final = (
     "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. At most: the "
@@ -36,12 +41,7 @@ _ENCODER: Final = (
 
 
 def caches_text(reports: Sequence[ModelReport], batches: Sequence[int]) -> RenderableType:
-    """A table for each model and context, with the reason where the model is refused; then what they have in common.
-
-    Args:
-        reports: Of the models.
-        batches: Rows, for the reads per token.
-    """
+    """A table for each model and context, with the reason where a model is refused; then notes on all."""
     parts: list[RenderableType] = []
     for report in reports:
         if report.slim_layers is not None:
@@ -104,3 +104,59 @@ def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -
             cells += ["-" if reads is None else bytes_text(reads), "-" if speedup is None else f"{speedup:.2f}x"]
         table.add_row(*cells)
     return table
+
+
+def sharing_text(found: Sharing) -> RenderableType:
+    """A model's shape, then a table over contexts and numbers of samples."""
+    facts = Table.grid(padding=(0, 2))
+    for label, value in (
+        ("model", f"{found.model} ({found.model_type})"),
+        *_attention_facts(found),
+        *_window_fact(found),
+        ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, K and V, all layers)"),
+        ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
+        ("can share", {True: "yes", False: f"no: {found.reason}", None: f"unknown: {found.reason}"}[found.can_share]),
+    ):
+        facts.add_row(Text(label, style="bold"), value)
+    halfway = found.new_tokens // 2
+    table = Table(
+        title=f"n samples of one context, {found.new_tokens} new tokens each",
+        caption=f"reads: of one step, halfway ({halfway} tokens in); Bifurcated attention, equations 5 and 6",
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+    )
+    sizes = (f"{what}\n{column}" for what in ("KV", "reads") for column in ("stock", "shared", "ratio"))
+    for name in ("\ncontext", "\nn", *sizes):
+        table.add_column(name, justify="right")
+    notes: dict[str, int] = {}
+    for row in found.rows:
+        stock = None if row.stock_reason is None else f"runs stock: {row.stock_reason}"
+        mark, noted = (f"[{notes.setdefault(text, len(notes) + 1)}]" if text else "" for text in (stock, row.note))
+        context = Text(f"{noted} {row.context:,}".lstrip())
+        table.add_row(context, str(row.samples), *_pair(row.kv_bytes, mark), *_pair(row.step_bytes, mark))
+    lines = [Text(f"[{number}] {text}") for text, number in notes.items()]
+    return Group(facts, Text(), table, *lines)
+
+
+def _attention_facts(found: Sharing) -> Iterator[tuple[str, str]]:
+    """Heads of each kind of layer."""
+    kinds = Counter(replace(store, kind=Kind.FULL, window=None) for store in found.sizes.stores)
+    for shape, layers in kinds.items():
+        yield (
+            "attention",
+            f"{shape.attention}: {layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV heads, "
+            f"p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
+        )
+
+
+def _window_fact(found: Sharing) -> Iterator[tuple[str, str]]:
+    sizes = found.sizes
+    if sizes.window is not None:
+        yield "window", f"{sizes.local_layers} of the layers attend to {sizes.window:,} tokens only"
+
+
+def _pair(pair: StockShared, mark: str) -> tuple[Text, Text, Text]:
+    if mark:
+        return Text(bytes_text(pair.stock)), Text("stock"), Text(mark)
+    return Text(bytes_text(pair.stock)), Text(bytes_text(pair.shared)), Text(f"{pair.ratio:.1f}x")

@@ -1,0 +1,310 @@
+"""What `demo` runs: the same completions with stock transformers and with shared context, ranked and tested."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hf_fastdecode.api import enabled, explain
+from hf_fastdecode.assets import Task, few_shot_prompt
+from hf_fastdecode.assets.prompt import DONE
+from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.evals.records import Sample, Verdict
+from hf_fastdecode.evals.sandbox import SandboxError, choose
+from hf_fastdecode.evals.scoring import score
+from hf_fastdecode.evals.tasks import load_tasks
+
+from ..measurement.continuations import end_tokens_of
+from .completions import Completion, Draw, draw, encode, read_completions
+from .console import FailedCheck, bytes_text, progress_bar
+from .memory import check_memory
+from .sampling import Sampling
+
+_WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two `generate` calls.
+
+    Attributes:
+        path: ``stock`` or ``shared``.
+        reason: Why this path.
+        prompt_tokens: Tokens that went through the embedding layer until the logits of the first token.
+        kv_bytes: Bytes of the keys and values at the end of the call, with what is allocated for them.
+        first_token_s: Seconds until the logits of the first token.
+        total_s: Seconds of the call.
+    """
+
+    path: str
+    reason: str
+    prompt_tokens: int
+    kv_bytes: int
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A distinct completion.
+
+    Attributes:
+        completion: One of the equal completions, the one with the highest mean log-probability.
+        count: How many samples have this text.
+        verdict: Outcome of the task's tests; None where they were not run.
+    """
+
+    completion: Completion
+    count: int
+    verdict: Verdict | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests were run and passed."""
+        return self.verdict is not None and self.verdict.passed
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Results of the demo.
+
+    Attributes:
+        task: The task, in MBPP's schema.
+        shots: Solved examples in the prompt.
+        prompt_length: Tokens of the prompt.
+        steps: Tokens drawn per row, with padding behind the end.
+        drawn_tokens: Tokens of all completions, without that padding.
+        candidates: The distinct completions, best mean log-probability first.
+        not_tested: Why the tests were not run, with the remedy; empty where they were.
+    """
+
+    task: Task
+    shots: int
+    prompt_length: int
+    steps: int
+    drawn_tokens: int
+    stock: Side
+    shared: Side
+    candidates: list[Candidate]
+    not_tested: str
+
+    @property
+    def samples(self) -> int:
+        """Completions drawn."""
+        return sum(candidate.count for candidate in self.candidates)
+
+    @property
+    def passing(self) -> int:
+        """Completions that pass the tests, equal ones counted each."""
+        return sum(candidate.count for candidate in self.candidates if candidate.passed)
+
+
+def run_demo(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    sampling: Sampling,
+    *,
+    shots: int,
+) -> Demo:
+    """Draw the same completions twice, compare them, rank them and run the task's tests on them."""
+    inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
+    check_memory(model, inputs["input_ids"], sampling, shared=False)
+    _warm_up(model, inputs)
+    with progress_bar("stock transformers", sampling.max_new_tokens) as on_step:
+        stock, prompt_tokens = _counted(model, inputs, sampling, on_step)
+        stock_side = _side("stock", "transformers as it is", prompt_tokens, stock)
+    stock = replace(stock, cache=None)  # the larger of the two caches need not stand beside the other
+    with progress_bar("hf_fastdecode", sampling.max_new_tokens) as on_step, enabled(model):
+        shared, prompt_tokens = _counted(model, inputs, sampling, on_step)
+        call = explain(model).last_call
+        shared_side = _side(call.path if call else "stock", call.reason if call else "", prompt_tokens, shared)
+    check_same(stock.sequences, shared.sequences, stock.prompt_length)
+    completions = read_completions(shared, tokenizer, sampling, end_tokens=end_tokens_of(model))
+    candidates, not_tested = _rank(completions, task)
+    return Demo(
+        task=task,
+        shots=shots,
+        prompt_length=shared.prompt_length,
+        steps=shared.log_probs.shape[1],
+        drawn_tokens=sum(completion.tokens for completion in completions),
+        stock=stock_side,
+        shared=shared_side,
+        candidates=candidates,
+        not_tested=not_tested,
+    )
+
+
+def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
+    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]``, of which so many are the prompt's."""
+    if torch.equal(stock, shared):
+        return
+    length = min(stock.shape[1], shared.shape[1])
+    differing = (stock[:, :length] != shared[:, :length]).nonzero()
+    row, column = differing[0].tolist() if len(differing) else (0, length)
+    raise FailedCheck(
+        f"stock and shared drew different tokens, first in completion {row} at token {column - prompt_length}; "
+        "in float32 this is a bug of hf_fastdecode, please report it with the output of hf-fastdecode --version"
+    )
+
+
+def _warm_up(model: Any, inputs: dict[str, Tensor]) -> None:
+    """A tiny call of each kind: what happens once per process is in neither time."""
+    few = {name: tensor[:, -256:] for name, tensor in inputs.items()}
+    draw(model, few, _WARM_UP)
+    with enabled(model):
+        draw(model, few, _WARM_UP)
+
+
+def _counted(
+    model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
+) -> tuple[Draw, int]:
+    """A call, and the tokens that went through the embedding layer until its first logits."""
+    until_first: list[int] = []
+    with _embedded_tokens(model) as count:
+
+        def step(drawn: int) -> None:
+            if not until_first:
+                until_first.append(count())
+            on_step(drawn)
+
+        drawn = draw(model, inputs, sampling, on_step=step)
+    return drawn, until_first[0]
+
+
+@contextmanager
+def _embedded_tokens(model: Any) -> Iterator[Callable[[], int]]:
+    total = 0
+
+    def hook(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        total += arguments[0].numel()
+
+    handle = model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield lambda: total
+    finally:
+        handle.remove()
+
+
+def _side(path: str, reason: str, prompt_tokens: int, drawn: Draw) -> Side:
+    return Side(path, reason, prompt_tokens, cache_bytes(drawn.cache), drawn.first_token_s, drawn.total_s)
+
+
+def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate], str]:
+    """The distinct texts, best mean log-probability first, with verdicts or the reason why there are none."""
+    counts = Counter(completion.text for completion in completions)
+    best: dict[str, Completion] = {}
+    for completion in sorted(completions, key=lambda completion: -completion.mean_logp):
+        best.setdefault(completion.text, completion)
+    distinct = list(best.values())
+    found: Sequence[Verdict | None] = [None] * len(distinct)
+    not_tested = ""
+    try:
+        (known,) = load_tasks(task_ids=[task["task_id"]]).tasks
+        samples = [
+            Sample(known.task_id, index, completion.text.partition(DONE)[0])
+            for index, completion in enumerate(distinct)
+        ]
+        found = score({known.task_id: known}, samples, sandbox=choose(), progress=sys.stderr.isatty())
+    except SandboxError as error:
+        not_tested = str(error)
+    candidates = [
+        Candidate(completion, counts[completion.text], verdict)
+        for completion, verdict in zip(distinct, found, strict=True)
+    ]
+    return candidates, not_tested
+
+
+def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
+    """The demo's two calls side by side, then its best completions."""
+    title = (
+        f"{demo.samples} completions of one prompt: {demo.prompt_length:,} tokens ({demo.shots} solved examples and "
+        f"task {demo.task['task_id']})"
+    )
+    closing = Text(
+        f"{model}, float32, {machine}; one timed call each, after a tiny one to warm up. "
+        f"Both calls drew the same {demo.drawn_tokens:,} tokens from the same seed."
+    )
+    if demo.shared.path != "shared":
+        closing.append(f"\nhf_fastdecode ran this call stock: {demo.shared.reason}.", style="yellow")
+    heading = Text.assemble(
+        "\n",
+        (f"Task {demo.task['task_id']}", "bold"),
+        f": {demo.task['text']}\n",
+        *(f"  {test}\n" for test in demo.task["test_list"]),
+        "\n",
+        (f"The tests were not run: {demo.not_tested}.\n", "yellow") if demo.not_tested else _passing(demo),
+        "The best by mean log-probability:",
+    )
+    return Group(_sides(demo, title), closing, heading, _candidates(demo.candidates[:best]))
+
+
+def _passing(demo: Demo) -> str:
+    distinct = sum(candidate.passed for candidate in demo.candidates)
+    return (
+        f"{demo.passing} of {demo.samples} completions pass its tests, {distinct} of the {len(demo.candidates)} "
+        "distinct ones. "
+    )
+
+
+def _sides(demo: Demo, title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("stock transformers", "hf_fastdecode", "stock / ours"):
+        table.add_column(name, justify="right")
+
+    def add(label: str, value: Callable[[Side], float], text: Callable[[float], str], style: str = "") -> None:
+        stock, ours = value(demo.stock), value(demo.shared)
+        table.add_row(label, text(stock), text(ours), f"{stock / ours:.1f}x", style=style)
+
+    add("prompt tokens prefilled", lambda side: side.prompt_tokens, "{:,}".format)
+    add("KV cache at the end", lambda side: side.kv_bytes, bytes_text)
+    add("to the first token", lambda side: side.first_token_s, "{:.2f} s".format)
+    if demo.steps > 1:
+        steps = f"the {demo.steps - 1} steps after it"
+        add(steps, lambda side: side.total_s - side.first_token_s, "{:.2f} s".format)
+    add("total", lambda side: side.total_s, "{:.2f} s".format, style="bold")
+    return table
+
+
+def _candidates(candidates: list[Candidate]) -> Table:
+    table = Table(show_lines=True)
+    for name in ("#", "mean log-p", "drawn"):
+        table.add_column(name, justify="right")
+    table.add_column("tests", max_width=24)
+    table.add_column("completion", ratio=1)
+    for rank, candidate in enumerate(candidates, 1):
+        table.add_row(
+            str(rank),
+            f"{candidate.completion.mean_logp:.3f}",
+            f"{candidate.count}x",
+            _tested(candidate),
+            Syntax(_printable(candidate.completion.text.strip("\n")), "python", theme="ansi_dark", word_wrap=True),
+        )
+    return table
+
+
+def _tested(candidate: Candidate) -> Text:
+    verdict = candidate.verdict
+    if verdict is None:
+        return Text("not run", style="yellow")
+    return Text("pass", style="green") if verdict.passed else Text(f"{verdict.status}: {verdict.detail}", style="red")
+
+
+def _printable(text: str) -> str:
+    """Without characters that would move the cursor."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )

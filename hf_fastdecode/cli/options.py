@@ -1,0 +1,155 @@
+"""The options that commands share, each defined once, and groups of options that are dataclasses.
+
+A command that means something else by an option, or has more to say about it, defines its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+from ..errors import CommandError
+from ..measurement.shapes import SHAPES
+from .checks import check_enable_options
+
+HELP_NAMES: Final[dict[str, Any]] = {"help_option_names": ["-h", "--help"]}
+"""Context settings of the apps."""
+
+# Models
+MODEL: Final = "`embedded`, a folder, or an id on the Hugging Face Hub."
+Model = Annotated[str, typer.Option(help=MODEL)]
+Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")]
+
+# Drawing
+TEMPERATURE: Final = 0.8
+TOP_P: Final = 0.95
+TOP_P_HELP: Final = "Draw from the smallest set of tokens of this probability; 1 is off."
+Temperature = Annotated[float | None, typer.Option(help="Divides the logits; above 0.", show_default=str(TEMPERATURE))]
+TopP = Annotated[float | None, typer.Option(help=TOP_P_HELP, show_default=str(TOP_P))]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens in one completion.")]
+Seed = Annotated[int, typer.Option(help="Seed of torch's random generator; the same seed draws the same completions.")]
+Stock = Annotated[
+    bool,
+    typer.Option("--stock", help="Run without hf_fastdecode; in float32 the same seed draws the same completions."),
+]
+Mode = Annotated[str, typer.Option(help="How decode steps run: auto, eager, graph or compile.")]
+Sampler = Annotated[str, typer.Option(help="Who draws tokens: auto, hf (transformers, draw for draw) or fast.")]
+
+# Measurements
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Model with random weights, repeatable: {', '.join(SHAPES)}; or `embedded`, which is trained and small.",
+        show_default="embedded",
+    ),
+]
+Checkpoints = Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")]
+Trees = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their own "
+        "and samples of each, such as 2400+8x512x128.",
+        show_default="none",
+    ),
+]
+ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Keep cases whose line in --list contains this text; repeat it for more."),
+]
+Repeats = Annotated[int, typer.Option(help="Timed runs of each call, at most.", min=1)]
+Check = Annotated[
+    bool, typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
+]
+Plot = Annotated[bool, typer.Option("--plot", help="Also draw pictures beside the rows.")]
+ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leave.")]
+CsvFile = Annotated[Path, typer.Option(help="CSV file to write.")]
+
+
+def points(default: str) -> Any:
+    """The option ``--point`` of a command with this default."""
+    return typer.Option(
+        help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+        show_default=f"{default}, with a tree none",
+    )
+
+
+def sets_of(names: Iterable[str], default: str) -> Any:
+    """The option ``--set`` of a command with these sets of cases."""
+    return typer.Option(
+        "--set", help=f"Named set of cases, repeatable: {', '.join(names)}.", show_default=f"{default}, on a CPU tiny"
+    )
+
+
+def repeatable(names: Iterable[str], default: str) -> Any:
+    """An option that may be one or several of these names."""
+    return typer.Option(help=f"Repeatable: {', '.join(names)}.", show_default=default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnableOptions:
+    """Options of `hf_fastdecode.enable`, or to run without it."""
+
+    stock: Stock = False
+    mode: Mode = "auto"
+    backend: Annotated[
+        str, typer.Option(help="What attends in a step: auto, triton, flash, cudnn, efficient, cpu or plain.")
+    ] = "auto"
+    sampler: Sampler = "auto"
+    fuse_projections: Annotated[
+        str,
+        typer.Option(help="Compute projections of one input concurrently, in captured steps: auto, true or false."),
+    ] = "auto"
+
+    def arguments(self) -> dict[str, Any] | None:
+        """Arguments of `enable`, checked; None to run stock."""
+        found: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "stock"}
+        if self.stock:
+            refuse_with_stock(**found)
+            return None
+        fuse = self.fuse_projections
+        found["fuse_projections"] = {"true": True, "false": False}.get(fuse, fuse)
+        check_enable_options(**found)
+        return found
+
+
+def refuse_with_stock(**options: str) -> None:
+    """Refuse options of `enable` that are not ``auto``, where stock transformers runs."""
+    for name, value in options.items():
+        if value != "auto":
+            option = f"--{name.replace('_', '-')} {value}"
+            raise CommandError(f"{option} is for hf_fastdecode, and --stock runs without it; leave one out")
+
+
+def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer whose options are the parameters, and the fields of parameters that are dataclasses."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hints[name] for name in signature(function).parameters if is_dataclass(hints[name])}
+    options: list[Parameter] = []
+    for name, parameter in signature(function).parameters.items():
+        if name in groups:
+            types = get_type_hints(groups[name], include_extras=True)
+            options += [
+                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+                for field in fields(groups[name])
+            ]
+        else:
+            options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        function(**made, **given)
+
+    vars(command)["__signature__"] = Signature(options)
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    return command
