@@ -32,7 +32,8 @@ from hf_fastdecode.conversion.fit import (
     key_statistics,
 )
 from hf_fastdecode.conversion.fit.layer_plan import share_name
-from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
+from hf_fastdecode.files import read_rows, write_rows
+from hf_fastdecode.measurement.rows import Row, provenance
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED

@@ -12,12 +12,10 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from ..errors import CommandError
-from .jsonl import JsonlWriter, read_jsonl
-from .records import Sample, Verdict
-from .run_files import exclusive, write_whole
+from ..files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from .records import Sample, Task, Verdict
 from .sandbox import Limits, Sandbox
 from .scoring import LANGUAGES, score, usable_cpus
-from .task import Task
 
 _PROGRAMS_AT_ONCE: Final = 64
 """For each worker, programs between two writes."""
@@ -57,7 +55,7 @@ def judge(
     Raises:
         CommandError: The file holds something else than results, or another process scores into it.
     """
-    with exclusive(path, "scores into"):
+    with exclusive(path, CommandError(f"another process scores into {path}; wait for it, or name another `out`")):
         return _judge(tasks, samples, path, sandbox, limits, workers or usable_cpus(), progress)
 
 
@@ -109,13 +107,8 @@ def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         others.pop(_place(line), None)
     wanted = [*lines, *others.values()]
-
-    def write(partial: Path) -> None:
-        with JsonlWriter(partial) as file:
-            file.write(wanted)
-
     if found != wanted:
-        write_whole(path, write)
+        write_text(path, json_lines(wanted))
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, Any]:
@@ -142,7 +135,7 @@ def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
         return
     for line in read_jsonl(path):
         if "status" not in line:
-            raise CommandError(f"{path} holds lines that are no results; name another --out")
+            raise CommandError(f"{path} holds lines that are no results; name another `out`")
         if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
             own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
             verdict = Verdict(*own)

@@ -12,11 +12,21 @@ from typing import Any, Final
 from filelock import FileLock
 
 from ..errors import CommandError
+from ..files import write_json
 from .records import Way
-from .run_files import SETTINGS, VERDICTS, sample_files, write_text
+
+SETTINGS: Final = "settings.json"
+SAMPLES: Final = "samples.jsonl"
+VERDICTS: Final = "verdicts.jsonl"
+LATENCY: Final = "latency.csv"
 
 _FINGERPRINT: Final = "fingerprint"
 _VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """The files of samples in a run's folder: of one process, or of its shards."""
+    return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
 
 
 @dataclass(frozen=True)
@@ -108,9 +118,9 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
     with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
         if not path.exists():
             if kept := [*sample_files(folder), *folder.glob(VERDICTS)]:
-                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another --out")
+                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another `out`")
             content = {**settings.flat(), _FINGERPRINT: _digest(deciding), "provenance": provenance}
-            write_text(path, lambda file: file.write(json.dumps(content, indent=2) + "\n"))
+            write_json(path, content, indent=2)
             return
     found = read_settings(folder)
     if found[_FINGERPRINT] == _digest(deciding):
@@ -120,9 +130,9 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
         if before.get(name) != value:
             raise CommandError(
                 f"{folder} holds a run with another {_WORDS.get(name, name)} ({before.get(name)!r}, now {value!r}); "
-                "name another --out, or use the run's own options to go on with it"
+                "name another `out`, or use the run's own options to go on with it"
             )
-    raise CommandError(f"{path} was changed by hand; name another --out")
+    raise CommandError(f"{path} was changed by hand; name another `out`")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -138,15 +148,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CommandError(f"{folder} is not the folder of a run: it has no {SETTINGS}; name another") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path} is not the settings of a run; name another --out or folder") from error
+        raise CommandError(f"{path} is not the settings of a run; name another `out` or folder") from error
     return found
 
 
 _WORDS: Final = {
     "weights": "digest of weights, config and tokenizer",
-    "prompts": "digest of the tasks and prompts (--limit, --task-ids, --data, --shots)",
-    "rows": "--rows",
-    "n": "--n",
+    "prompts": "digest of the tasks and prompts (`limit`, `task_ids`, `data`, `shots`)",
+    "rows": "`rows`",
+    "n": "`n`",
 }
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
-from ...evals.records import Sample, Verdict
+from ...evals.records import Sample, Task, Verdict
 from ...evals.sandbox import Sandbox
-from ...evals.task import Task
 from .option_groups import expand_option_groups
 from .options import SandboxOptions, TaskOptions
 

@@ -14,8 +14,8 @@ import typer
 from ...command_options import SHAPE, check_device, check_dtype, check_model, check_options
 from ...errors import CommandError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
+from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
-from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
 from ...option_values import parse_counts
 from ..console import note

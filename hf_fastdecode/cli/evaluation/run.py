@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...evals.run_files import VERDICTS
+from ...evals.settings import VERDICTS
 from ..console import note, quiet_libraries
 from .check import check_references
 from .generate import draw_samples, launched_shard

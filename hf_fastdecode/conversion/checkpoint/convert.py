@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from hf_fastdecode.files import write_json
 from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
 from ...patches.layers.encoder_decoder import EncoderDecoder, longest_contexts
@@ -28,7 +29,7 @@ from .families.lookup import family_of, family_of_slim
 from .find import CheckpointError, find_checkpoint
 from .plan_choice import PlanChoice
 from .report_plot import draw_report
-from .shards import ShardWriter, write_json
+from .shards import ShardWriter
 from .source import REPORT, Checkpoint
 from .to_full_stream import FullStream
 from .to_slim_stream import SlimStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..prompts.parsing import parses
-from ..task import Task
+from ..records import Task
 
 
 def continuation(task: Task, program: str) -> str:

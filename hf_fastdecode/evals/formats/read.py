@@ -10,9 +10,8 @@ from typing import Any
 
 from hf_fastdecode.errors import CommandError
 
-from ..json_records import Record, parse_records, read_bytes
-from ..records import Sample
-from ..task import Task
+from ...files import Record, parse_records, read_bytes
+from ..records import Sample, Task
 from ..tasks import TaskIds
 from .programs import continuation
 
@@ -53,7 +52,7 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
     task = ids.require(_task_id(record), f"{record.place}: ")
     language = fields.get("language", task.language)
     if language != task.language:
-        raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another --task")
+        raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another `task`")
     index = fields.get("index", seen[task.task_id])
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise record.error(f"field 'index' must be an integer of at least 0, got {index!r}")
@@ -102,7 +101,7 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
     if len(generations) != len(tasks):
         raise CommandError(
             f"{path} holds generations of {len(generations)} tasks, which only their order tells, and {len(tasks)} "
-            "tasks are chosen; choose theirs by --task, --split, --limit or --task-ids"
+            "tasks are chosen; choose theirs by `task`, `split`, `limit` or `task_ids`"
         )
     if not any(generations):
         raise CommandError(f"{path} holds no sample")

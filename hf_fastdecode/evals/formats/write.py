@@ -10,9 +10,8 @@ from typing import Any, Final, Literal, get_args
 
 from hf_fastdecode.errors import CommandError
 
-from ..records import Sample
-from ..run_files import write_text
-from ..task import Task
+from ...files import json_lines, write_text
+from ..records import Sample, Task
 
 Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
 FORMS: Final[tuple[str, ...]] = get_args(Form)
@@ -37,10 +36,10 @@ def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task],
             f"there is no task {strange[0]} for its samples; name the task set that they were made from"
         )
     if form == "bigcode":
-        text = json.dumps(_generations(samples, tasks))
+        text = json.dumps(_in_task_order(samples, tasks))
     else:
-        text = "".join(json.dumps(_fields(sample, by_id[sample.task_id], form)) + "\n" for sample in samples)
-    write_text(path, lambda file: file.write(text))
+        text = json_lines((_fields(sample, by_id[sample.task_id], form) for sample in samples), ascii_only=True)
+    write_text(path, text)
 
 
 def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
     return {"task_id": task.task_id, "completion": sample.completion, **language}
 
 
-def _generations(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
+def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
     programs: dict[str, list[str]] = {task.task_id: [] for task in tasks}
     by_id = {task.task_id: task for task in tasks}
     for sample in sorted(samples, key=lambda one: one.index):

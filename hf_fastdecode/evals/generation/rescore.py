@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,12 +15,10 @@ from tqdm import tqdm
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import CommandError
+from ...files import JsonlWriter, json_lines, read_jsonl, write_text
 from ...measurement.drawing_errors import told
-from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
-from ..records import Sample
-from ..run_files import write_text
-from ..task import Task
+from ..records import Sample, Task
 from .weights import model_digest
 
 _LOGITS: Final = 1 << 28  # numbers, half a GiB in bfloat16
@@ -71,8 +68,7 @@ def rescore_samples(
             found = rescored(model, tokenizer, form, task, own)
             file.write(found)
             kept |= {(sample.task_id, sample.index): asdict(sample) for sample in found}
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept.values())
-    write_text(out, lambda file: file.write(text))
+    write_text(out, json_lines(kept.values()))
     journal.unlink()
 
 
@@ -104,7 +100,7 @@ def rescored(
         with told(
             model,
             lambda: CommandError(
-                "the logits of a sample do not fit into memory; try --dtype bfloat16 or --device cpu"
+                'the logits of a sample do not fit into memory; try `dtype="bfloat16"` or `device="cpu"`'
             ),
         ):
             log_probs = _log_probs(model, part)

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from ...errors import CommandError
 from ...measurement.drawing_errors import told
 from ..prompts import PromptFormat
+from ..records import Task
 from ..settings import RunSettings, claim_folder
-from ..task import Task
 from .draw import draw_rows, samples_of, sharing
 from .samples_file import open_samples
 from .units import WHOLE, Shard, Unit, units_of
@@ -58,7 +58,7 @@ def generate_samples(
     own = shard.own(units_of(len(tasks), settings.n, settings.rows))
     no_memory = CommandError(
         f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
-        f"memory of {model.device}; pass a smaller --rows, and another --out"
+        f"memory of {model.device}; pass a smaller `rows`, and another `out`"
     )
     with open_samples(folder, shard, own, ids) as (file, left), sharing(model, settings.drawing):
         todo = _samples(left)

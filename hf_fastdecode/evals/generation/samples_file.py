@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...errors import CommandError
-from ..jsonl import JsonlWriter, read_jsonl, read_samples
-from ..records import Sample
-from ..run_files import SAMPLES, exclusive, sample_files, write_text
+from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from ..records import Sample, read_samples
+from ..settings import SAMPLES, sample_files
 from .units import Shard, Unit
 
 
@@ -37,12 +35,16 @@ def open_samples(
         CommandError: Another process writes to the file.
     """
     path = folder / shard.file_name
-    with exclusive(path, "draws samples into"):
+    with exclusive(path, _held(path)):
         if path.exists():
             _remove_incomplete(path, units, task_ids)
         done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
         with JsonlWriter(path) as file:
             yield file, [unit for unit in units if not done.issuperset(_places(unit, task_ids))]
+
+
+def _held(path: Path) -> CommandError:
+    return CommandError(f"another process draws samples into {path}; wait for it, or name another `out`")
 
 
 def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> None:
@@ -57,7 +59,7 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
             whole.update(places)
     kept = [line for place, line in found.items() if place in whole]
     if len(kept) < len(lines):
-        write_text(path, lambda file: file.writelines(_lines(kept)))
+        write_text(path, json_lines(kept))
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, Any]:
@@ -66,10 +68,6 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
 
 def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
     return [(task_ids[task], index) for task, index in unit.samples()]
-
-
-def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    return (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
@@ -94,7 +92,7 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
                     f"{', '.join(path.name for path in files)}"
                 )
     if not samples:
-        raise CommandError(f"{folder} has no samples; draw some with `hf-fastdecode eval generate --out {folder}`")
+        raise CommandError(f"{folder} has no samples; draw some with hf-fastdecode eval generate `out={folder}`")
     order = {task_id: at for at, task_id in enumerate(task_ids)}
     merged = sorted(samples.values(), key=lambda sample: (order.get(sample.task_id, len(order)), sample.index))
     if any(path.name != SAMPLES for path in files):
@@ -102,9 +100,10 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
             raise CommandError(
                 f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
-        with exclusive(folder / SAMPLES, "draws samples into"):
-            write_text(folder / SAMPLES, lambda file: file.writelines(_lines([asdict(sample) for sample in merged])))
+        whole = folder / SAMPLES
+        with exclusive(whole, _held(whole)):
+            write_text(whole, json_lines(merged))
             for path in files:
-                if path.name != SAMPLES:
+                if path != whole:
                     path.unlink(missing_ok=True)
     return merged

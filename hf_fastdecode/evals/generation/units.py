@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import CommandError
-from ..run_files import SAMPLES
+from ..settings import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Shard:
         if not (
             slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
         ):
-            raise CommandError(f"--shard must be i/N with i from 1 to N, such as 1/4, got {text!r}")
+            raise CommandError(f"`shard` must be i/N with i from 1 to N, such as 1/4, got {text!r}")
         return cls(int(number), int(count))
 
     def own(self, units: Sequence[Unit]) -> list[Unit]:

@@ -37,7 +37,7 @@ def prompt_format(
     """
     if chat_tokenizer is not None:
         if name is not None:
-            raise CommandError(f"--chat and --format {name} were both given; leave one out")
+            raise CommandError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
         return chat_format(chat_tokenizer)
     chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
     if chosen == "mbxp":

@@ -8,7 +8,7 @@ from typing import Final
 from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
 from hf_fastdecode.errors import CommandError
 
-from ..task import Task
+from ..records import Task
 from .format import PromptFormat
 from .stop_rules import StopWords
 
@@ -27,7 +27,7 @@ def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
     """
     if not 0 <= shots <= len(examples):
         few = "; pass a file that also holds the tasks 1 to 10" if not examples else ""
-        raise CommandError(f"--shots must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
+        raise CommandError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
     shown = [solved_example(one.description, one.tests, one.reference or "") for one in examples[:shots]]
     before = task_prompt(_MARK, []).partition(_MARK)[0]
     return PromptFormat(
@@ -42,6 +42,6 @@ def _described(task: Task) -> Task:
     if task.stem or task.language != "python":
         raise CommandError(
             f"task {task.task_id} begins with a signature; the prompt format austin is for MBPP's description and "
-            "asserts, use --format mbxp"
+            'asserts, use `prompt_format="mbxp"`'
         )
     return task

@@ -9,7 +9,7 @@ from typing import Final
 
 from hf_fastdecode.errors import CommandError
 
-from ..task import Task
+from ..records import Task
 from .format import PromptFormat
 from .stop_rules import StopWords
 
@@ -28,7 +28,7 @@ def docstring_format() -> PromptFormat:
 def _prompt(task: Task) -> str:
     if task.language != "python":
         raise CommandError(
-            f"the prompt format bigcode is for Python, got a task in {task.language}; use --format mbxp"
+            f'the prompt format bigcode is for Python, got a task in {task.language}; use `prompt_format="mbxp"`'
         )
     if task.stem:
         return task.stem.strip()

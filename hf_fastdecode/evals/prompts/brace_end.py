@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 from typing import Final, Literal
 
-from ..task import Language
+from ..records import Language
 from .lexers import Lexer, Token, tokens
 from .stop_rules import StopRule
 

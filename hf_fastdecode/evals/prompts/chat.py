@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_fastdecode.errors import CommandError
 
-from ..task import Task
+from ..records import Task
 from .completing import function_end
 from .format import PromptFormat
 from .stop_rules import StopWords
@@ -50,7 +50,7 @@ def chat_format(tokenizer: Any) -> PromptFormat:
     """
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise CommandError(f"the tokenizer {name} has no chat template; leave out --chat")
+        raise CommandError(f"the tokenizer {name} has no chat template; leave out `chat`")
 
     def prompt(task: Task) -> str:
         messages = [{"role": "user", "content": _message(task)}]

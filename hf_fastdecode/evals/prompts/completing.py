@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_fastdecode.errors import CommandError
 
-from ..task import Task
+from ..records import Task
 from .brace_end import BraceEnd
 from .format import PromptFormat
 from .python_end import PythonFunctionEnd
@@ -27,6 +27,6 @@ def _stem(task: Task) -> str:
     if not task.stem:
         raise CommandError(
             f"task {task.task_id} has no signature that a completion could continue, which the prompt format mbxp "
-            "needs; use --format austin or --format bigcode"
+            'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
         )
     return task.stem

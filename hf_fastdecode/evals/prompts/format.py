@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..task import Task
+from ..records import Task
 from .stop_rules import StopRule
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ..task import Language
+from ..records import Language
 
 Kind = Literal["word", "punctuation", "string", "comment"]
 

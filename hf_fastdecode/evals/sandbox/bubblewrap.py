@@ -12,7 +12,7 @@ from .launch import NOBODY, Launch, first_process, limited, tool
 from .limits import Limits
 from .view import SCRATCH, View
 
-_NAMESPACES: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup")]
+_BWRAP_NAMESPACES: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup")]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bubblewrap:
         """Run as `nobody` in new namespaces."""
         paths = sources(view.readable)
         # Without user namespaces of its own the program cannot mount a tmpfs that has no size.
-        command = [tool("bwrap"), *_NAMESPACES, "--disable-userns", "--die-with-parent", "--as-pid-1"]
+        command = [tool("bwrap"), *_BWRAP_NAMESPACES, "--disable-userns", "--die-with-parent", "--as-pid-1"]
         command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
         command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
         command += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", str(SCRATCH)]

@@ -44,11 +44,11 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
     if name == "none":
         if not allow_unsafe:
             raise SandboxError(
-                "--sandbox none runs generated programs with all your rights: add --allow-unsafe-code to permit it"
+                '`sandbox="none"` runs generated programs with all your rights: add `allow_unsafe=True` to permit it'
             )
         return Sandbox(BACKENDS["none"])
     if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"--sandbox must be auto, {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"`sandbox` must be auto, {', '.join(BACKENDS)}, got {name!r}")
     refusals = []
     for candidate in [name] if name != "auto" else [known for known in BACKENDS if known != "none"]:
         refusal = _refusal(candidate)

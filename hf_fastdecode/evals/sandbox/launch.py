@@ -56,7 +56,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--sandbox` takes it."""
+        """As `choose` takes it."""
 
     def missing(self) -> str | None:
         """Why it cannot be tried at all, with the remedy; None where it can be tried."""

@@ -15,7 +15,7 @@ from .limits import Limits
 from .view import SCRATCH, View
 
 _PROGRAMS: Final = ("unshare", "mount", "umount", "pivot_root", "setpriv")
-_NAMESPACES: Final = ["--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--pid"]
+_UNSHARE_NAMESPACES: Final = ["--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--pid"]
 _DEVICES: Final = ("null", "zero", "random", "urandom")
 _FILES: Final = 4096  # of the writable folder: files without content take memory as well
 
@@ -36,7 +36,7 @@ class Unshare:
         paths = sources(view.readable)
         script = "\n".join(["set -eu", *_mounts(view, limits, paths), *_closing()])
         # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
-        command = [tool("setpriv"), "--pdeathsig", "KILL", tool("unshare"), *_NAMESPACES, "--fork", "--kill-child"]
+        command = [tool("setpriv"), "--pdeathsig", "KILL", tool("unshare"), *_UNSHARE_NAMESPACES, "--fork", "--kill-child"]
         command += ["--", "/bin/sh", "-c", script, "sh", *limited(argv, limits)]
         return Launch(without_root(command, paths))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..task import Language
+from ..records import Language
 from .java import JAVA
 from .javascript import JAVASCRIPT
 from .python import PYTHON

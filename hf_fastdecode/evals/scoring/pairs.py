@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Literal, Self
 
-from ..records import Status
+from ..records import Status, Task
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxedProcess, SandboxError
-from ..task import Task
 from .messages import Peer, one_line
 from .runner import BrokenServerError, Result
 

@@ -10,9 +10,8 @@ from functools import cache
 from types import TracebackType
 from typing import Protocol, Self
 
-from ..records import Status
+from ..records import Status, Task
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxError
-from ..task import Task
 
 
 @dataclass(frozen=True)

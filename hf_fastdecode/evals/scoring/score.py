@@ -11,9 +11,8 @@ from typing import Final
 
 from tqdm import tqdm
 
-from ..records import Sample, Verdict
+from ..records import Language, Sample, Task, Verdict
 from ..sandbox import Limits, Sandbox, SandboxError
-from ..task import Language, Task
 from .languages import LANGUAGES
 from .runner import BrokenServerError, Result, Runner
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_fastdecode.errors import CommandError, one_line
 
-from ..json_records import Record
+from ...files import Record
 from .published import PublishedFile, published_file
 
 
@@ -28,7 +28,7 @@ def hub_records(task_name: str) -> tuple[list[Record], str, str]:
         rows = _rows(file)
     except Exception as error:  # of the network, the hub's clients and the file formats: they share no base class
         raise CommandError(
-            f"cannot load {origin}: {one_line(error, 160)}; download {file.url} and pass --data {file.name}"
+            f"cannot load {origin}: {one_line(error, 160)}; download {file.url} and pass `data={file.name}`"
         ) from error
     records = [Record(row, f"{origin} row {number}") for number, row in enumerate(rows, 1)]
     note = "" if len(rows) == file.problems else f"{origin} holds {len(rows)} problems, published were {file.problems}"

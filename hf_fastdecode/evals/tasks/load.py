@@ -10,8 +10,8 @@ from typing import Final
 from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
 from hf_fastdecode.errors import CommandError
 
-from ..json_records import Record, parse_records, read_bytes
-from ..task import Task
+from ...files import Record, parse_records, read_bytes
+from ..records import Task
 from .hub import hub_records
 from .published import difference
 from .readers import apps_task, mbpp_task, mbxp_task, recognised
@@ -33,7 +33,7 @@ TASK_NAMES: Final = tuple(_READERS)
 SPLITS: Final = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 _PROMPT_ORDER: Final = ("2", "3", "4")  # the three of Austin et al. 2021
-_MBPP: Final = frozenset({"mbpp", "mbpp-sanitized"})
+_MBPP_NAMES: Final = frozenset({"mbpp", "mbpp-sanitized"})
 
 
 def load_tasks(
@@ -61,7 +61,7 @@ def load_tasks(
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
         raise CommandError(f"there are no tasks {name!r}; choose one of {names}")
     if limit is not None and limit < 1:
-        raise CommandError(f"--limit must be at least 1, got {limit}; leave it out for all tasks")
+        raise CommandError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
     if split not in (None, "all", *SPLITS):
         raise CommandError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
@@ -71,9 +71,9 @@ def load_tasks(
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
         if not chosen:
-            raise CommandError("--task-ids names no task; leave it out for all tasks")
+            raise CommandError("`task_ids` names no task; leave it out for all tasks")
     else:
-        chosen = _of_split(tasks, split or ("test" if name in _MBPP else "all"), origin)
+        chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
     return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
 
 
@@ -87,7 +87,7 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
     if name == "apps":
-        raise CommandError("the tasks apps need a file in APPS' format; pass --data FILE")
+        raise CommandError("the tasks apps need a file in APPS' format; pass `data=FILE`")
     return hub_records(name)
 
 
@@ -97,9 +97,9 @@ def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
 
 def _check_form(name: str, record: Record) -> None:
     found = recognised(record)
-    expected = "mbpp" if name == "embedded" or name in _MBPP else name
+    expected = "mbpp" if name == "embedded" or name in _MBPP_NAMES else name
     if found and found != expected:
-        remedy = f"pass --task {found}" if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
+        remedy = f'pass `task="{found}"`' if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
         raise record.error(f"this is a record of {found}, not of {name}; {remedy}, or name another file")
 
 
@@ -115,7 +115,7 @@ def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
 
 def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
     """MBPP's tasks for few-shot prompts, the paper's three first."""
-    if name not in _MBPP:
+    if name not in _MBPP_NAMES:
         return ()
     found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
     return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))
@@ -129,7 +129,7 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
         first, last = SPLITS[split]
         raise CommandError(
             f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
-            f"to {tasks[-1].task_id}; pass --split all"
+            f'to {tasks[-1].task_id}; pass `split="all"`'
         )
     return found
 

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Final
 
-from ..json_records import Record
-from ..task import Language, Task
+from ...files import Record
+from ..records import Language, Task
 
 _READ_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test")
 _NOT_PART_OF_MBPP: Final = ("challenge_test_list",)

@@ -12,7 +12,7 @@ from typing import Final
 
 from hf_fastdecode.errors import CommandError
 
-from ..task import Language, Task
+from ..records import Language, Task
 
 _ID: Final = re.compile(r"(?:([A-Za-z]\w*?)[/_])?(\d+)")
 _MBPP: Final = "mbpp"  # tools write MBPP's ids as 11, Mbpp/11 and MBPP/11

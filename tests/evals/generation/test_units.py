@@ -41,7 +41,7 @@ def test_a_seed_does_not_depend_on_other_units():
 
 @pytest.mark.parametrize("text", ["", "1", "0/4", "5/4", "1/0", "a/b", "-1/4", "1/4/2", "٣/4"])
 def test_shards_that_are_none(text):
-    with pytest.raises(CommandError, match="--shard must be i/N with i from 1 to N"):
+    with pytest.raises(CommandError, match="`shard` must be i/N with i from 1 to N"):
         Shard.parse(text)
 
 

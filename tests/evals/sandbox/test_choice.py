@@ -77,7 +77,7 @@ def test_a_named_back_end_is_used_or_refused(refusals: dict[str, str | None]) ->
 
 
 def test_none_has_to_be_allowed() -> None:
-    with pytest.raises(SandboxError, match="--allow-unsafe-code"):
+    with pytest.raises(SandboxError, match="`allow_unsafe=True`"):
         choose("none")
     assert choose("none", allow_unsafe=True).name == "none"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError
 from hf_fastdecode.evals.scoring import Result
 from hf_fastdecode.evals.scoring.python import PythonRunner
 from hf_fastdecode.evals.scoring.python.job import job_of
-from hf_fastdecode.evals.task import Task
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=5, memory_bytes=256 << 20, address_bytes=1 << 30, output_bytes=1 << 20)
 

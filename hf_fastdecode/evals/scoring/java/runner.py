@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from ...records import Task
 from ...sandbox import LimitExceeded, Limits, SandboxError
-from ...task import Task
 from ..messages import one_line
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result, command_version, require_tests

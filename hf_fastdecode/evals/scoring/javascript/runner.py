@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ...records import Task
 from ...sandbox import Limits
-from ...task import Task
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result, command_version, require_tests
 

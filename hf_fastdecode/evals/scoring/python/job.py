@@ -8,7 +8,7 @@ import sys
 from functools import lru_cache
 from typing import Any, Final
 
-from ...task import Task
+from ...records import Task
 from ..runner import require_tests
 from .unrun import leaves_check_uncalled, unrun_tests
 

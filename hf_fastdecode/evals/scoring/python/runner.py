@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ...records import Task
 from ...sandbox import Limits, python_command
-from ...task import Task
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result
 from .job import job_of
