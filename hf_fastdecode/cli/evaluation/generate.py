@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from ...errors import forced_options
-from ...evals.generation.units import WHOLE, Shard
+from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.settings import RunSettings, prompts_digest
 from ..console import note, quiet_libraries
 from .option_groups import expand_option_groups

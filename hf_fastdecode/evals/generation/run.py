@@ -14,8 +14,7 @@ from ..prompts import PromptFormat
 from ..records import Task
 from ..settings import RunSettings, claim_folder
 from .draw import draw_rows, samples_of, sharing
-from .samples_file import open_samples
-from .units import WHOLE, Shard, Unit, units_of
+from .samples_file import WHOLE, Shard, Unit, open_samples, units_of
 
 
 def generate_samples(

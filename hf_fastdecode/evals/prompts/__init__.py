@@ -7,11 +7,7 @@ from typing import Any, Final
 from hf_fastdecode.errors import CommandError
 
 from ..tasks import TaskSet
-from .austin import few_shot_format
-from .bigcode import docstring_format
-from .chat import chat_format
-from .completing import stem_format
-from .format import PromptFormat
+from .formats import PromptFormat, chat_format, docstring_format, few_shot_format, stem_format
 from .stop_rules import StopRule
 
 __all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]

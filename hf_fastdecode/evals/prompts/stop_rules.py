@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-from .parsing import longest_parsing_prefix
 
 
 class StopRule(ABC):
@@ -91,3 +91,29 @@ class StopWords(StopRule):
         match = self._pattern.search(text, self._searched)
         self._searched = max(0, len(text) - self._longest + 1)
         return match.start() if match else None
+
+
+def parses(program: str) -> bool:
+    """Whether a text is a Python program."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in strings, which are the program's matter
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def longest_parsing_prefix(text: str, stem: str = "") -> str:
+    """The longest prefix in whole lines with which the stem is a program; the text itself if there is none.
+
+    Args:
+        text: A completion that may have been cut off.
+        stem: The code that it continues.
+    """
+    lines = text.splitlines(keepends=True)
+    for count in range(len(lines), 0, -1):
+        prefix = "".join(lines[:count])
+        if prefix.strip() and parses(stem + prefix):
+            return prefix
+    return text

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import CommandError
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
-from ..metrics.duplicates import Deduplicate
+from ..metrics.pool import Deduplicate
 from ..records import Latency, read_samples, read_verdicts
 from ..settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
-from .launch import Backend, SandboxError
+from .containers import Container
+from .launch import SCRATCH, Backend, SandboxError, Unconfined, python_command, view_of
 from .limits import LimitExceeded, Limits
+from .namespaces import Bubblewrap, Unshare
 from .process import SandboxedProcess
-from .view import view_of
 
 
 @dataclass(frozen=True)
@@ -106,3 +113,118 @@ def _detail(code: int) -> str:
     if code <= 128:
         return f"ended with exit code {code}" if code else ""
     return f"ended by signal {code - 128}"
+
+
+BACKENDS: Final[dict[str, Backend]] = {
+    backend.name: backend
+    for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
+}
+"""By name; `auto` tries them in this order, but never `none`."""
+
+_PROBE: Final = Path(__file__).with_name("probe.py")
+_PROOF_LIMITS: Final = Limits(scratch_bytes=1 << 20, file_bytes=4 << 20, processes=16, wall_seconds=30)
+
+
+def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
+    """A sandbox that has been proved to isolate.
+
+    Args:
+        name: Of a back end, or ``auto`` for the first of `BACKENDS` that passes the proof.
+        allow_unsafe: Permit ``none``, under which a program has all rights of this user.
+
+    Raises:
+        SandboxError: No back end passes, the named one does not, or it is ``none`` and not permitted.
+        ValueError: There is no back end of this name.
+    """
+    if name == "none":
+        if not allow_unsafe:
+            raise SandboxError(
+                '`sandbox="none"` runs generated programs with all your rights: add `allow_unsafe=True` to permit it'
+            )
+        return Sandbox(BACKENDS["none"])
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"`sandbox` must be auto, {', '.join(BACKENDS)}, got {name!r}")
+    refusals = []
+    for candidate in [name] if name != "auto" else [known for known in BACKENDS if known != "none"]:
+        refusal = _refusal(candidate)
+        if refusal is None:
+            return Sandbox(BACKENDS[candidate])
+        refusals.append(f"{candidate}: {refusal}")
+    raise SandboxError(
+        f"no sandbox for generated programs ({'; '.join(refusals)}); install bubblewrap (apt install bubblewrap), or "
+        "inside a container start that with --privileged"
+    )
+
+
+@cache
+def _refusal(name: str) -> str | None:
+    """Why a back end cannot be used; None where it passes the proof. Found out once per process."""
+    backend = BACKENDS[name]
+    return backend.missing() or prove(backend)
+
+
+def prove(backend: Backend) -> str | None:
+    """Run `probe` in a sandbox: no network, home, foreign files, processes or rights, and limits that bind.
+
+    Returns:
+        What the probe could do, or why it did not run; None where the sandbox isolates.
+    """
+    token = f"hf-fastdecode-{secrets.token_hex(16)}"
+    command, readable = python_command()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        tempfile.NamedTemporaryFile() as file,
+        subprocess.Popen(["/bin/sh", "-c", "read line", token], stdin=subprocess.PIPE) as canary,
+    ):
+        home = Path.home()
+        job = {
+            "port": server.getsockname()[1],
+            "home": str(home),
+            "shown_of_home": [path.relative_to(home).parts[0] for path in readable if path.is_relative_to(home)],
+            "file": file.name,
+            "pid": canary.pid,
+            "token": token,
+            "scratch": str(SCRATCH),
+            "scratch_bytes": _PROOF_LIMITS.scratch_bytes,
+            "processes": _PROOF_LIMITS.processes,
+            "memory_bytes": _PROOF_LIMITS.memory_bytes,
+        }
+        try:
+            escapes = _probe(backend, [*command, "-c", _PROBE.read_text(encoding="utf-8"), token], readable, job)
+        except (SandboxError, LimitExceeded, OSError, ValueError) as error:
+            return str(error)
+        if canary.poll() is not None and not escapes:
+            return "it kills processes of the host"
+        assert canary.stdin is not None  # a pipe
+        canary.stdin.close()  # which ends it
+    return escapes
+
+
+def _probe(backend: Backend, argv: list[str], readable: Sequence[Path], job: dict[str, Any]) -> str | None:
+    # The token that the probe looks for is that of the canary; its own arguments hold another.
+    mark = argv[-1] = f"{argv[-1]}-probe"
+    with Sandbox(backend).popen(argv, readable=readable, limits=_PROOF_LIMITS) as process:
+        process.send(json.dumps(job).encode() + b"\n")
+        answer = b""
+        while not answer.endswith(b"\n"):
+            if not (data := process.receive()):
+                said = process.stderr.decode(errors="replace").strip().splitlines()
+                return f"the probe failed: {said[-1] if said else 'it wrote nothing'}"
+            answer += data
+        if escapes := json.loads(answer):
+            return ", ".join(escapes)
+        if not _running(mark):
+            return "its processes cannot be seen from here, so that their end cannot be proved"
+        process.wait()
+        return "a process that it left behind lives on" if _running(mark) else None
+
+
+def _running(token: str) -> bool:
+    """Whether a process of this machine has this argument."""
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and token.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue
+    return False

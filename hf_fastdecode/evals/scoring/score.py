@@ -1,4 +1,4 @@
-"""Scoring samples: equal programs once, several at a time; again and alone where a busy machine may be to blame."""
+"""The languages whose programs can be checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from tqdm import tqdm
 
 from ..records import Language, Sample, Task, Verdict
 from ..sandbox import Limits, Sandbox, SandboxError
-from .languages import LANGUAGES
-from .runner import BrokenServerError, Result, Runner
+from .java import JAVA
+from .javascript import JAVASCRIPT
+from .python import PYTHON
+from .runner import BrokenServerError, LanguageSupport, Result, Runner
+
+LANGUAGES: Final[dict[Language, LanguageSupport]] = {
+    "python": PYTHON,
+    "java": JAVA,
+    "javascript": JAVASCRIPT,
+}
+
 
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 

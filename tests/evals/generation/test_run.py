@@ -11,8 +11,14 @@ import torch
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
-from hf_fastdecode.evals.generation.samples_file import merged_samples, open_samples, sample_files
-from hf_fastdecode.evals.generation.units import WHOLE, Shard, units_of
+from hf_fastdecode.evals.generation.samples_file import (
+    WHOLE,
+    Shard,
+    merged_samples,
+    open_samples,
+    sample_files,
+    units_of,
+)
 from hf_fastdecode.evals.settings import Drawing
 
 IDS = ["101", "102", "103"]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.evals.generation.units import Shard, units_of
+from hf_fastdecode.evals.generation.samples_file import Shard, units_of
 
 SIZES = st.integers(1, 40)
 

@@ -263,7 +263,7 @@ def test_what_cannot_be_started() -> None:
 def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandbox: Sandbox) -> None:
     if any_sandbox.name != "bwrap":
         pytest.skip("an option of bwrap")
-    monkeypatch.setattr("hf_fastdecode.evals.sandbox.bubblewrap._NAMESPACES", ["--no-such-option"])
+    monkeypatch.setattr("hf_fastdecode.evals.sandbox.namespaces._BWRAP", ["--no-such-option"])
     done = any_sandbox.run(["true"])
     assert (done.status, done.detail) == ("sandbox_error", "bwrap: Unknown option --no-such-option")
     with pytest.raises(SandboxError, match="Unknown option"):

