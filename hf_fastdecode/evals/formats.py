@@ -17,11 +17,9 @@ from .prompts.stop_rules import parses
 from .records import Sample, Task
 from .tasks import TaskIds
 
-__all__ = ["FORMS", "Form", "export_samples", "import_samples"]
-
 
 def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
-    """The samples of a file; its form is told by its content.
+    """The samples of a file, whose form is recognised by its content.
 
     One object a line with `task_id` and `completion` (human-eval, mxeval, ours), or `solution`, a whole program
     (EvalPlus); or one JSON array of arrays of programs, in the order of the tasks (bigcode-evaluation-harness). Ids
@@ -30,11 +28,11 @@ def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | N
 
     Args:
         path: `.jsonl`, `.jsonl.gz` or `.json`.
-        tasks: Those that the samples may belong to.
-        chosen: Those whose samples are wanted, of `tasks`; an array of arrays is of exactly these. None for all.
+        tasks: The tasks that samples may belong to.
+        chosen: The tasks whose samples are returned; an array of arrays belongs to exactly these. None for all.
 
     Raises:
-        CommandError: The file cannot be read, or a sample is wrong; says in which line.
+        CommandError: The file cannot be read, or a sample is wrong; names the line.
     """
     content = read_bytes(path)
     if generations := _generations(content):
@@ -131,17 +129,18 @@ FORMS: Final[tuple[str, ...]] = get_args(Form)
 
 
 def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
-    """Write samples in the form that a tool reads.
+    """Write samples in the form that a tool reads; an existing file is replaced once all is written.
 
     Args:
-        path: Where to; what stands there is replaced once all is written.
-        samples: Of these tasks.
+        path: The file to write.
+        samples: Samples of these tasks.
         tasks: In the order in which `bigcode` is to find their samples.
         form: ``own`` with log-probabilities; ``human-eval`` and ``mxeval`` with completions; ``evalplus`` and
             ``bigcode`` with whole programs.
 
     Raises:
-        CommandError: A sample has no task, or a task no sample where position tells the task.
+        CommandError: A sample has no task; or a task has no sample, in ``bigcode``'s form, which identifies tasks by
+            position.
     """
     by_id = {task.task_id: task for task in tasks}
     if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
@@ -183,12 +182,8 @@ def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[lis
 def continuation(task: Task, program: str) -> str:
     """The completion with which a task's stem does what a whole program does.
 
-    Args:
-        task: With or without a stem.
-        program: Which begins with the stem, or defines the entry point anew.
-
-    Raises:
-        ValueError: It is a Java program that does not begin with the stem; no class can be defined twice.
+    The program begins with the stem, or defines the entry point again; a ValueError for a Java program that does not
+    begin with the stem, because no class can be defined twice.
     """
     for stem in (task.stem, task.stem.strip()):
         if program.startswith(stem):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with an enabled model, from its own command line."""
+"""``hf-fastdecode`` as a model of lm-evaluation-harness. Imports lm_eval, which is an optional extra."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class FastDecodeLM(HFLM):
     """lm-eval's `HFLM` with its model enabled: repeats share their prompt, and problems the examples in front of them.
 
     Args:
-        pretrained: As `HFLM` takes it, or ``embedded``.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
-        reuse_prefix: Of `hf_fastdecode.enable`. By default on where prompts come one at a time, since within a call
-            there is then nothing to share.
-        arguments: As `HFLM` takes them.
+        pretrained: As for `HFLM`, or ``embedded``.
+        mode: As for `hf_fastdecode.enable`.
+        sampler: As for `hf_fastdecode.enable`.
+        reuse_prefix: As for `hf_fastdecode.enable`. By default on for batches of 1, whose calls have nothing else to
+            share.
+        arguments: Further arguments of `HFLM`.
 
     Raises:
-        CommandError: `mode`, `sampler` or `reuse_prefix` is none that `hf_fastdecode.enable` takes.
+        CommandError: `mode`, `sampler` or `reuse_prefix` has a value that `hf_fastdecode.enable` refuses.
     """
 
     def __init__(

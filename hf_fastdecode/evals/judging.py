@@ -36,16 +36,16 @@ def judge(
 ) -> list[Verdict]:
     """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
-    Lines that the file has already are kept where program, tests, limits, the language's version and what verdicts
-    mean are the same; those of a sandbox that broke are scored again. Meanwhile lines are appended; in the end the
-    file has one line for each of these samples, in their order, and then one for each other sample that it had.
+    Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
+    same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
+    each of these samples, in their order, and then one for each other sample that it had.
 
     Args:
-        tasks: Of the samples.
+        tasks: The samples' tasks.
         samples: In any order.
-        path: Of the file.
+        path: The file.
         sandbox: Where programs run.
-        limits: Of a program; by default those of its language.
+        limits: Limits of a program; by default those of its language.
         workers: Programs at a time; by default one per CPU.
         progress: Show a bar.
 
@@ -53,7 +53,7 @@ def judge(
         A verdict per sample, in their order.
 
     Raises:
-        CommandError: The file holds something else than results, or another process scores into it.
+        CommandError: The file holds something other than results, or another process scores into it.
     """
     with exclusive(path, CommandError(f"another process scores into {path}; wait for it, or name another `out`")):
         return _judge(tasks, samples, path, sandbox, limits, workers or usable_cpus(), progress)
@@ -98,9 +98,9 @@ def _line(verdict: Verdict, program: str) -> dict[str, Any]:
 
 
 def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Have a file hold these lines, and behind them the latest line of each other sample.
+    """Have a file hold these lines, followed by the latest line of each other sample.
 
-    An interruption leaves the old ones; the last of a sample counts then.
+    An interruption leaves the old lines, of which the last of a sample counts.
     """
     found = list(read_jsonl(path))
     others = {_place(line): line for line in found if {"task_id", "index"} <= line.keys()}
@@ -116,7 +116,7 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
-    """The samples in parts of so many different programs; equal ones stand in one part."""
+    """The samples in parts of so many different programs; equal programs are in one part."""
     part: list[Sample] = []
     seen: set[str] = set()
     for sample in left:

@@ -29,7 +29,7 @@ class Task:
 
     Attributes:
         task_id: As published, e.g. ``"11"`` (MBPP), ``"MBJP/3"`` (MBXP), ``"HumanEval/0"``.
-        language: Of the program.
+        language: The program's language.
         description: The task in English.
         stem: Code that a completion continues, such as a signature and a docstring; empty where the completion is a
             whole program (MBPP).
@@ -58,7 +58,7 @@ class Sample:
     """A completion of a task.
 
     Attributes:
-        task_id: Of `Task`.
+        task_id: The task's id.
         index: Number of the sample among those of its task, from 0.
         completion: The text that continues the task's stem, truncated by the stop rules of the prompt format.
         tokens: Tokens that the log-probabilities are over; None where unknown.
@@ -85,15 +85,15 @@ class Verdict:
     """The outcome of a sample's tests.
 
     Attributes:
-        task_id: Of the sample.
-        index: Of the sample.
+        task_id: The sample's task.
+        index: The sample's number.
         status: Outcome.
         detail: One line for people: the exception, the limit that was hit; empty for ``pass``.
-        outputs: A hash of the program's answers to the tests, up to the first test that failed: the values that its
-            functions returned, the classes of the exceptions that they raised, and how they left their arguments.
-            Equal for programs whose answers are equal, as 1 and 1.0 are; an object that is not plain data, such as a
-            generator, counts by what the tests learn from it. Empty where the program was asked for nothing, as one
-            that does not load, where it met a limit, and for languages other than Python.
+        outputs: A hash of the program's answers to the tests, up to the first failed test: returned values, classes of
+            raised exceptions, and how arguments were changed. Equal for equal answers, such as 1 and 1.0; an object
+            that is not plain data, such as a generator, counts by what the tests learn from it. Empty where the
+            program was asked for nothing, such as one that does not load, where it met a limit, and for other
+            languages than Python.
     """
 
     task_id: str
@@ -156,20 +156,12 @@ SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file that `JsonlWriter` wrote; further fields are ignored.
-
-    Raises:
-        CommandError: A line is not a JSON object or lacks a field.
-    """
+    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
     return [_record(path, Sample, line) for line in read_jsonl(path)]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored.
-
-    Raises:
-        CommandError: A line is not a JSON object, lacks a field, or has an unknown status.
-    """
+    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
     verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
     for verdict in verdicts:
         if verdict.status not in get_args(Status):

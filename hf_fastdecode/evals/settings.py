@@ -1,4 +1,4 @@
-"""The settings of a run, which decide its samples, and the file that keeps runs apart."""
+"""The settings of a run, which decide its samples, and its folder: names of files, and what keeps runs apart."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Drawing:
         top_p: Draw from the smallest set of tokens of this probability; 1 is off.
         max_new_tokens: Most tokens of a sample.
         way: ``shared`` (hf_fastdecode) or ``stock``.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
+        mode: As for `hf_fastdecode.enable`.
+        sampler: As for `hf_fastdecode.enable`.
         processed: Gather log-probabilities after temperature and nucleus too. Samples are then drawn by transformers'
             own sampler, from other random numbers than those of the sampling kernel.
     """
@@ -61,16 +61,16 @@ class Drawing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides which samples a run draws, but for versions.
+    """What decides which samples a run draws, except versions.
 
     Attributes:
         model: Name or folder of the checkpoint.
         weights: Digest of weights, config and tokenizer, see `hf_fastdecode.evals.generation.weights`.
-        dtype: Of the parameters.
+        dtype: The parameters' dtype.
         device: Its type.
         task: Name of the tasks.
         prompts: Digest of task ids and prompts, in order, see `prompts_digest`.
-        format: Of the prompts.
+        format: Name of the prompt format.
         n: Samples of each task.
         seed: From which the seed of every call is derived.
         rows: Most rows of a call, see `units_of`. Which rows share a call decides rounding and random numbers.
@@ -101,16 +101,16 @@ def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) ->
 
 
 def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]) -> None:
-    """Write the run's settings into its folder, or check that they are those that it has.
+    """Write the run's settings into its folder, which is made if need be, or check that it has the same ones.
 
     Args:
-        folder: Of the run; it is made if need be.
-        settings: Of the run.
+        folder: The run's folder.
+        settings: The run's settings.
         provenance: Versions, which must not change within a run, and what else is kept for people.
 
     Raises:
-        CommandError: The folder holds a run with other settings or versions, or its settings cannot be read, or
-            samples or verdicts without settings.
+        CommandError: The folder holds a run with other settings or versions, settings that cannot be read, or samples
+            or verdicts without settings.
     """
     path = folder / SETTINGS
     deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}

@@ -37,8 +37,6 @@ def test_embedded_prompts_are_those_that_the_model_was_trained_on() -> None:
         found = prompt_format(tasks, shots=shots)
         for task, fields in zip(tasks.tasks, embedded_tasks(), strict=False):
             assert found.prompt(task) == few_shot_prompt(fields, shots)
-            assert found.prompt(task).startswith(found.shared)
-    assert found.shared.endswith("here is your task: ") and len(found.shared) > 500
 
 
 def test_austin_is_as_published() -> None:
@@ -69,7 +67,7 @@ def test_bigcode_is_as_published() -> None:
 @pytest.mark.parametrize("task", [PYTHON, JAVA, JAVASCRIPT], ids=lambda task: task.language)
 def test_mbxp_is_the_stem(task: Task) -> None:
     found = prompt_format(of(task))
-    assert (found.name, found.prompt(task), found.shared, found.special_tokens) == ("mbxp", task.stem, "", True)
+    assert (found.name, found.prompt(task), found.special_tokens) == ("mbxp", task.stem, True)
     assert found.stop_rule(task).completion(task.reference or "") == task.reference
 
 

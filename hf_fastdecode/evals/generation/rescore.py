@@ -34,21 +34,18 @@ def rescore_samples(
     *,
     progress: bool = True,
 ) -> None:
-    """Write the samples of several tasks with the model's own log-probabilities, see `rescored`.
+    """Write samples with the model's own log-probabilities, see `rescored`.
 
-    Meanwhile they are in a hidden file beside `out`, from which the same call goes on after an interruption.
+    Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        form: Of the prompts.
-        tasks: Of the samples.
+        form: Writes the prompts.
+        tasks: The samples' tasks.
         samples: In any order.
         out: The file to write.
         progress: Show a bar.
-
-    Raises:
-        CommandError: As of `rescored`.
     """
     content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
     head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
@@ -75,17 +72,10 @@ def rescore_samples(
 def rescored(
     model: Any, tokenizer: Any, form: PromptFormat, task: Task, samples: Sequence[Sample], *, rows: int = 16
 ) -> list[Sample]:
-    """The samples of a task with the model's own log-probabilities, also where another model or tool drew them.
+    """A task's samples with the model's own log-probabilities, whichever model or tool drew them.
 
-    The completion is tokenized behind its prompt, so its tokens may be others than those that were drawn.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        form: Of the prompts.
-        task: Of the samples.
-        samples: With completions as they follow the prompt.
-        rows: Most samples that go through the model at once; long ones, whose logits are large, are fewer.
+    The completion is tokenized behind its prompt, so its tokens may differ from those that were drawn. At most `rows`
+    samples go through the model at once; fewer if they are long, because logits are large.
 
     Raises:
         CommandError: The model's logits are not finite, or those of one sample do not fit into memory.

@@ -1,4 +1,7 @@
-"""Units of work: which samples one call of `generate` draws, and from which seed."""
+"""Which samples one call of `generate` draws, from which seed, and the file that a run appends them to.
+
+A unit is the samples of one call. A shard of a run has every N-th unit and a file of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,8 @@ from ..settings import SAMPLES, sample_files
 
 @dataclass(frozen=True)
 class Unit:
-    """The samples of one call.
-
-    Attributes:
-        tasks: Numbers of the tasks in the run.
-        first: Index of the first sample of each task.
-        count: Samples of each task.
+    """The samples of one call: numbers of its tasks in the run, the index of each task's first sample, samples per
+    task.
     """
 
     tasks: tuple[int, ...]
@@ -40,13 +39,9 @@ class Unit:
 
 
 def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
-    """Divide a run into calls of at most `rows` rows.
+    """Divide `n` samples of each of so many tasks into calls of at most `rows` rows.
 
-    Args:
-        tasks: Number of tasks.
-        n: Samples of each.
-        rows: Most rows of a call. Several tasks share a call where their samples fit, and a task's samples come in
-            chunks where they do not.
+    Several tasks share a call where their samples fit; otherwise a task's samples come in chunks.
     """
     if n >= rows:
         chunks = [(first, min(rows, n - first)) for first in range(0, n, rows)]
@@ -57,23 +52,14 @@ def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several processes that share a run.
-
-    Attributes:
-        number: From 1.
-        count: Of all.
-    """
+    """One of several processes that share a run; numbers start at 1."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Read ``i/N``.
-
-        Raises:
-            CommandError: It is not of that form, or `i` is not between 1 and `N`.
-        """
+        """Read ``i/N`` with `i` from 1 to `N`."""
         number, slash, count = text.partition("/")
         if not (
             slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
@@ -103,14 +89,8 @@ def open_samples(
 
     Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones.
 
-    Args:
-        folder: Of the run.
-        shard: Whose file.
-        units: Of the run.
-        task_ids: Of the run's tasks.
-
     Yields:
-        The file, and the units of which a file of the run lacks samples.
+        The file, and the units of which the run's files lack samples.
 
     Raises:
         CommandError: Another process writes to the file.
@@ -152,15 +132,10 @@ def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
 
 
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
-    """The samples of a run, ordered by task and index; files of shards are merged into one.
-
-    Args:
-        folder: Of the run.
-        task_ids: Of the run's tasks, in order.
-        n: Samples of each task.
+    """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
 
     Raises:
-        CommandError: There are none, shards have not drawn all of theirs, or two files hold another sample of the
+        CommandError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
             same number.
     """
     files = sample_files(folder)

@@ -1,4 +1,4 @@
-"""Rankers by name: the accuracy of each on one pool, for every n that is asked for."""
+"""Rankers by name, majority votes among them: the accuracy of each on one pool, for several n."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 def pass_at_ranker(
     pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """The chance that one of a ranker's m candidates among n samples passes.
+    """The probability that one of a ranker's m candidates among n samples passes.
 
     Args:
         pool: The judged samples of one task.
-        ranker: Who ranks.
-        ns: Samples drawn, each between 1 and the pool's size.
+        ranker: How samples are ranked.
+        ns: Numbers of samples, each between 1 and the pool's size.
         m: Candidates that are run; the oracle runs all.
-        draws: Of the Monte Carlo estimate, for ``votes``.
-        seed: Of the same, joined with the task's id.
+        draws: Random subsets per n, for ``votes``.
+        seed: For the random subsets; combined with the task's id.
 
     Returns:
-        Chances and, where they are estimates, standard errors, both [len(ns)].
+        Probabilities and, where they are estimates, standard errors, both [len(ns)].
 
     Raises:
-        ValueError: A number is out of these bounds, a log-probability is missing, or equal samples differ in `passed`.
+        ValueError: A number is out of bounds, a log-probability is missing, or equal samples differ in `passed`.
     """
     if out := [n for n in ns if not 1 <= n <= len(pool.passed)]:
         raise ValueError(
@@ -61,8 +61,7 @@ def pass_at_ranker(
 def _answers(pool: Pool) -> Sequence[Hashable]:
     """What samples vote for: their outputs, or their text where these are unknown.
 
-    No sample is without a vote: a right one could lose it to a wrong one, and whether it is right is not known to who
-    votes.
+    Every sample votes: the ranking must not depend on knowing which samples are right.
     """
     # Outputs that pass once and fail once, as by what a program printed, are two.
     return [
@@ -92,24 +91,25 @@ def pass_at_votes(
     draws: int = 1000,
     seed: int = 0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The chance that one of the m most frequent outputs of n samples is right, estimated by Monte Carlo.
+    """The probability that one of the m most frequent outputs of n samples is right, estimated by Monte Carlo.
 
-    Of `draws` random subsets of n samples each gives the chance over a uniformly random order of the outputs that tie;
-    their mean is reported with its standard error. There is no closed form that is cheap at a thousand samples.
+    Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples gives the probability
+    over a uniformly random order of tied outputs; the result is their mean and its standard error. An exact count
+    would be too expensive for a thousand samples.
 
     Args:
-        passed: Of the N samples of one task.
+        passed: The verdicts of one task's N samples.
         outputs: What each sample's program returned, or its text; None, as for a program that crashed, has no vote.
-        ns: Samples drawn, each between 1 and N.
+        ns: Numbers of samples, each between 1 and N.
         m: Outputs that are run or handed in, at least 1.
         draws: Random subsets for each n, at least 2.
-        seed: Of the draws.
+        seed: For the random subsets.
 
     Returns:
         Means and standard errors, both [len(ns)].
 
     Raises:
-        ValueError: A number is out of these bounds, the pool is empty, or equal outputs differ in `passed`.
+        ValueError: A number is out of bounds, the pool is empty, or equal outputs differ in `passed`.
     """
     check_m(m)
     if draws < 2:

@@ -20,16 +20,16 @@ SHOTS: Final = 3
 def prompt_format(
     tasks: TaskSet, name: str | None = None, *, shots: int = SHOTS, chat_tokenizer: Any = None
 ) -> PromptFormat:
-    """How the tasks are put to a model.
+    """The format in which tasks are put to a model.
 
     Args:
         tasks: With the solved examples that few-shot prompts show.
-        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature and `austin` where not.
+        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature, else `austin`.
         shots: Solved examples of `austin`.
-        chat_tokenizer: The tokenizer of a chat model; its template then takes the place of a named format.
+        chat_tokenizer: The tokenizer of a chat model, whose template then replaces a named format.
 
     Raises:
-        CommandError: There is no such format, the tasks do not suit it, or both a name and a tokenizer are given.
+        CommandError: There is no such format, it does not suit the tasks, or both a name and a tokenizer are given.
     """
     if chat_tokenizer is not None:
         if name is not None:

@@ -1,4 +1,12 @@
-"""A prompt format: what a model reads of a task, and what of its text is the completion."""
+"""Prompt formats: what a model reads of a task, and what of its text is the completion.
+
+- ``mbxp``: the model continues a task's signature and docstring (Athiwaratkun et al. 2022, section 4).
+- ``austin``: MBPP's few-shot prompt (Austin et al. 2021, section 3.1).
+- ``bigcode``: the zero-shot prompts of bigcode-evaluation-harness with its stop words. A completion is cut at the
+  first stop word and not repaired, as there, so that verdicts can be compared.
+- ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
+  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +24,23 @@ from .stop_rules import StopRule, StopWords
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a set of tasks is put to a model.
+    """How tasks are put to a model.
 
     Attributes:
         name: As on the command line.
         prompt: The prompt of a task.
-        stop_rule: A new stop rule for one completion of a task. It also cuts the completion out of a text.
-        shared: What all prompts begin with; empty where they share nothing.
-        special_tokens: Whether the tokenizer is to add its special tokens; a chat template has written them.
+        stop_rule: A new stop rule for one completion of a task; it also cuts the completion out of a text.
+        special_tokens: Whether the tokenizer adds its special tokens; a chat template has written them already.
     """
 
     name: str
     prompt: Callable[[Task], str]
     stop_rule: Callable[[Task], StopRule]
-    shared: str = ""
     special_tokens: bool = True
 
 
 def stem_format() -> PromptFormat:
-    """The stem itself as the prompt; the completion ends with the function."""
+    """``mbxp``: the stem is the prompt; the completion ends with the function."""
     return PromptFormat("mbxp", _stem, function_end)
 
 
@@ -54,29 +60,16 @@ def _stem(task: Task) -> str:
     return task.stem
 
 
-_MARK: Final = "\0"
-
-
 def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
-    """Solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``.
-
-    Args:
-        examples: Tasks with a reference, in the order in which a prompt shows them.
-        shots: How many of them it shows.
-
-    Raises:
-        CommandError: There are not so many examples.
-    """
+    """``austin``: so many solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``."""
     if not 0 <= shots <= len(examples):
         few = "; pass a file that also holds the tasks 1 to 10" if not examples else ""
         raise CommandError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
     shown = [solved_example(one.description, one.tests, one.reference or "") for one in examples[:shots]]
-    before = task_prompt(_MARK, []).partition(_MARK)[0]
     return PromptFormat(
         "austin",
         lambda task: SEPARATOR.join([*shown, task_prompt(_described(task).description, task.tests)]),
         lambda task: StopWords([DONE], repaired=True),
-        shared=SEPARATOR.join([*shown, before]),
     )
 
 
@@ -95,7 +88,7 @@ _HUMANEVAL_STOP_WORDS: Final = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\n
 
 
 def docstring_format() -> PromptFormat:
-    """A docstring with the description and the first test, or the stem without the white space around it."""
+    """``bigcode``: a docstring with the description and the first test, or the stem without white space around it."""
     return PromptFormat(
         "bigcode", _prompt, lambda task: StopWords(_HUMANEVAL_STOP_WORDS if task.stem else _MBPP_STOP_WORDS)
     )
@@ -116,11 +109,7 @@ _NAMES: Final = {"python": "Python", "java": "Java", "javascript": "JavaScript"}
 
 
 class BlockEnd(StopWords):
-    """Ends before the fence that closes a code block; of the block, the stem's function is kept.
-
-    Args:
-        task: Whose stem stands before the text, in the same block.
-    """
+    """Ends before the fence that closes a code block; of a block that begins with a stem, its function is kept."""
 
     def __init__(self, task: Task):
         super().__init__([_FENCE], repaired=not task.stem)
@@ -136,14 +125,7 @@ class BlockEnd(StopWords):
 
 
 def chat_format(tokenizer: Any) -> PromptFormat:
-    """One user's message that asks for the function, and the beginning of the answer.
-
-    Args:
-        tokenizer: With a chat template.
-
-    Raises:
-        CommandError: It has none.
-    """
+    """``chat``: one user's message that asks for the function, and the beginning of the answer."""
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise CommandError(f"the tokenizer {name} has no chat template; leave out `chat`")

@@ -1,4 +1,4 @@
-"""The end of a Python function."""
+"""Where a function ends: by indentation in Python, by braces in Java and JavaScript."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NEVER_IN_BRACKETS: Final = frozenset({"def", "class", "import"})
 class PythonFunctionEnd(StopRule):
     """Ends a function's body at the next statement or comment that is not indented.
 
-    What may still follow are definitions that the text uses by name, such as a helper function; and, before the body,
-    imports and the function's own definition where a model writes it anew.
+    Definitions that the text uses by name may still follow, such as a helper function; and, before the body, imports
+    and the function's own definition where a model writes it again.
 
     Args:
         stem: The code that the text continues.
@@ -114,17 +114,13 @@ _LONGEST_HEADER: Final = 40  # tokens; prose has no end of a header
 class BraceEnd(StopRule):
     """Ends once the brace that the stem's last line opened is closed.
 
-    What may still follow are the braces that close the stem's other blocks, such as the class around a Java method,
-    and definitions that the text uses by name: methods, fields and classes in Java, functions and classes in
-    JavaScript.
+    The braces that close the stem's other blocks may still follow, such as the class around a Java method, and
+    definitions that the text uses by name: methods, fields and classes in Java, functions and classes in JavaScript.
 
     Args:
         language: Java or JavaScript.
-        stem: The code that the text continues; it leaves at least one brace open.
+        stem: The code that the text continues; a ValueError if it leaves no brace open.
         entry_point: The function's name.
-
-    Raises:
-        ValueError: The stem leaves no brace open.
     """
 
     def __init__(self, language: Language, stem: str, entry_point: str):

@@ -23,11 +23,7 @@ class StopRule(ABC):
         self._end: int | None = None
 
     def finished(self, text: str) -> bool:
-        """Whether nothing that may follow belongs to the completion.
-
-        Args:
-            text: What was generated so far, decoded.
-        """
+        """Whether nothing that may follow this text belongs to the completion."""
         return self.end(text) is not None
 
     def end(self, text: str) -> int | None:
@@ -62,11 +58,9 @@ class StopWords(StopRule):
     """Ends before the first of some words.
 
     Args:
-        words: None of them within another, past its beginning; then more text cannot bring an earlier one.
-        repaired: Whether Python that does not parse, such as what was cut off, loses its last lines until it does.
-
-    Raises:
-        ValueError: There is no word, or one lies within another.
+        words: None within another, past its beginning, so that more text cannot bring an earlier end; else a
+            ValueError.
+        repaired: Whether Python that does not parse, such as a cut-off text, loses its last lines until it does.
     """
 
     def __init__(self, words: Sequence[str], *, repaired: bool = False):
@@ -105,12 +99,7 @@ def parses(program: str) -> bool:
 
 
 def longest_parsing_prefix(text: str, stem: str = "") -> str:
-    """The longest prefix in whole lines with which the stem is a program; the text itself if there is none.
-
-    Args:
-        text: A completion that may have been cut off.
-        stem: The code that it continues.
-    """
+    """The longest prefix in whole lines that parses behind the stem; the text itself if there is none."""
     lines = text.splitlines(keepends=True)
     for count in range(len(lines), 0, -1):
         prefix = "".join(lines[:count])

@@ -1,4 +1,4 @@
-"""Loading tasks by name, from the package, a file or the hub."""
+"""Tasks by name, from the package, a file or the hub, and by id."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def load_tasks(
 
     Args:
         name: One of `TASK_NAMES`. ``embedded`` comes with the package; ``apps`` needs a file.
-        data: A `.jsonl`, `.jsonl.gz` or `.json` file in place of the hub, in the published form of the name.
-        split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the
-            others (the papers of MBXP and HumanEval use all).
+        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
+        split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
+            (the papers of MBXP and HumanEval use all).
         limit: Only the first so many, at least 1.
         task_ids: Only these, in this order, of any split.
 
@@ -150,10 +150,10 @@ class TaskSet:
     """Tasks of one source.
 
     Attributes:
-        name: Of the source, such as ``mbpp``.
+        name: The source's name, such as ``mbpp``.
         origin: Where the tasks were read.
-        tasks: Those asked for, in the source's order; at least one.
-        examples: Solved tasks for few-shot prompts, none of them among those asked for by default.
+        tasks: The chosen tasks, in the source's order; at least one.
+        examples: Solved tasks for few-shot prompts, none of them among the tasks of the default split.
         note: A line for people where the data is not the published one, else empty.
     """
 
@@ -165,7 +165,7 @@ class TaskSet:
 
     @property
     def language(self) -> Language:
-        """Of all the tasks."""
+        """The language of all tasks."""
         return self.tasks[0].language
 
     @cached_property
@@ -176,21 +176,15 @@ class TaskSet:
 
 
 class TaskIds:
-    """Finds tasks by the ids that people and other tools give them: ``11``, ``"11"``, ``"Mbpp/11"``, ``"MBJP/11"``.
-
-    Args:
-        tasks: With different ids.
-    """
+    """Finds tasks by the ids that people and other tools give them: ``11``, ``"11"``, ``"Mbpp/11"``, ``"MBJP/11"``."""
 
     def __init__(self, tasks: Iterable[Task]):
         self._tasks = {_key(task.task_id): task for task in tasks}
         self._prefixes = {prefix for prefix, _ in self._tasks}
 
     def find(self, given: object) -> Task | None:
-        """The task with an id; None if there is none.
-
-        Args:
-            given: An integer, or a text with or without the data set's name.
+        """The task with an id, which is an integer or a text with or without the data set's name; None if there is
+        none.
         """
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             return None
@@ -200,11 +194,7 @@ class TaskIds:
         return found[0] if len(found) == 1 else None
 
     def require(self, given: object, place: str = "") -> Task:
-        """The task with an id.
-
-        Raises:
-            CommandError: There is none.
-        """
+        """The task with an id; a CommandError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]

@@ -1,4 +1,4 @@
-"""The data sets as published: where they are, and what their files are known by."""
+"""The data sets as published: where they are, what their files are recognised by, and loading them with `datasets`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PublishedFile:
     """A file of a data set.
 
     Attributes:
-        task_name: Of the source that reads it.
+        task_name: The source that reads it.
         url: Where it is published; the repository's name is part of it.
-        problems: How many it holds.
-        sha256: Of its content, decompressed.
-        hub: Repository and configuration on the Hugging Face hub; None where the hub has a loading script only, which
+        problems: Number of problems.
+        sha256: Hash of the decompressed content.
+        hub: Repository and configuration on the Hugging Face hub; None where the hub has only a loading script, which
             `datasets` no longer runs.
     """
 
@@ -92,22 +92,13 @@ FILES: Final = (
 
 
 def published_file(task_name: str) -> PublishedFile:
-    """The file that a task name is loaded from where none is given.
-
-    Raises:
-        StopIteration: Nothing is published under this name.
-    """
+    """The file that a task name is loaded from where none is given."""
     return next(file for file in FILES if file.task_name == task_name)
 
 
 def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """A line for people where a file is none of those published for a task name, else empty.
-
-    Args:
-        task_name: Of the source that reads it.
-        path: Of the file.
-        content: Decompressed.
-        problems: How many it holds.
+    """A line for people where a file's (decompressed) content is none of those published for a task name, else
+    empty.
     """
     found = hashlib.sha256(content).hexdigest()
     either = {"mbpp", "mbpp-sanitized"}  # the reader of one form reads both
@@ -120,16 +111,11 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
 
 
 def hub_records(task_name: str) -> tuple[list[Record], str, str]:
-    """All records of a published data set, in order of their ids.
-
-    Args:
-        task_name: Of the data set.
-
-    Returns:
-        The records, where they come from, and a line for people if there are more or fewer than were published.
+    """All records of a published data set in order of their ids, where they come from, and a line for people if their
+    number differs from the published one.
 
     Raises:
-        CommandError: They cannot be had, such as without a network; the remedy is a local file.
+        CommandError: They cannot be loaded, e.g. without a network; the remedy is a local file.
     """
     file = published_file(task_name)
     origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url
