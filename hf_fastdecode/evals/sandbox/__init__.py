@@ -3,13 +3,12 @@
 from .launch import SandboxError, python_command
 from .limits import LimitExceeded, Limits, Usage
 from .process import SandboxedProcess
-from .run import BACKENDS, Outcome, Sandbox, choose
+from .run import BACKENDS, Sandbox, choose
 
 __all__ = [
     "BACKENDS",
     "LimitExceeded",
     "Limits",
-    "Outcome",
     "Sandbox",
     "SandboxError",
     "SandboxedProcess",

@@ -1,4 +1,6 @@
-"""What a sandboxed program sees of the file system."""
+"""How a back end starts a program: what the program sees of the file system, the interface of all back ends, and the
+one without isolation.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ class View:
     """A read-only part of the host's file system.
 
     Attributes:
-        readable: Folders and files, seen where they are.
+        readable: Folders and files, at the paths that they have on the host.
         links: Symbolic links to folders among them: path and target.
-        hidden: Folders below them, seen empty.
+        hidden: Folders below them that appear empty.
     """
 
     readable: tuple[Path, ...]
@@ -49,15 +51,12 @@ class View:
 
 @cache
 def view_of(readable: tuple[Path, ...]) -> View:
-    """The system's programs and libraries, and further paths.
+    """The system's programs and libraries, and further absolute paths; symbolic links are followed.
 
     Python packages of the system are hidden: they may hold the tests that a program is judged by.
 
-    Args:
-        readable: Absolute folders and files, seen where they are; symbolic links are followed.
-
     Raises:
-        ValueError: A path is relative or does not exist, or is a folder that would uncover the whole machine.
+        ValueError: A path is relative or does not exist, or is a folder that would show the whole machine.
     """
     for path in readable:
         _check_readable(path)
@@ -74,8 +73,8 @@ def view_of(readable: tuple[Path, ...]) -> View:
 def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
     """An interpreter like this one without its environment: its command line, and the paths that it reads.
 
-    Only the standard library can be imported: neither site-packages nor the folder of the program is on the path, and
-    variables of the user do not reach it.
+    Only the standard library can be imported: neither site-packages nor the program's folder is on the path, and the
+    user's variables do not reach it.
     """
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
@@ -113,7 +112,7 @@ READY: Final = b"ready\n"
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not be made or had; it says nothing about the program."""
+    """A sandbox could not be made; this says nothing about the program."""
 
 
 def _nothing() -> None:
@@ -125,12 +124,12 @@ class Launch:
     """A command line that sets a sandbox up and runs a program in it.
 
     Attributes:
-        command: Of the host.
+        command: The host's command line.
         environment: Complete.
-        folder: Working directory on the host's side.
-        holder: The process of the host whose descendants are those of the sandbox; None for that of the command.
+        folder: Working directory on the host.
+        holder: The host's process whose descendants are those of the sandbox; None for the command's own process.
         kills_for_memory: Whether something else enforces the memory limit, by SIGKILL.
-        stop: Ends what killing the command would leave, such as a container.
+        stop: Ends what remains after the command is killed, such as a container.
         clean: Removes what was made for it.
     """
 
@@ -158,12 +157,9 @@ class Backend(Protocol):
 
 
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> list[str]:
-    """The last commands in every sandbox: put the limits on, write `READY`, become the program.
+    """The last commands in every sandbox: set the limits, write `READY`, become the program.
 
-    Args:
-        argv: The program.
-        limits: Of it.
-        processes: Limit their number, outside a user namespace that of all processes of the user.
+    With `processes`, their number is limited too: outside a user namespace that counts all processes of the user.
     """
     return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
@@ -171,11 +167,8 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
 def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
     """The first process of a PID namespace: it runs a command, waits for it and so accounts for its CPU time.
 
-    No signal from inside can end it, and with it end all processes that the command has left.
-
-    Args:
-        argv: The command.
-        name: An argument by which others can find it.
+    No signal from inside can end it, and its end ends all processes that the command has left. Others find it by
+    `name`, which is one of its arguments.
     """
     return ["/bin/sh", "-c", '"$@"; exit $?', name, *argv]
 

@@ -24,7 +24,7 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
     Args:
         status: The kind of limit.
         detail: A line about it.
-        load: Whether other programs may be to blame: it waited for a CPU, or the machine has no memory left.
+        load: Whether other programs may be the cause: it waited for a CPU, or the machine has no memory left.
     """
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
@@ -65,7 +65,7 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
 
     def prlimit(self, *, processes: bool = True) -> list[str]:
-        """The `prlimit` command that puts these limits on the command behind it; empty where there is no `prlimit`."""
+        """The `prlimit` command that sets these limits for the command behind it; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")
         if program is None:
             return []
@@ -110,11 +110,8 @@ def _lowers(name: str, value: int) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a sandbox use.
-
-    Attributes:
-        cpu_seconds: User and system time of those that run and of those that they waited for.
-        resident_bytes: Anonymous and shared memory; pages that forked processes share count for each.
+    """What a sandbox's processes use: user and system time of those that run and of those that they waited for, and
+    anonymous and shared memory, where pages that forked processes share count for each.
     """
 
     cpu_seconds: float = 0.0
@@ -122,7 +119,7 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """The use of a process and of all its descendants, as far as `/proc` tells.
+    """The use of a process and of all its descendants, from `/proc`.
 
     Inside a PID namespace an orphan becomes a child of its first process, so that none leaves the tree.
     """

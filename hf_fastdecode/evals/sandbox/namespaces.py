@@ -1,4 +1,11 @@
-"""Isolation by bubblewrap: every namespace unshared, an empty root that shows read-only folders, a sized tmpfs."""
+"""Isolation by namespaces, made by bubblewrap or by util-linux alone: every namespace unshared, an empty root that
+shows read-only folders, a sized tmpfs, the user `nobody`.
+
+Root gives its rights away before, so that root and an ordinary user get the same sandbox. A user namespace that root
+makes maps to root: its processes are exempt from RLIMIT_NPROC and own root's files. So root becomes the user `nobody`
+first. Where `nobody` cannot reach a path that the program must read, such as an interpreter in root's home, a private
+mount namespace shows it in a folder that everybody may enter.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +156,9 @@ def _locked(path: Path) -> str:
 
 
 def sources(readable: Sequence[Path]) -> dict[Path, Path]:
-    """Where the sandbox's maker finds each path: where it is, or in the folder that `without_root` fills."""
+    """Where the process that makes the sandbox finds each path: its own place, or in the folder that `without_root`
+    fills.
+    """
     if os.geteuid() != 0:
         return {path: path for path in readable}
     return {
@@ -159,12 +168,7 @@ def sources(readable: Sequence[Path]) -> dict[Path, Path]:
 
 
 def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
-    """The command as `nobody`, or as it is where this user is not root.
-
-    Args:
-        command: Makes the sandbox.
-        paths: From `sources`.
-    """
+    """The command that makes the sandbox, run as `nobody` where this user is root; `paths` are from `sources`."""
     if os.geteuid() != 0:
         return list(command)
     user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -185,10 +189,8 @@ def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
 def mount_point(purpose: str) -> Path:
     """An empty folder that everybody may enter; what is mounted on it is seen in private mount namespaces only.
 
-    It stays for the next run: a process that is killed could not remove it.
-
-    Raises:
-        SandboxError: Another user has taken its name.
+    It stays for the next run: a process that is killed could not remove it. A SandboxError if another user has taken
+    its name.
     """
     folder = Path(f"/tmp/hf-fastdecode-{os.geteuid()}")
     for path in (folder, folder / purpose):

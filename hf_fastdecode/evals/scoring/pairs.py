@@ -1,8 +1,10 @@
 """Checking programs in two processes: one for each program, and one for the tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
-as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is to answer calls.
-A pass is a nonce that the process of the tests is given with them and repeats after the last one.
+as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is answer calls.
+A pass is a nonce that the process of the tests receives with them and repeats after the last one.
+
+Messages are lists of byte strings over standard input and output.
 """
 
 from __future__ import annotations
@@ -29,11 +31,8 @@ Role = Literal["server", "candidate"]
 class PairRunner(ABC):
     """A runner with one process for the tests, called the server, and one for each program, the candidate.
 
-    Each of them says ``started`` before it is given anything, so that one that does not start is known as such.
-
-    Args:
-        sandbox: Where both processes run, each in a sandbox of its own.
-        limits: Of each program, and for each of the server's tests.
+    Each of them says ``started`` before it is given anything, so that one that does not start is recognised. Both run
+    in sandboxes of their own, within the program's limits, which hold for each of the server's tests too.
     """
 
     _keeps_server: ClassVar[bool] = True  # from one check to the next
@@ -172,13 +171,11 @@ class PairRunner(ABC):
         return self._attributed(Result(error.status, f"{what} {error.detail}", error.load))
 
     def _attributed(self, result: Result) -> Result:
-        """The result of a program with which the server failed, if nothing else can be the cause.
+        """The result of a program with which the server failed, if nothing else can be the cause; else a
+        BrokenServerError.
 
-        A limit on what the server itself uses, met in a new process, is that: the program's values or its source are
-        all that was there.
-
-        Raises:
-            BrokenServerError: The machine may be the cause, or an earlier program.
+        A limit on what the server itself uses, met in a new process, is the program's: its values or its source are
+        all that was there. Otherwise the machine may be the cause, or an earlier program.
         """
         certain = self._server_is_new and not result.load and result.status != "fail"
         self.close()
@@ -217,12 +214,7 @@ _MOST_PARTS: Final = 1 << 20
 
 
 class Peer:
-    """A sandboxed process that speaks in messages.
-
-    Args:
-        process: Of which standard input and output carry nothing else.
-        longest: Bytes of a message that it may send.
-    """
+    """A sandboxed process whose standard streams carry messages alone, of at most `longest` bytes from it."""
 
     def __init__(self, process: SandboxedProcess, longest: int):
         self.process = process
@@ -230,22 +222,12 @@ class Peer:
         self._received = bytearray()
 
     def send(self, *parts: bytes | str) -> None:
-        """Send a message.
-
-        Raises:
-            BrokenPipeError: The process has ended.
-            LimitExceeded: It exceeded a limit and was killed.
-        """
+        """Send a message; a BrokenPipeError if the process has ended."""
         encoded = [part.encode(errors="replace") if isinstance(part, str) else part for part in parts]
         self.process.send(b"".join([_number(len(encoded)), *(_number(len(one)) + one for one in encoded)]))
 
     def receive(self) -> list[bytes]:
-        """The next message.
-
-        Raises:
-            EOFError: The process closed its output, as by ending.
-            LimitExceeded: It exceeded a limit, or the message that of a message.
-        """
+        """The next message; an EOFError if the process closed its output, as by ending."""
         parts: list[bytes] = []
         length = 0
         for _ in range(self._read_number(_MOST_PARTS)):

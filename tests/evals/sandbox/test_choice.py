@@ -65,6 +65,23 @@ def test_auto_never_falls_back_to_none(refusals: dict[str, str | None]) -> None:
     assert "none" not in str(error.value)
 
 
+def test_the_refusal_names_what_denies_user_namespaces(
+    refusals: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ubuntu 24.04 does by default: there, bubblewrap helps only once that is changed."""
+    monkeypatch.setattr(run, "_SETTINGS", tmp_path)
+    refusals.update(dict.fromkeys(BACKENDS, "Permission denied"))
+    with pytest.raises(SandboxError, match=r"; install bubblewrap \(apt install bubblewrap\), or inside a container"):
+        choose()
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "apparmor_restrict_unprivileged_userns").write_text("1\n")
+    denied = r"denies the user namespaces .*kernel\.apparmor_restrict_unprivileged_userns is 1\): .*docker or podman"
+    with pytest.raises(SandboxError, match=denied):
+        choose()
+    with pytest.raises(SandboxError, match=r"\(podman: Permission denied\); install bubblewrap"):
+        choose("podman")
+
+
 def test_a_named_back_end_is_used_or_refused(refusals: dict[str, str | None]) -> None:
     assert choose("podman").name == "podman"
     refusals["podman"] = "the limit on processes does not bind"

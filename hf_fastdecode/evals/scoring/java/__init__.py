@@ -18,9 +18,6 @@ from ...sandbox import LimitExceeded, Limits, SandboxError
 from ..pairs import PairRunner, Role, one_line
 from ..runner import LanguageSupport, Result, command_version, require_tests
 
-__all__ = ["JAVA", "JavaRunner"]
-
-
 _FOLDER: Final = Path(__file__).resolve().parent
 _CLASSES: Final = {"server": "evals.Server", "candidate": "evals.Candidate"}
 # A program runs for milliseconds, so that starting counts: one collector thread, the quick compiler, shared classes.
@@ -38,7 +35,7 @@ class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """Of a task whose stem ends with the signature of a static method; another raises ValueError."""
+        """For a task whose stem ends with the signature of a static method; another raises ValueError."""
         stand_in = _stand_in(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
@@ -130,13 +127,13 @@ _BOXED: Final = {
 
 @dataclass(frozen=True)
 class StandIn:
-    """A static method of a class, as a stem declares it.
+    """A class that tests call instead of the program's: the static method of a stem, passing its arguments on.
 
     Attributes:
         holder: The class.
         name: The method.
-        types: Of its parameters, without type arguments.
-        source: The class with a method that passes its arguments on.
+        types: Its parameters' types, without type arguments.
+        source: The class with the method.
     """
 
     holder: str
@@ -146,13 +143,8 @@ class StandIn:
 
     @classmethod
     def of_stem(cls, stem: str) -> Self:
-        """The stand-in for the method that a stem leaves open.
-
-        Args:
-            stem: Imports, a class and the signature of a static method up to its brace.
-
-        Raises:
-            ValueError: It does not end so.
+        """The stand-in for the method that a stem leaves open: imports, a class and the signature of a static method
+        up to its brace. A ValueError for another stem.
         """
         found = _SIGNATURE.search(_COMMENT.sub(" ", stem))
         if found is None:

@@ -15,9 +15,6 @@ from ...sandbox import Limits
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result, command_version, require_tests
 
-__all__ = ["JAVASCRIPT", "JavaScriptRunner"]
-
-
 _FOLDER: Final = Path(__file__).resolve().parent
 _SCRIPTS: Final = {"server": "judge.js", "candidate": "candidate.js"}
 _HEAP_MIB: Final = 512

@@ -15,9 +15,6 @@ from ..runner import LanguageSupport, Result
 from .job import job_of
 from .plain import dumps
 
-__all__ = ["PYTHON", "PythonRunner"]
-
-
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
     "server": ("messages", "plain", "remote", "referee"),

@@ -1,4 +1,4 @@
-"""What the tests' process is told: found out on the host, from the task alone."""
+"""What the process of the tests needs to know, from the task alone; tests that would never run are refused."""
 
 from __future__ import annotations
 
@@ -122,13 +122,7 @@ def leaves_check_uncalled(trees: Sequence[ast.Module]) -> bool:
 
 
 def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: bool) -> str:
-    """Why tests would run in part only, or not at all; empty where that cannot be told of them.
-
-    Args:
-        trees: The tests.
-        setup: What runs before them.
-        calls_check: Whether `check` is called after them.
-    """
+    """Why tests would run only in part, or not at all; empty where no reason is found."""
     sources = [list(_run(tree.body)) for tree in trees]
     found = [node for nodes in (*sources, _run(setup.body)) for node in nodes if isinstance(node, _FUNCTIONS)]
     checks = [node for node in found if calls_check and node.name == "check"]
@@ -181,7 +175,7 @@ def _is_decorated(node: ast.AST) -> bool:
 def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], used: set[str]) -> str:
     """The first definition that looks like a test and that nothing uses; empty if there is none.
 
-    Among further statements that is one with a test's name, since helpers may be left over; else any.
+    Beside other statements that is one with a test's name, since helpers may be unused; otherwise any.
 
     Args:
         sources: Nodes that run, of each source.

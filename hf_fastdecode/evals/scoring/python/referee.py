@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def main(messages: Messages) -> None:
     """Carry out the job of the first message."""
     messages.send(b"started")
-    told, nonce = messages.receive()
-    job = loads(told, _no_handle)
+    content, nonce = messages.receive()
+    job = loads(content, _no_handle)
 
     def exchange(request: bytes) -> bytes:
         messages.send(b"call", request)
@@ -50,11 +50,7 @@ def main(messages: Messages) -> None:
 def _prepare(job: dict[str, Any], link: Link) -> Any:
     """Fill the tests' namespace: helpers of the stem, and the program's names as remote objects.
 
-    Returns:
-        The entry point; None where the task does not name it.
-
-    Raises:
-        NameError: The program does not define the entry point.
+    Returns the entry point, None where the task does not name it; a NameError where the program does not define it.
     """
     module = sys.modules["__main__"] = type(sys)("__main__")
     scope = module.__dict__
