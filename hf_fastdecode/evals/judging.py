@@ -20,7 +20,7 @@ from .scoring import LANGUAGES, score, usable_cpus
 _PROGRAMS_AT_ONCE: Final = 64
 """For each worker, programs between two writes."""
 
-_PROTOCOL: Final = 2
+_PROTOCOL: Final = 3
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
 
 
