@@ -118,10 +118,22 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
 
 
 def _continuation(task: Task, program: str, place: str) -> str:
-    try:
-        return continuation(task, program)
-    except ValueError as error:
-        raise CommandError(f"{place}: {error}") from error
+    """The completion with which a task's stem does what a whole program does.
+
+    The program begins with the stem, or defines the entry point again.
+    """
+    for stem in (task.stem, task.stem.strip()):
+        if program.startswith(stem):
+            return program.removeprefix(stem)
+    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
+        return program if parses(task.stem) else f"    pass\n{program}"
+    if task.language == "javascript":
+        name = re.escape(task.entry_point)
+        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
+    # In Java no class can be defined twice.
+    raise CommandError(
+        f"{place}: a Java program must begin with the task's stem; give what follows the stem as 'completion'"
+    )
 
 
 Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
@@ -177,20 +189,3 @@ def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[lis
             f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
         )
     return list(programs.values())
-
-
-def continuation(task: Task, program: str) -> str:
-    """The completion with which a task's stem does what a whole program does.
-
-    The program begins with the stem, or defines the entry point again; a ValueError for a Java program that does not
-    begin with the stem, because no class can be defined twice.
-    """
-    for stem in (task.stem, task.stem.strip()):
-        if program.startswith(stem):
-            return program.removeprefix(stem)
-    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
-        return program if parses(task.stem) else f"    pass\n{program}"
-    if task.language == "javascript":
-        name = re.escape(task.entry_point)
-        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
-    raise ValueError("a Java program must begin with the task's stem; give what follows the stem as 'completion'")

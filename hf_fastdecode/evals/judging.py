@@ -56,41 +56,32 @@ def judge(
         CommandError: The file holds something other than results, or another process scores into it.
     """
     with exclusive(path, CommandError(f"another process scores into {path}; wait for it, or name another `out`")):
-        return _judge(tasks, samples, path, sandbox, limits, workers or usable_cpus(), progress)
-
-
-def _judge(
-    tasks: Sequence[Task],
-    samples: Sequence[Sample],
-    path: Path,
-    sandbox: Sandbox,
-    limits: Limits | None,
-    workers: int,
-    progress: bool,
-) -> list[Verdict]:
-    by_id = {task.task_id: task for task in tasks}
-    programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
-    known = dict(_known(path))
-    left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
-    # Equal programs stand together, so that they run once.
-    order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
-    left.sort(key=lambda sample: order[programs[sample]])
-    bar = tqdm(
-        total=len(samples),
-        initial=len(samples) - len(left),
-        desc="score",
-        unit="sample",
-        disable=None if progress else True,
-    )
-    with bar, JsonlWriter(path) as file:
-        for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):
-            verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
-            file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
-            known |= {_key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)}
-            bar.update(len(part))
-    found = [known[_key(sample, programs[sample])] for sample in samples]
-    _compact(path, [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)])
-    return found
+        workers = workers or usable_cpus()
+        by_id = {task.task_id: task for task in tasks}
+        programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
+        known = dict(_known(path))
+        left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
+        # Equal programs stand together, so that they run once.
+        order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
+        left.sort(key=lambda sample: order[programs[sample]])
+        bar = tqdm(
+            total=len(samples),
+            initial=len(samples) - len(left),
+            desc="score",
+            unit="sample",
+            disable=None if progress else True,
+        )
+        with bar, JsonlWriter(path) as file:
+            for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):
+                verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
+                file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
+                known |= {
+                    _key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)
+                }
+                bar.update(len(part))
+        found = [known[_key(sample, programs[sample])] for sample in samples]
+        _compact(path, [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)])
+        return found
 
 
 def _line(verdict: Verdict, program: str) -> dict[str, Any]:

@@ -115,10 +115,6 @@ class SandboxError(RuntimeError):
     """A sandbox could not be made; this says nothing about the program."""
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Launch:
     """A command line that sets a sandbox up and runs a program in it.
@@ -138,8 +134,8 @@ class Launch:
     folder: Path = Path("/")
     holder: Callable[[], int | None] = lambda: None
     kills_for_memory: bool = False
-    stop: Callable[[], None] = _nothing
-    clean: Callable[[], None] = _nothing
+    stop: Callable[[], None] = lambda: None
+    clean: Callable[[], None] = lambda: None
 
 
 class Backend(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -124,10 +125,7 @@ def usage_of(pid: int) -> Usage:
     Inside a PID namespace an orphan becomes a child of its first process, so that none leaves the tree.
     """
     cpu = resident = 0
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += children_of(one)
+    for one in _with_descendants(pid):
         try:
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
             status = Path(f"/proc/{one}/status").read_text()
@@ -142,10 +140,8 @@ def usage_of(pid: int) -> Usage:
 
 def starved_seconds(pid: int) -> float:
     """How long the threads of a process and its descendants have waited for a CPU that others used."""
-    waited, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += children_of(one)
+    waited = 0
+    for one in _with_descendants(pid):
         for schedstat in Path("/proc").glob(f"{one}/task/*/schedstat"):
             try:
                 waited += int(schedstat.read_text().split()[1])  # ns: Documentation/scheduler/sched-stats
@@ -166,6 +162,14 @@ def memory_is_exhausted() -> bool:
         return False
     sizes = {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
     return sizes.get("MemAvailable", 1) < _LEAST_AVAILABLE * sizes.get("MemTotal", 0)
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        waiting += children_of(one)
+        yield one
 
 
 def children_of(pid: int) -> list[int]:

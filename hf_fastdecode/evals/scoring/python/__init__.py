@@ -6,14 +6,14 @@ import marshal
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from ...records import Task
 from ...sandbox import Limits, python_command
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result
 from .job import job_of
-from .plain import dumps
+from .plain import dumps, no_handle
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
@@ -47,7 +47,7 @@ class PythonRunner(PairRunner):
     def _check(self, task: Task, completion: str) -> Result:
         """Of a task whose tests are valid Python; another raises ValueError."""
         program = task.program(completion).encode("utf-8", "surrogatepass")
-        return self._tested([program], [dumps(job_of(task), _no_handle)])
+        return self._tested([program], [dumps(job_of(task), no_handle)])
 
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         command, readable = python_command()
@@ -55,10 +55,6 @@ class PythonRunner(PairRunner):
 
     def _modules(self, role: Role) -> bytes:
         return _compiled(*_MODULES[role])
-
-
-def _no_handle(*arguments: Any) -> Any:
-    raise ValueError(f"not plain data: {arguments}")
 
 
 @cache

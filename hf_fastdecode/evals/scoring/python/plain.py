@@ -81,6 +81,11 @@ def builtin_name(value: Any) -> str:
     return name if vars(builtins).get(name) is value else ""
 
 
+def no_handle(*arguments: Any) -> Any:
+    """For `dumps` and `loads` of values that are plain data throughout."""
+    raise ValueError(f"not plain data: {arguments}")
+
+
 class _Writer:
     def __init__(self, handle: Give, names: frozenset[str]):
         self.out, self.handle, self.names, self.depth = bytearray(), handle, names, 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from .messages import Messages
-from .plain import loads
+from .plain import loads, no_handle
 from .remote import Link, NotPlain, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -21,7 +21,7 @@ def main(messages: Messages) -> None:
     """Carry out the job of the first message."""
     messages.send(b"started")
     content, nonce = messages.receive()
-    job = loads(content, _no_handle)
+    job = loads(content, no_handle)
 
     def exchange(request: bytes) -> bytes:
         messages.send(b"call", request)
@@ -137,7 +137,3 @@ def _said(error: BaseException) -> str:
         return " ".join(str(error).split())
     except BaseException:  # it holds an object of the program, which was asked for its text
         return ""
-
-
-def _no_handle(*arguments: Any) -> Any:
-    raise ValueError(f"not plain data: {arguments}")
