@@ -40,7 +40,7 @@ class Token:
 # A pattern matches a whole token. Where an opening one matches and the pattern does not, the token is not closed yet.
 _SPACE: Final = re.compile(r"\s+")
 _WORD: Final = re.compile(r"[\w$]+")
-_DOUBLED: Final = re.compile(r"\+\+|--")  # told apart from +, since a slash after i++ divides
+_DOUBLED: Final = re.compile(r"\+\+|--")  # distinct from +, since a slash after i++ divides
 _LONG_QUOTES: Final = {
     '"""': re.compile(r'"""(?:\\.|[^\\])*?"""', re.S),
     "'''": re.compile(r"'''(?:\\.|[^\\])*?'''", re.S),

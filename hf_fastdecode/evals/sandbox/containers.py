@@ -112,7 +112,7 @@ def _only_podman() -> list[str]:
 
 
 def _process_with_argument(text: str) -> int | None:
-    """The first process of a container, which is no descendant of its client."""
+    """The first process of a container; it is not a descendant of the client."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")

@@ -97,9 +97,7 @@ def published_file(task_name: str) -> PublishedFile:
 
 
 def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """A line for people where a file's (decompressed) content is none of those published for a task name, else
-    empty.
-    """
+    """A note where a file's decompressed content is none of those published for a task name, else empty."""
     found = hashlib.sha256(content).hexdigest()
     either = {"mbpp", "mbpp-sanitized"}  # the reader of one form reads both
     names = either if task_name in either else {task_name}
@@ -111,8 +109,7 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
 
 
 def hub_records(task_name: str) -> tuple[list[Record], str, str]:
-    """All records of a published data set in order of their ids, where they come from, and a line for people if their
-    number differs from the published one.
+    """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
 
     Raises:
         CommandError: They cannot be loaded, e.g. without a network; the remedy is a local file.
