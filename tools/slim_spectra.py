@@ -27,7 +27,8 @@ from hf_fastdecode.conversion.fit.rope import Rotation
 from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
 from hf_fastdecode.conversion.layers.plan_choice import AUTO, pick
-from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
+from hf_fastdecode.files import read_rows, write_rows
+from hf_fastdecode.measurement.rows import Row, provenance
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED

@@ -19,7 +19,8 @@ import typer
 from ..attention.forest import Forest
 from ..attention.launch.costs import Candidate, Costs, estimated_costs
 from ..attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
-from ..measurement.rows import Row, read_rows
+from ..files import read_rows
+from ..measurement.rows import Row
 from .op_cases import NodeSpec
 from .op_inputs import make_forest
 

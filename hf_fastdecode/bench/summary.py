@@ -11,7 +11,8 @@ from pathlib import Path
 
 import typer
 
-from ..measurement.rows import Row, read_rows
+from ..files import read_rows
+from ..measurement.rows import Row
 from . import RESULTS
 from .clients_table import evaluation_table, programs_table, rollouts_table, training_table
 from .completions_table import completions_table, steps_and_memory_table

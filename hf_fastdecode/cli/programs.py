@@ -60,7 +60,7 @@ def run_lm_eval(words: Sequence[str]) -> None:
     with exit_on_interrupt():
         from lm_eval.__main__ import cli_evaluate
 
-        from ..evals.harness.model import MODEL_NAME
+        from ..evals.harness import MODEL_NAME
     given = sys.argv
     sys.argv = ["lm-eval", *with_model(words, MODEL_NAME)]
     try:

@@ -12,17 +12,15 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from ..errors import CommandError
-from .jsonl import JsonlWriter, read_jsonl
-from .records import Sample, Verdict
-from .run_files import exclusive, write_whole
+from ..files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from .records import Sample, Task, Verdict
 from .sandbox import Limits, Sandbox
 from .scoring import LANGUAGES, score, usable_cpus
-from .task import Task
 
 _PROGRAMS_AT_ONCE: Final = 64
 """For each worker, programs between two writes."""
 
-_PROTOCOL: Final = 2
+_PROTOCOL: Final = 3
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
 
 
@@ -38,16 +36,16 @@ def judge(
 ) -> list[Verdict]:
     """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
-    Lines that the file has already are kept where program, tests, limits, the language's version and what verdicts
-    mean are the same; those of a sandbox that broke are scored again. Meanwhile lines are appended; in the end the
-    file has one line for each of these samples, in their order, and then one for each other sample that it had.
+    Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
+    same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
+    each of these samples, in their order, and then one for each other sample that it had.
 
     Args:
-        tasks: Of the samples.
+        tasks: The samples' tasks.
         samples: In any order.
-        path: Of the file.
+        path: The file.
         sandbox: Where programs run.
-        limits: Of a program; by default those of its language.
+        limits: Limits of a program; by default those of its language.
         workers: Programs at a time; by default one per CPU.
         progress: Show a bar.
 
@@ -55,44 +53,35 @@ def judge(
         A verdict per sample, in their order.
 
     Raises:
-        CommandError: The file holds something else than results, or another process scores into it.
+        CommandError: The file holds something other than results, or another process scores into it.
     """
-    with exclusive(path, "scores into"):
-        return _judge(tasks, samples, path, sandbox, limits, workers or usable_cpus(), progress)
-
-
-def _judge(
-    tasks: Sequence[Task],
-    samples: Sequence[Sample],
-    path: Path,
-    sandbox: Sandbox,
-    limits: Limits | None,
-    workers: int,
-    progress: bool,
-) -> list[Verdict]:
-    by_id = {task.task_id: task for task in tasks}
-    programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
-    known = dict(_known(path))
-    left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
-    # Equal programs stand together, so that they run once.
-    order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
-    left.sort(key=lambda sample: order[programs[sample]])
-    bar = tqdm(
-        total=len(samples),
-        initial=len(samples) - len(left),
-        desc="score",
-        unit="sample",
-        disable=None if progress else True,
-    )
-    with bar, JsonlWriter(path) as file:
-        for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):
-            verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
-            file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
-            known |= {_key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)}
-            bar.update(len(part))
-    found = [known[_key(sample, programs[sample])] for sample in samples]
-    _compact(path, [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)])
-    return found
+    with exclusive(path, CommandError(f"another process scores into {path}; wait for it, or name another `out`")):
+        workers = workers or usable_cpus()
+        by_id = {task.task_id: task for task in tasks}
+        programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
+        known = dict(_known(path))
+        left = [sample for sample in samples if known.get(_key(sample, programs[sample])) is None]
+        # Equal programs stand together, so that they run once.
+        order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
+        left.sort(key=lambda sample: order[programs[sample]])
+        bar = tqdm(
+            total=len(samples),
+            initial=len(samples) - len(left),
+            desc="score",
+            unit="sample",
+            disable=None if progress else True,
+        )
+        with bar, JsonlWriter(path) as file:
+            for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):
+                verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
+                file.write(_line(verdict, programs[sample]) for verdict, sample in zip(verdicts, part, strict=True))
+                known |= {
+                    _key(sample, programs[sample]): verdict for sample, verdict in zip(part, verdicts, strict=True)
+                }
+                bar.update(len(part))
+        found = [known[_key(sample, programs[sample])] for sample in samples]
+        _compact(path, [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)])
+        return found
 
 
 def _line(verdict: Verdict, program: str) -> dict[str, Any]:
@@ -100,22 +89,17 @@ def _line(verdict: Verdict, program: str) -> dict[str, Any]:
 
 
 def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Have a file hold these lines, and behind them the latest line of each other sample.
+    """Have a file hold these lines, followed by the latest line of each other sample.
 
-    An interruption leaves the old ones; the last of a sample counts then.
+    An interruption leaves the old lines, of which the last of a sample counts.
     """
     found = list(read_jsonl(path))
     others = {_place(line): line for line in found if {"task_id", "index"} <= line.keys()}
     for line in lines:
         others.pop(_place(line), None)
     wanted = [*lines, *others.values()]
-
-    def write(partial: Path) -> None:
-        with JsonlWriter(partial) as file:
-            file.write(wanted)
-
     if found != wanted:
-        write_whole(path, write)
+        write_text(path, json_lines(wanted))
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, Any]:
@@ -123,7 +107,7 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
-    """The samples in parts of so many different programs; equal ones stand in one part."""
+    """The samples in parts of so many different programs; equal programs are in one part."""
     part: list[Sample] = []
     seen: set[str] = set()
     for sample in left:
@@ -142,7 +126,7 @@ def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
         return
     for line in read_jsonl(path):
         if "status" not in line:
-            raise CommandError(f"{path} holds lines that are no results; name another --out")
+            raise CommandError(f"{path} holds lines that are no results; name another `out`")
         if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
             own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
             verdict = Verdict(*own)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from ..errors import CommandError
+from ..files import read_jsonl
+
+Language = Literal["python", "java", "javascript"]
 
 Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "sandbox_error"]
 """Outcome of running a program on its tests; ``sandbox_error`` says nothing about the program."""
@@ -17,11 +24,41 @@ Mode = Literal["eager", "graph", "compile"]
 
 
 @dataclass(frozen=True)
+class Task:
+    """A programming task with tests.
+
+    Attributes:
+        task_id: As published, e.g. ``"11"`` (MBPP), ``"MBJP/3"`` (MBXP), ``"HumanEval/0"``.
+        language: The program's language.
+        description: The task in English.
+        stem: Code that a completion continues, such as a signature and a docstring; empty where the completion is a
+            whole program (MBPP).
+        tests: Test code: asserts (MBPP), or one program that checks the entry point (MBXP, HumanEval).
+        entry_point: Name of the function under test; empty where the task does not name it.
+        setup: Code that runs before the tests: imports, test data.
+        reference: A completion that passes the tests, if one is published.
+    """
+
+    task_id: str
+    language: Language
+    description: str
+    stem: str
+    tests: tuple[str, ...]
+    entry_point: str = ""
+    setup: str = ""
+    reference: str | None = None
+
+    def program(self, completion: str) -> str:
+        """The program that a completion makes."""
+        return self.stem + completion
+
+
+@dataclass(frozen=True)
 class Sample:
     """A completion of a task.
 
     Attributes:
-        task_id: Of `Task`.
+        task_id: The task's id.
         index: Number of the sample among those of its task, from 0.
         completion: The text that continues the task's stem, truncated by the stop rules of the prompt format.
         tokens: Tokens that the log-probabilities are over; None where unknown.
@@ -48,15 +85,15 @@ class Verdict:
     """The outcome of a sample's tests.
 
     Attributes:
-        task_id: Of the sample.
-        index: Of the sample.
+        task_id: The sample's task.
+        index: The sample's number.
         status: Outcome.
         detail: One line for people: the exception, the limit that was hit; empty for ``pass``.
-        outputs: A hash of the program's answers to the tests, up to the first test that failed: the values that its
-            functions returned, the classes of the exceptions that they raised, and how they left their arguments.
-            Equal for programs whose answers are equal, as 1 and 1.0 are; an object that is not plain data, such as a
-            generator, counts by what the tests learn from it. Empty where the program was asked for nothing, as one
-            that does not load, where it met a limit, and for languages other than Python.
+        outputs: A hash of the program's answers to the tests, up to the first failed test: returned values, classes of
+            raised exceptions, and how arguments were changed. Equal for equal answers, such as 1 and 1.0; an object
+            that is not plain data, such as a generator, counts by what the tests learn from it. Empty where the
+            program was asked for nothing, such as one that does not load, where it met a limit, and for other
+            languages than Python.
     """
 
     task_id: str
@@ -113,3 +150,56 @@ class Latency:
     peak_bytes: int | None = None
     runs: int = 0
     status: str = "ok"
+
+
+SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
+    return [_record(path, Sample, line) for line in read_jsonl(path)]
+
+
+def read_verdicts(path: Path) -> list[Verdict]:
+    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
+    verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
+    for verdict in verdicts:
+        if verdict.status not in get_args(Status):
+            raise CommandError(
+                f"{path}: status must be one of {', '.join(get_args(Status))}, got {verdict.status!r} for sample "
+                f"{verdict.index} of task {verdict.task_id!r}; score the samples again"
+            )
+    return verdicts
+
+
+def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) -> SampleOrVerdict:
+    for field in fields(kind):
+        if field.name not in line and field.default is MISSING:
+            raise CommandError(
+                f"{path}: a {kind.__name__.lower()} must have the field {field.name!r}, got only "
+                f"{', '.join(sorted(line)) or 'none'}"
+            )
+    given = {field.name: line[field.name] for field in fields(kind) if field.name in line}
+    for name, value in given.items():
+        wanted, is_right = _KINDS[name]
+        if not is_right(value):
+            raise CommandError(f"{path}: {name} of a {kind.__name__.lower()} must be {wanted}, got {value!r}; mend it")
+    return kind(**given)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_log_probability(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value <= 0)
+
+
+_TEXT: Final = "a text", lambda value: isinstance(value, str)
+_SUM: Final = "a finite number of at most 0, or null", _is_log_probability
+_KINDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), _TEXT),
+    **dict.fromkeys(("sum_logp", "sum_processed_logp"), _SUM),
+    "index": ("a whole number of at least 0", _is_count),
+    "tokens": ("a whole number of at least 0, or null", lambda value: value is None or _is_count(value)),
+}

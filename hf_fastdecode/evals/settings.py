@@ -1,4 +1,4 @@
-"""The settings of a run, which decide its samples, and the file that keeps runs apart."""
+"""The settings of a run, which decide its samples, and its folder: names of files, and what keeps runs apart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from typing import Any, Final
 from filelock import FileLock
 
 from ..errors import CommandError
+from ..files import write_json
 from .records import Way
-from .run_files import SETTINGS, VERDICTS, sample_files, write_text
+
+SETTINGS: Final = "settings.json"
+SAMPLES: Final = "samples.jsonl"
+VERDICTS: Final = "verdicts.jsonl"
+LATENCY: Final = "latency.csv"
 
 _FINGERPRINT: Final = "fingerprint"
 _VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """The files of samples in a run's folder: of one process, or of its shards."""
+    return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,8 @@ class Drawing:
         top_p: Draw from the smallest set of tokens of this probability; 1 is off.
         max_new_tokens: Most tokens of a sample.
         way: ``shared`` (hf_fastdecode) or ``stock``.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
+        mode: As for `hf_fastdecode.enable`.
+        sampler: As for `hf_fastdecode.enable`.
         processed: Gather log-probabilities after temperature and nucleus too. Samples are then drawn by transformers'
             own sampler, from other random numbers than those of the sampling kernel.
     """
@@ -51,16 +61,16 @@ class Drawing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides which samples a run draws, but for versions.
+    """What decides which samples a run draws, except versions.
 
     Attributes:
         model: Name or folder of the checkpoint.
         weights: Digest of weights, config and tokenizer, see `hf_fastdecode.evals.generation.weights`.
-        dtype: Of the parameters.
+        dtype: The parameters' dtype.
         device: Its type.
         task: Name of the tasks.
         prompts: Digest of task ids and prompts, in order, see `prompts_digest`.
-        format: Of the prompts.
+        format: Name of the prompt format.
         n: Samples of each task.
         seed: From which the seed of every call is derived.
         rows: Most rows of a call, see `units_of`. Which rows share a call decides rounding and random numbers.
@@ -91,16 +101,16 @@ def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) ->
 
 
 def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]) -> None:
-    """Write the run's settings into its folder, or check that they are those that it has.
+    """Write the run's settings into its folder, which is made if need be, or check that it has the same ones.
 
     Args:
-        folder: Of the run; it is made if need be.
-        settings: Of the run.
+        folder: The run's folder.
+        settings: The run's settings.
         provenance: Versions, which must not change within a run, and what else is kept for people.
 
     Raises:
-        CommandError: The folder holds a run with other settings or versions, or its settings cannot be read, or
-            samples or verdicts without settings.
+        CommandError: The folder holds a run with other settings or versions, settings that cannot be read, or samples
+            or verdicts without settings.
     """
     path = folder / SETTINGS
     deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}
@@ -108,9 +118,9 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
     with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
         if not path.exists():
             if kept := [*sample_files(folder), *folder.glob(VERDICTS)]:
-                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another --out")
+                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another `out`")
             content = {**settings.flat(), _FINGERPRINT: _digest(deciding), "provenance": provenance}
-            write_text(path, lambda file: file.write(json.dumps(content, indent=2) + "\n"))
+            write_json(path, content, indent=2)
             return
     found = read_settings(folder)
     if found[_FINGERPRINT] == _digest(deciding):
@@ -120,9 +130,9 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
         if before.get(name) != value:
             raise CommandError(
                 f"{folder} holds a run with another {_WORDS.get(name, name)} ({before.get(name)!r}, now {value!r}); "
-                "name another --out, or use the run's own options to go on with it"
+                "name another `out`, or use the run's own options to go on with it"
             )
-    raise CommandError(f"{path} was changed by hand; name another --out")
+    raise CommandError(f"{path} was changed by hand; name another `out`")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -138,15 +148,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CommandError(f"{folder} is not the folder of a run: it has no {SETTINGS}; name another") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path} is not the settings of a run; name another --out or folder") from error
+        raise CommandError(f"{path} is not the settings of a run; name another `out` or folder") from error
     return found
 
 
 _WORDS: Final = {
     "weights": "digest of weights, config and tokenizer",
-    "prompts": "digest of the tasks and prompts (--limit, --task-ids, --data, --shots)",
-    "rows": "--rows",
-    "n": "--n",
+    "prompts": "digest of the tasks and prompts (`limit`, `task_ids`, `data`, `shots`)",
+    "rows": "`rows`",
+    "n": "`n`",
 }
 
 

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from ..errors import CommandError
-from .rows import partial_of, read_rows
+from ..files import partial_of, read_rows
 
 
 def check_out(out: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 import platform
@@ -98,27 +97,3 @@ def _hash_of_sources(package: Path) -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as CSV, under a temporary name first, so that an interrupted run leaves the old file."""
-    path = path.resolve()  # what a link names is what changes, and not the link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_of(path)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    partial.replace(path)
-
-
-def partial_of(path: Path) -> Path:
-    """The temporary name of a file that is being written."""
-    return path.with_name(path.name + ".partial")
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file written by `write_rows`."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from .rows import Row, read_rows, write_rows
+from ..files import read_rows, write_rows
+from .rows import Row
 
 
 class Case(Protocol):

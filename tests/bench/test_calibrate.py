@@ -10,7 +10,7 @@ from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Hea
 from hf_fastdecode.bench.calibrate import fit, literal, main, measured, report
 from hf_fastdecode.bench.op_cases import OP_SETS
 from hf_fastdecode.bench.op_inputs import make_forest
-from hf_fastdecode.measurement.rows import write_rows
+from hf_fastdecode.files import write_rows
 
 KNOWN = Costs(
     kernels=Candidate(launch=6e-6, bandwidth=3.1e12, suffix_bandwidth=4.2e12, rate=3.5e14),

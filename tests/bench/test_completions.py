@@ -11,7 +11,7 @@ from hf_fastdecode.bench.completions import CompletionBench, StepClock
 from hf_fastdecode.bench.completions_table import completions_table
 from hf_fastdecode.bench.generate_cases import GenerateCase, PromptTree
 from hf_fastdecode.cli.app import app
-from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.files import read_rows
 
 CPU = torch.device("cpu")
 CASES = spans(GenerateCase("tiny", 40, 3, 12, "float32"), (2, 6, 12))

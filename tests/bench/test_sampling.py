@@ -13,8 +13,8 @@ from hf_fastdecode.bench.sampling import SamplingBench, processors_of
 from hf_fastdecode.bench.sampling_cases import SAMPLING_SETS, SETTINGS, SamplingCase
 from hf_fastdecode.bench.sampling_check import logprob_error, outside_support
 from hf_fastdecode.cli.app import app
+from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.kernels.sampling import api
-from hf_fastdecode.measurement.rows import read_rows, write_rows
 
 CPU = torch.device("cpu")
 CASE = SamplingCase(2, 200, "top_k50-top_p0.95")

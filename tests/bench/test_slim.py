@@ -9,8 +9,8 @@ from hf_fastdecode.bench.ceilings import Ceilings
 from hf_fastdecode.bench.slim_cases import SLIM_SETS, SLIM_WAYS
 from hf_fastdecode.bench.slim_ops import SlimBench
 from hf_fastdecode.cli.app import app
+from hf_fastdecode.files import read_rows
 from hf_fastdecode.kernels.slim_decode import api, launches
-from hf_fastdecode.measurement.rows import read_rows
 
 CASE = SLIM_SETS["tiny"][0]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_fastdecode.bench import RESULTS, clients_table, profile_tables, summary
-from hf_fastdecode.measurement.rows import read_rows, write_rows
+from hf_fastdecode.files import read_rows, write_rows
 
 
 def test_tables_are_made_from_the_rows():

@@ -20,7 +20,7 @@ from hf_fastdecode.cli.bench.generate import check_models
 from hf_fastdecode.cli.bench.ops import OP_WAY_NAMES
 from hf_fastdecode.cli.bench.report import noisy
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 import hf_fastdecode as fd
-from hf_fastdecode.measurement.rows import provenance, write_rows
+from hf_fastdecode.files import write_rows
+from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.shapes import random_model
 
 from .recording import Calls, recorded

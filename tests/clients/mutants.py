@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hf_fastdecode.evals.records import Sample
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.records import Sample, Task
 
 _COMPARISONS: Final[dict[type[ast.cmpop], ast.cmpop]] = {
     ast.Lt: ast.LtE(),

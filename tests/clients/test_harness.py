@@ -22,7 +22,7 @@ from hf_fastdecode.cli.console import OneLineErrors
 from hf_fastdecode.cli.programs import PASS_ON
 from hf_fastdecode.cli.programs import lm_eval as command
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.evals.harness.model import MODEL_NAME, FastDecodeLM
+from hf_fastdecode.evals.harness import MODEL_NAME, FastDecodeLM
 
 from .evaluation import write_task
 

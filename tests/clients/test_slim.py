@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import hf_fastdecode as fd
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt
 from hf_fastdecode.cli.app import app
-from hf_fastdecode.evals.harness.model import FastDecodeLM
+from hf_fastdecode.evals.harness import FastDecodeLM
 
 from ..tiny_models import seeded
 from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples

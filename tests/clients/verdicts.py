@@ -23,10 +23,9 @@ import typer
 from tqdm import tqdm
 
 from hf_fastdecode.evals.formats import import_samples
-from hf_fastdecode.evals.records import Sample, Verdict
+from hf_fastdecode.evals.records import Sample, Task, Verdict
 from hf_fastdecode.evals.sandbox import Sandbox, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, score
-from hf_fastdecode.evals.task import Task
 from hf_fastdecode.evals.tasks import load_tasks
 
 from .mutants import mutants

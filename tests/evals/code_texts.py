@@ -6,7 +6,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.task import Language
+from hf_fastdecode.evals.records import Language
 
 LANGUAGES: Final[tuple[Language, ...]] = ("python", "java", "javascript")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.records import Task
 
 PYTHON = Task(
     task_id="MBPP/3",

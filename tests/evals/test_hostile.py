@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.scoring.python import PythonRunner
-from hf_fastdecode.evals.task import Task
 
 from .hostile import DEPEND_ON_THE_SANDBOX, PROGRAMS, SEARCH_FOR_TESTS
 from .processes import running

@@ -14,12 +14,11 @@ import pytest
 
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals import judging
-from hf_fastdecode.evals.jsonl import read_jsonl, read_verdicts
 from hf_fastdecode.evals.judging import judge
-from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.records import Sample, Task, read_verdicts
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.files import read_jsonl
 
 NONE = choose("none", allow_unsafe=True)
 TASKS = [Task(name, "python", "", "", ("assert f()",), "f") for name in "ba"]
@@ -110,7 +109,7 @@ def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Recorder]
     assert sorted(lines(path)) == sorted((one.task_id, one.index, "pass") for one in SAMPLES)
     recorder.ending, recorder.seen[:] = {}, []
     path.write_bytes(path.read_bytes()[:-20])  # within a line
-    (tmp_path / ".verdicts.partial.jsonl").write_text('{"task_id": "left by a process that was killed"}\n')
+    (tmp_path / "verdicts.jsonl.partial").write_text('{"task_id": "left by a process that was killed"}\n')
     assert run(path, samples=samples) == ["pass"] * 7
     assert recorder.seen == [("a", "y"), ("a", "z")]
     assert lines(path) == [(one.task_id, one.index, "pass") for one in samples]
@@ -133,7 +132,7 @@ def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeyp
 
     monkeypatch.setattr(Recorder, "check", check)
     assert run(path) == ["pass"] * 6
-    assert found[1:] == [f"another process scores into {path}; wait for it, or name another --out"]
+    assert found[1:] == [f"another process scores into {path}; wait for it, or name another `out`"]
     assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastdecode.evals.prompts.lexers import Lexer, tokens
-from hf_fastdecode.evals.task import Language
+from hf_fastdecode.evals.records import Language
 
 from .code_texts import LANGUAGES, pieces
 

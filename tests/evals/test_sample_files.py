@@ -11,8 +11,7 @@ import pytest
 
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.formats import FORMS, export_samples, import_samples
-from hf_fastdecode.evals.records import Sample
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.records import Sample, Task
 
 from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON
 

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.prompts.bigcode import docstring_format
-from hf_fastdecode.evals.prompts.brace_end import BraceEnd
-from hf_fastdecode.evals.prompts.chat import BlockEnd
-from hf_fastdecode.evals.prompts.completing import function_end
+from hf_fastdecode.evals.prompts.formats import BlockEnd, docstring_format, function_end
+from hf_fastdecode.evals.prompts.function_ends import BraceEnd
 from hf_fastdecode.evals.prompts.stop_rules import StopRule, StopWords
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.records import Task
 
 from .code_texts import pieces
 from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON

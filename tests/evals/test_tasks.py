@@ -161,15 +161,15 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
         ("mbpp", "[1", r"tasks.jsonl: not JSON \("),
         ("mbpp", "[1]", "item 1: expected a JSON object, got int"),
         ("mbpp", lines(FULL, 5), "line 2: expected a JSON object, got int"),
-        ("mbpp", lines(MBXP), "line 1: this is a record of mbxp-java, not of mbpp; pass --task mbxp-java"),
+        ("mbpp", lines(MBXP), 'line 1: this is a record of mbxp-java, not of mbpp; pass `task="mbxp-java"`'),
         (
             "mbxp-java",
             lines({**MBXP, "language": "python"}),
-            "of mbxp-python, not of mbxp-java; pass --task mbxp-python",
+            'of mbxp-python, not of mbxp-java; pass `task="mbxp-python"`',
         ),
         ("mbxp-java", lines({**MBXP, "language": "go"}), "of mbxp-go, not of mbxp-java; choose one of embedded, mbpp"),
-        ("humaneval", lines(FULL), "of mbpp, not of humaneval; pass --task mbpp"),
-        ("mbpp", lines(HUMANEVAL), "of humaneval, not of mbpp; pass --task humaneval"),
+        ("humaneval", lines(FULL), 'of mbpp, not of humaneval; pass `task="mbpp"`'),
+        ("mbpp", lines(HUMANEVAL), 'of humaneval, not of mbpp; pass `task="humaneval"`'),
         ("mbpp", lines({**FULL, "code": None}), "line 1: field 'code' must be a text, got None"),
         ("mbpp", lines({"test_list": ["a"], "task_id": 1}), "field 'prompt' must be a text, got none; the fields are"),
         (
@@ -183,7 +183,7 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
         (
             "mbpp",
             many(601, 602),
-            r"no task of the split test \(ids 11 to 510\), its ids run from 601 to 602; pass --split",
+            r"no task of the split test \(ids 11 to 510\), its ids run from 601 to 602; pass `split=\"all\"`",
         ),
         ("apps", lines({**APPS, "solutions": "[1"}), "field 'solutions' must be a JSON list of programs"),
     ],
@@ -198,12 +198,12 @@ def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:
     ("options", "message"),
     [
         ({"name": "mbxp"}, "there are no tasks 'mbxp'; choose one of embedded, mbpp"),
-        ({"limit": 0}, "--limit must be at least 1, got 0"),
-        ({"limit": -3}, "--limit must be at least 1, got -3"),
+        ({"limit": 0}, "`limit` must be at least 1, got 0"),
+        ({"limit": -3}, "`limit` must be at least 1, got -3"),
         ({"split": "dev"}, "there is no split 'dev'; choose one of prompt, test, validation, train or all"),
         ({"task_ids": ["7"]}, "there is no task 7; the 160 tasks have ids from 101 to 260"),
-        ({"task_ids": []}, "--task-ids names no task"),
-        ({"name": "apps"}, "need a file in APPS' format; pass --data FILE"),
+        ({"task_ids": []}, "`task_ids` names no task"),
+        ({"name": "apps"}, "need a file in APPS' format; pass `data=FILE`"),
         ({"name": "mbpp", "data": Path("nowhere.jsonl")}, "cannot read nowhere.jsonl: No such file"),
         ({"name": "mbpp", "data": Path(__file__).parent}, "is a folder; name a file of JSON lines"),
     ],
@@ -273,7 +273,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         CommandError, match=r"cannot load openai/openai_humaneval .*: no route to host; download"
     ) as caught:
         load_tasks("humaneval")
-    assert str(caught.value).endswith("/data/HumanEval.jsonl.gz and pass --data HumanEval.jsonl.gz")
+    assert str(caught.value).endswith("/data/HumanEval.jsonl.gz and pass `data=HumanEval.jsonl.gz`")
 
 
 @pytest.mark.parametrize("given", ["11", 11, " 11", "Mbpp/11", "MBPP/11", "mbpp_11", "011"])

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
+from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement import rows as rows_module
 from hf_fastdecode.measurement import runner as runner_module
-from hf_fastdecode.measurement.rows import provenance, read_rows
+from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.runner import brief, failed, run
 
 HERE = {"device": "d", "torch": "1", "transformers": "2", "commit": "abc", "command": "bench x"}
@@ -125,7 +126,7 @@ def test_what_failed_is_not_in_the_file(tmp_path, capsys):
 
 def test_a_row_is_not_lost_when_its_writing_is_interrupted(tmp_path, monkeypatch, capsys):
     def interrupted(*args):
-        monkeypatch.setattr(runner_module, "write_rows", rows_module.write_rows)
+        monkeypatch.setattr(runner_module, "write_rows", write_rows)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner_module, "write_rows", interrupted)

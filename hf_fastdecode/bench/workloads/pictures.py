@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import Any, Final
 
 from ...evals.report.marks import plain_numbers
-from ...evals.run_files import write_whole
+from ...files import write_whole
 from ...measurement.rows import Row
 from .cases import LEVELS, WAYS
 
@@ -116,7 +116,9 @@ def _finish(figure: Any, title: str, path: Path) -> Path:
     figure.suptitle(fill(title, 125), fontsize=10, parse_math=False)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     try:
-        return write_whole(path, lambda partial: figure.savefig(partial, dpi=120, metadata={"Software": None}))
+        return write_whole(
+            path, lambda partial: figure.savefig(partial, format=path.suffix[1:], dpi=120, metadata={"Software": None})
+        )
     finally:
         plt.close(figure)
 

@@ -7,7 +7,7 @@ from typing import Final
 from hf_fastdecode.errors import CommandError
 
 from ...evals.prompts import prompt_format
-from ...evals.task import Task
+from ...evals.records import Task
 from ...evals.tasks import TaskSet
 
 APPS: Final = "apps"

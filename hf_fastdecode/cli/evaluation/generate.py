@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...errors import CommandError
-from ...evals.generation.units import WHOLE, Shard
+from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.prompts import PromptFormat
 from ...evals.settings import Drawing, RunSettings, prompts_digest
 from ...evals.tasks import TaskSet

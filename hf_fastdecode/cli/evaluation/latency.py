@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import CommandError
-from ...evals.run_files import LATENCY, SETTINGS
-from ...evals.settings import read_settings
+from ...evals.settings import LATENCY, SETTINGS, read_settings
 from ..checks import split_values
 from ..console import forced_options, note, quiet_libraries
 from ..options import Sampler, expand_option_groups
@@ -127,7 +126,7 @@ def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
 
 def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
     """Refuse a file with rows of something else."""
-    from ...measurement.rows import read_rows
+    from ...files import read_rows
 
     for row in read_rows(path) if path.exists() else []:
         for name, value in about.items():

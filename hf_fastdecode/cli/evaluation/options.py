@@ -12,8 +12,8 @@ import typer
 
 from ...errors import CommandError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
+from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
-from ...evals.task import Task
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
 from ...model_names import SHAPE, check_model
 from ..checks import (

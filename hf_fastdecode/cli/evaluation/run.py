@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...evals.run_files import VERDICTS
+from ...evals.settings import VERDICTS
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
 from ..options import expand_option_groups

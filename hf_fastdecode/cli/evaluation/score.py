@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ...evals.records import Sample, Verdict
-from ...evals.run_files import VERDICTS
+from ...evals.records import Sample, Task, Verdict
 from ...evals.sandbox import Sandbox
-from ...evals.task import Task
+from ...evals.settings import VERDICTS
 from ..checks import parse_counts
 from ..console import note
 from ..options import expand_option_groups

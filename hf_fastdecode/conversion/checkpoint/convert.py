@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from hf_fastdecode.files import write_json
 from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
 from ...patches.layers.encoder_decoder import EncoderDecoder, longest_contexts
@@ -25,7 +26,7 @@ from ..layers.calibration import calibration_ids, check_vocabulary, model_inputs
 from ..layers.plan_choice import PlanChoice
 from .find import CheckpointError, find_checkpoint
 from .report_plot import draw_report
-from .shards import ShardWriter, write_json
+from .shards import ShardWriter
 from .source import REPORT, Checkpoint
 from .streams import DecoderOnlyStream, EncoderDecoderStream, FullStream, SlimStream
 from .verify import verify

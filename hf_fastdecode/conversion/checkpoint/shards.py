@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_fastdecode import __version__
+from hf_fastdecode.files import exclusive, write_json, write_whole
 
 from .find import CheckpointError
 
 _STATE: Final = "conversion.json"
+_LOCK: Final = f".{_STATE}.lock"
 _METADATA: Final = {"format": "pt"}
 _PLAIN: Final = {"shard_bytes": "shard size (`max_shard_size`)", "files": "source, or its files have changed"}
 """Words for settings whose names say too little."""
@@ -74,7 +76,9 @@ class ShardWriter:
         if begun and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder, and a conversion needs one; delete or rename it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._held = ExitStack()
+        held = CheckpointError(f"another process is converting to {self.folder}; wait until it has ended")
+        self._held.enter_context(exclusive(self.folder / _STATE, held))
         try:
             if begun:
                 self._continue(resume)
@@ -153,18 +157,18 @@ class ShardWriter:
                 f"{self.target} was created meanwhile; the result is in {self.folder}, move it yourself"
             )
         os.rename(self.folder, self.target)
-        (self.target / _STATE).unlink()
+        for name in (_STATE, _LOCK):
+            (self.target / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock on the staging folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
     def _continue(self, resume: bool) -> None:
         if not resume:
             raise CheckpointError(f"a conversion was interrupted; `resume=True` continues it, or remove {self.folder}")
-        if all(file.suffix == ".partial" for file in self.folder.iterdir()):  # interrupted before its first state
+        # Interrupted before its first state.
+        if all(file.suffix == ".partial" or file.name == _LOCK for file in self.folder.iterdir()):
             self._save_state({})
             return
         try:
@@ -226,28 +230,6 @@ class ShardWriter:
         return self.folder / f"carried-{group}.safetensors"
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder for this process, until the file descriptor is closed; None where that is not supported.
-
-    Raises:
-        CheckpointError: Another process has locked it.
-    """
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise CheckpointError(f"another process is converting to {folder}; wait until it has ended") from error
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
@@ -257,23 +239,15 @@ def _file_sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    partial = path.with_name(f"{path.name}.partial")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, _METADATA)
+        write_whole(path, lambda partial: save_file(contiguous, partial, _METADATA))
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    os.replace(partial, path)
 
 
 def _parts(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -17,9 +17,8 @@ from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 from hf_fastdecode.measurement.continuations import continuation, end_tokens_of
 
 from ..prompts import PromptFormat
-from ..records import Sample
+from ..records import Sample, Task
 from ..settings import Drawing
-from ..task import Task
 from .processed_log_probs import ProcessedLogProbs
 from .row_stopping import RowStopping
 

@@ -16,9 +16,8 @@ from hf_fastdecode.api import explain
 from hf_fastdecode.errors import out_of_memory
 
 from ..prompts import PromptFormat
-from ..records import Latency, Mode
+from ..records import Latency, Mode, Task
 from ..settings import Drawing
-from ..task import Task
 from .draw import DrawnRows, draw_rows, sharing
 
 _WARM_UP_TOKENS: Final = 8

@@ -12,8 +12,8 @@ class ProcessedLogProbs(TokenLogProbs):
     """Gathers the log-probability of every drawn token after temperature and nucleus.
 
     Args:
-        temperature: Of the call; 0 for greedy, whose tokens have probability 1 and log-probability 0.
-        top_p: Of the call.
+        temperature: Sampling temperature; 0 for greedy, whose tokens have log-probability 0.
+        top_p: Nucleus probability.
     """
 
     def __init__(self, temperature: float, top_p: float):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,12 +15,10 @@ from tqdm import tqdm
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import CommandError
+from ...files import JsonlWriter, json_lines, read_jsonl, write_text
 from ...measurement.drawing_errors import told
-from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
-from ..records import Sample
-from ..run_files import write_text
-from ..task import Task
+from ..records import Sample, Task
 from .weights import model_digest
 
 _LOGITS: Final = 1 << 28  # numbers, half a GiB in bfloat16
@@ -37,21 +34,18 @@ def rescore_samples(
     *,
     progress: bool = True,
 ) -> None:
-    """Write the samples of several tasks with the model's own log-probabilities, see `rescored`.
+    """Write samples with the model's own log-probabilities, see `rescored`.
 
-    Meanwhile they are in a hidden file beside `out`, from which the same call goes on after an interruption.
+    Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        form: Of the prompts.
-        tasks: Of the samples.
+        form: Writes the prompts.
+        tasks: The samples' tasks.
         samples: In any order.
         out: The file to write.
         progress: Show a bar.
-
-    Raises:
-        CommandError: As of `rescored`.
     """
     content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
     head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
@@ -71,25 +65,17 @@ def rescore_samples(
             found = rescored(model, tokenizer, form, task, own)
             file.write(found)
             kept |= {(sample.task_id, sample.index): asdict(sample) for sample in found}
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept.values())
-    write_text(out, lambda file: file.write(text))
+    write_text(out, json_lines(kept.values()))
     journal.unlink()
 
 
 def rescored(
     model: Any, tokenizer: Any, form: PromptFormat, task: Task, samples: Sequence[Sample], *, rows: int = 16
 ) -> list[Sample]:
-    """The samples of a task with the model's own log-probabilities, also where another model or tool drew them.
+    """A task's samples with the model's own log-probabilities, whichever model or tool drew them.
 
-    The completion is tokenized behind its prompt, so its tokens may be others than those that were drawn.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        form: Of the prompts.
-        task: Of the samples.
-        samples: With completions as they follow the prompt.
-        rows: Most samples that go through the model at once; long ones, whose logits are large, are fewer.
+    The completion is tokenized behind its prompt, so its tokens may differ from those that were drawn. At most `rows`
+    samples go through the model at once; fewer if they are long, because logits are large.
 
     Raises:
         CommandError: The model's logits are not finite, or those of one sample do not fit into memory.
@@ -104,7 +90,7 @@ def rescored(
         with told(
             model,
             lambda: CommandError(
-                "the logits of a sample do not fit into memory; try --dtype bfloat16 or --device cpu"
+                'the logits of a sample do not fit into memory; try `dtype="bfloat16"` or `device="cpu"`'
             ),
         ):
             log_probs = _log_probs(model, part)

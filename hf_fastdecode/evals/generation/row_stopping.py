@@ -20,19 +20,19 @@ _ROWS_OF_A_STEP = 128
 
 
 class RowStopping(StoppingCriteria):
-    """Ends a row once its stop rule says that nothing that may follow belongs to the completion.
+    """Ends each row by its own stop rule, once nothing that may follow belongs to the completion.
 
-    Text is decoded as it comes, after every step; with ``k * 128`` rows after every ``k``-th one, since each time the
-    host waits for the device. A row then ends some tokens late, which changes nothing in its completion.
+    Text is decoded after every step; with ``k * 128`` rows after every ``k``-th one, because decoding makes the host
+    wait for the device. A row then ends some tokens late, which does not change its completion.
 
     Args:
-        tokenizer: A fast one.
-        rules: A rule for each row, new ones.
+        tokenizer: A fast tokenizer.
+        rules: A new rule for each row.
         prompts: ``[rows, width]`` int64.
-        end_tokens: Ids that end a row by themselves, for `finished_at`.
+        end_tokens: Ids that end a row, for `finished_at`.
 
     Attributes:
-        finished_at: When each row finished, by `time.perf_counter`; None for those that have not.
+        finished_at: When each row finished, by `time.perf_counter`; None for active rows.
     """
 
     def __init__(self, tokenizer: Any, rules: Sequence[StopRule], prompts: Tensor, end_tokens: Sequence[int]):

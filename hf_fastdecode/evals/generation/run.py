@@ -1,4 +1,4 @@
-"""Drawing all samples of a run: unit by unit, each on the disk before the next begins."""
+"""Drawing all samples of a run, unit by unit; each is on the disk before the next begins."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from tqdm import tqdm
 from ...errors import CommandError
 from ...measurement.drawing_errors import told
 from ..prompts import PromptFormat
+from ..records import Task
 from ..settings import RunSettings, claim_folder
-from ..task import Task
 from .draw import draw_rows, samples_of, sharing
-from .samples_file import open_samples
-from .units import WHOLE, Shard, Unit, units_of
+from .samples_file import WHOLE, Shard, Unit, open_samples, units_of
 
 
 def generate_samples(
@@ -30,27 +29,24 @@ def generate_samples(
     provenance: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> int:
-    """Draw the samples of a run that its folder does not hold yet.
+    """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
-    An interrupted run loses the unit under way; started again, it draws the same samples as one that was not
-    interrupted, on the same device and versions.
+    An interrupted run loses the unit under way. Started again, it draws the same samples as an uninterrupted run on
+    the same device and versions.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer, padding on the left.
-        tasks: Of the run.
-        form: Of the prompts.
-        settings: Of the run.
+        tasks: The run's tasks.
+        form: Writes the prompts.
+        settings: The run's settings.
         folder: Where its files go.
         shard: Which part of the units to draw.
         provenance: See `claim_folder`.
         progress: Show a bar.
 
-    Returns:
-        Samples drawn now.
-
     Raises:
-        CommandError: The folder is that of another run, another process draws the same part, or the rows of a call do
+        CommandError: The folder belongs to another run, another process draws the same part, or the rows of a call do
             not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
@@ -58,7 +54,7 @@ def generate_samples(
     own = shard.own(units_of(len(tasks), settings.n, settings.rows))
     no_memory = CommandError(
         f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
-        f"memory of {model.device}; pass a smaller --rows, and another --out"
+        f"memory of {model.device}; pass a smaller `rows`, and another `out`"
     )
     with open_samples(folder, shard, own, ids) as (file, left), sharing(model, settings.drawing):
         todo = _samples(left)

@@ -1,19 +1,84 @@
-"""The file that a run appends its samples to, and takes up again after an interruption."""
+"""Which samples one call of `generate` draws, from which seed, and the file that a run appends them to.
+
+A unit is the samples of one call. A shard of a run has every N-th unit and a file of its own.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import CommandError
-from ..jsonl import JsonlWriter, read_jsonl, read_samples
-from ..records import Sample
-from ..run_files import SAMPLES, exclusive, sample_files, write_text
-from .units import Shard, Unit
+from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from ..records import Sample, read_samples
+from ..settings import SAMPLES, sample_files
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The samples of one call: numbers of its tasks in the run, the index of each task's first sample, samples per
+    task.
+    """
+
+    tasks: tuple[int, ...]
+    first: int
+    count: int
+
+    def seed(self, run_seed: int, task_ids: Sequence[str]) -> int:
+        """The call's seed, from that of the run, the ids of its tasks and its first sample."""
+        text = "\n".join([str(run_seed), str(self.first), *(task_ids[task] for task in self.tasks)])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def samples(self) -> Iterator[tuple[int, int]]:
+        """Task number and index of each sample, in the order of the call's rows."""
+        return ((task, self.first + offset) for task in self.tasks for offset in range(self.count))
+
+
+def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
+    """Divide `n` samples of each of so many tasks into calls of at most `rows` rows.
+
+    Several tasks share a call where their samples fit; otherwise a task's samples come in chunks.
+    """
+    if n >= rows:
+        chunks = [(first, min(rows, n - first)) for first in range(0, n, rows)]
+        return [Unit((task,), first, count) for task in range(tasks) for first, count in chunks]
+    together = rows // n
+    return [Unit(tuple(range(first, min(first + together, tasks))), 0, n) for first in range(0, tasks, together)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several processes that share a run; numbers start at 1."""
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read ``i/N`` with `i` from 1 to `N`."""
+        number, slash, count = text.partition("/")
+        if not (
+            slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
+        ):
+            raise CommandError(f"`shard` must be i/N with i from 1 to N, such as 1/4, got {text!r}")
+        return cls(int(number), int(count))
+
+    def own(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units that this process draws."""
+        return list(units[self.number - 1 :: self.count])
+
+    @property
+    def file_name(self) -> str:
+        """Where its samples go; those of several shards are merged into that of one."""
+        return SAMPLES if self.count == 1 else f"samples-{self.number}-of-{self.count}.jsonl"
+
+
+WHOLE = Shard()
+"""One process for all of a run."""
 
 
 @contextmanager
@@ -24,25 +89,23 @@ def open_samples(
 
     Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones.
 
-    Args:
-        folder: Of the run.
-        shard: Whose file.
-        units: Of the run.
-        task_ids: Of the run's tasks.
-
     Yields:
-        The file, and the units of which a file of the run lacks samples.
+        The file, and the units of which the run's files lack samples.
 
     Raises:
         CommandError: Another process writes to the file.
     """
     path = folder / shard.file_name
-    with exclusive(path, "draws samples into"):
+    with exclusive(path, _held(path)):
         if path.exists():
             _remove_incomplete(path, units, task_ids)
         done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
         with JsonlWriter(path) as file:
             yield file, [unit for unit in units if not done.issuperset(_places(unit, task_ids))]
+
+
+def _held(path: Path) -> CommandError:
+    return CommandError(f"another process draws samples into {path}; wait for it, or name another `out`")
 
 
 def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> None:
@@ -57,7 +120,7 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
             whole.update(places)
     kept = [line for place, line in found.items() if place in whole]
     if len(kept) < len(lines):
-        write_text(path, lambda file: file.writelines(_lines(kept)))
+        write_text(path, json_lines(kept))
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, Any]:
@@ -68,20 +131,11 @@ def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
     return [(task_ids[task], index) for task, index in unit.samples()]
 
 
-def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    return (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
-    """The samples of a run, ordered by task and index; files of shards are merged into one.
-
-    Args:
-        folder: Of the run.
-        task_ids: Of the run's tasks, in order.
-        n: Samples of each task.
+    """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
 
     Raises:
-        CommandError: There are none, shards have not drawn all of theirs, or two files hold another sample of the
+        CommandError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
             same number.
     """
     files = sample_files(folder)
@@ -94,7 +148,7 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
                     f"{', '.join(path.name for path in files)}"
                 )
     if not samples:
-        raise CommandError(f"{folder} has no samples; draw some with `hf-fastdecode eval generate --out {folder}`")
+        raise CommandError(f"{folder} has no samples; draw some with hf-fastdecode eval generate `out={folder}`")
     order = {task_id: at for at, task_id in enumerate(task_ids)}
     merged = sorted(samples.values(), key=lambda sample: (order.get(sample.task_id, len(order)), sample.index))
     if any(path.name != SAMPLES for path in files):
@@ -102,9 +156,10 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
             raise CommandError(
                 f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
-        with exclusive(folder / SAMPLES, "draws samples into"):
-            write_text(folder / SAMPLES, lambda file: file.writelines(_lines([asdict(sample) for sample in merged])))
+        whole = folder / SAMPLES
+        with exclusive(whole, _held(whole)):
+            write_text(whole, json_lines(merged))
             for path in files:
-                if path.name != SAMPLES:
+                if path != whole:
                     path.unlink(missing_ok=True)
     return merged

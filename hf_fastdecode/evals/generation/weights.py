@@ -1,4 +1,4 @@
-"""A hash of a model and its tokenizer, which tells runs of different checkpoints apart."""
+"""A hash of a model and its tokenizer, which distinguishes runs of different checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS_AT_ONCE: Final = 1 << 24
 _NOT_THE_MODELS: Final = ("_name_or_path", "transformers_version")  # where a config lies, and who wrote it
-_SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's bits: neighbours get factors far apart
+_SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # golden ratio: neighbouring words get very different factors
 
 
 def model_digest(model: Any, tokenizer: Any) -> str:

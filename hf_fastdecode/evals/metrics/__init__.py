@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .bootstrap import bootstrap_interval
-from .duplicates import ast_key, text_key
-from .pass_at_k import pass_at_k
-from .pool import Pool, build_pools
-from .rankers import RANKERS, Ranker, pass_at_ranker
+from .estimates import bootstrap_interval, pass_at_k
+from .pool import Pool, ast_key, build_pools, text_key
+from .rankers import RANKERS, Ranker, pass_at_ranker, pass_at_votes
 from .top_m import pass_at_first_m, pass_at_n, pass_at_top_m, powers_of_two
-from .votes import pass_at_votes
 
 if TYPE_CHECKING:
     from .evaluate_metric import PassAtTopK

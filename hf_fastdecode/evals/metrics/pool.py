@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from ..records import Sample, Verdict
-from .duplicates import KEYS, Deduplicate
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,12 @@ class Pool:
     """The judged samples of one task.
 
     Attributes:
-        task_id: Of the task.
+        task_id: The task's id.
         passed: Whether each sample passed.
         keys: Equal for duplicates.
-        outputs: Equal for programs that answered the same to their tests; None where that is unknown.
-        mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens: there is
-            nothing to rank it by, so it comes last.
+        outputs: Equal for programs that answered their tests alike; None where unknown.
+        mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens, which
+            therefore ranks last.
         sum_logp: Sum of the log-probabilities, likewise.
     """
 
@@ -43,12 +45,10 @@ class Pool:
         return len(set(self.keys))
 
     def settle(self) -> tuple[Pool, int]:
-        """Give duplicates the verdict of their majority, a tie counting as failed.
+        """Give duplicates the verdict of their majority; a tie counts as failed. Returns the new pool and the number
+        of samples whose verdict changed.
 
-        Duplicates differ where a scorer is flaky, e.g. by timeouts on a busy machine.
-
-        Returns:
-            The pool, and the number of samples whose verdict changed.
+        Verdicts of duplicates differ where the scorer is flaky, e.g. by timeouts on a busy machine.
         """
         votes: Counter[Hashable] = Counter()
         for key, right in zip(self.keys, self.passed):
@@ -63,19 +63,14 @@ def build_pools(
 ) -> tuple[list[Pool], int]:
     """Join samples and verdicts into a pool for each task, in the order of the samples.
 
-    Samples without a verdict and those whose verdict is ``sandbox_error`` are left out: these say nothing about the
-    sample. Of several verdicts of a sample the last counts, as of a scoring that was retried.
-
-    Args:
-        samples: Of any number of tasks.
-        verdicts: Of these samples.
-        deduplicate: What makes samples duplicates.
+    Samples without a verdict, or with the verdict ``sandbox_error``, are left out. Of several verdicts of a sample the
+    last counts, because a scoring may have been repeated. `deduplicate` says what makes samples duplicates.
 
     Returns:
-        The pools, without tasks of which no sample was judged, and the number of samples left out.
+        The pools, without tasks that have no judged sample, and the number of samples left out.
 
     Raises:
-        ValueError: A sample is there twice and differs, or a verdict has no sample.
+        ValueError: A sample occurs twice with different contents, or a verdict has no sample.
     """
     by_id: dict[tuple[str, int], Sample] = {}
     for sample in samples:
@@ -119,3 +114,34 @@ def build_pools(
 
 def _ranked_last(sample: Sample, score: float | None) -> float | None:
     return -math.inf if sample.sum_logp is not None and sample.tokens == 0 else score
+
+
+Deduplicate = Literal["text", "ast"]
+"""By equal texts, or by equal Python syntax trees."""
+
+
+def text_key(completion: str) -> str:
+    """The text itself."""
+    return completion
+
+
+def ast_key(completion: str) -> tuple[str, ...]:
+    """The Python syntax tree: comments, blank lines, quotes and parentheses make no difference; docstrings do.
+
+    A completion that is not a program by itself is parsed as the body of a function, as it continues a signature;
+    bodies of different indentation differ. What cannot be parsed either way is compared as text.
+    """
+    body = completion.lstrip("\r\n")
+    indentation = body[: len(body) - len(body.lstrip(" \t"))]
+    for program, more in ((completion, ()), (f"def _():\n{completion}", (indentation,))):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of invalid escapes, for each completion that has them
+                return "ast", ast.dump(ast.parse(program)), *more
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: a null byte
+            continue
+    return "text", completion
+
+
+KEYS: Final[dict[Deduplicate, Callable[[str], str | tuple[str, ...]]]] = {"text": text_key, "ast": ast_key}
+"""Functions from a completion to a key that is equal for duplicates."""

@@ -1,4 +1,4 @@
-"""Rankers by name: the accuracy of each on one pool, for every n that is asked for."""
+"""Rankers by name, majority votes among them: the accuracy of each on one pool, for several n."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .pool import Pool
-from .top_m import pass_at_first_m, pass_at_n, pass_at_top_m
-from .votes import pass_at_votes
+from .top_m import check_m, group_sizes, pass_at_first_m, pass_at_n, pass_at_top_m
 
 Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
 """Who chooses the m candidates that are run among n samples.
@@ -29,21 +28,21 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 def pass_at_ranker(
     pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """The chance that one of a ranker's m candidates among n samples passes.
+    """The probability that one of a ranker's m candidates among n samples passes.
 
     Args:
         pool: The judged samples of one task.
-        ranker: Who ranks.
-        ns: Samples drawn, each between 1 and the pool's size.
+        ranker: How samples are ranked.
+        ns: Numbers of samples, each between 1 and the pool's size.
         m: Candidates that are run; the oracle runs all.
-        draws: Of the Monte Carlo estimate, for ``votes``.
-        seed: Of the same, joined with the task's id.
+        draws: Random subsets per n, for ``votes``.
+        seed: For the random subsets; combined with the task's id.
 
     Returns:
-        Chances and, where they are estimates, standard errors, both [len(ns)].
+        Probabilities and, where they are estimates, standard errors, both [len(ns)].
 
     Raises:
-        ValueError: A number is out of these bounds, a log-probability is missing, or equal samples differ in `passed`.
+        ValueError: A number is out of bounds, a log-probability is missing, or equal samples differ in `passed`.
     """
     if out := [n for n in ns if not 1 <= n <= len(pool.passed)]:
         raise ValueError(
@@ -62,8 +61,7 @@ def pass_at_ranker(
 def _answers(pool: Pool) -> Sequence[Hashable]:
     """What samples vote for: their outputs, or their text where these are unknown.
 
-    No sample is without a vote: a right one could lose it to a wrong one, and whether it is right is not known to who
-    votes.
+    Every sample votes: the ranking must not depend on knowing which samples are right.
     """
     # Outputs that pass once and fail once, as by what a program printed, are two.
     return [
@@ -82,3 +80,72 @@ def _exact(pool: Pool, ranker: Ranker, m: int) -> NDArray[np.float64]:
             scores = pool.mean_logp if ranker == "mean_logp" else pool.sum_logp
             return pass_at_top_m(pool.passed, scores, pool.keys, m)
     raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
+
+
+def pass_at_votes(
+    passed: Sequence[bool],
+    outputs: Sequence[Hashable | None],
+    ns: Sequence[int],
+    *,
+    m: int = 1,
+    draws: int = 1000,
+    seed: int = 0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The probability that one of the m most frequent outputs of n samples is right, estimated by Monte Carlo.
+
+    Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples gives the probability
+    over a uniformly random order of tied outputs; the result is their mean and its standard error. An exact count
+    would be too expensive for a thousand samples.
+
+    Args:
+        passed: The verdicts of one task's N samples.
+        outputs: What each sample's program returned, or its text; None, as for a program that crashed, has no vote.
+        ns: Numbers of samples, each between 1 and N.
+        m: Outputs that are run or handed in, at least 1.
+        draws: Random subsets for each n, at least 2.
+        seed: For the random subsets.
+
+    Returns:
+        Means and standard errors, both [len(ns)].
+
+    Raises:
+        ValueError: A number is out of bounds, the pool is empty, or equal outputs differ in `passed`.
+    """
+    check_m(m)
+    if draws < 2:
+        raise ValueError(f"draws must be at least 2 for a standard error, got {draws}; use 1000")
+    # Samples without an output are a group of each its own, which never counts.
+    keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
+    passing, failing = group_sizes(passed, keys)
+    sizes = np.array([*passing.values(), *failing.values()])
+    right = np.arange(len(sizes)) < len(passing)
+    votes = np.array([key[0] == "output" for key in (*passing, *failing)])  # type: ignore[index]
+    if out := [n for n in ns if not 1 <= n <= len(passed)]:
+        raise ValueError(f"n must be between 1 and the pool's {len(passed)} samples, got {out[0]}; draw more samples")
+    generator = np.random.default_rng(seed)
+    means, errors = np.empty(len(ns)), np.empty(len(ns))
+    for place, n in enumerate(ns):
+        if n == 1:  # nothing is voted on
+            means[place], errors[place] = (sizes * votes * right).sum() / len(passed), 0.0
+            continue
+        # The method "marginals" takes memory by groups and not by samples.
+        counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
+        chances = _chances(counts * votes, right, m)
+        means[place], errors[place] = chances.mean(), chances.std(ddof=1) / draws**0.5
+    return means, errors
+
+
+def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDArray[np.float64]:
+    """The chance that one of the m largest groups is right, over random orders of ties; counts: [draws, groups]."""
+    least = np.partition(counts, -m, axis=1)[:, -m] if m < counts.shape[1] else np.zeros(len(counts), dtype=np.int64)
+    least = np.maximum(least, 1)[:, None]  # a group that was not drawn is no candidate
+    above, tied = counts > least, counts == least
+    places = np.minimum(m - above.sum(axis=1), tied.sum(axis=1))
+    tied_total, tied_right = tied.sum(axis=1), (tied & right).sum(axis=1)
+    missed = np.where((above & right).any(axis=1), 0.0, 1.0)
+    for taken in range(
+        min(m, counts.shape[1])
+    ):  # the places left are filled from the tied groups, without replacement
+        wrong, left = tied_total - tied_right - taken, tied_total - taken
+        missed *= np.where(taken < places, np.maximum(wrong, 0) / np.maximum(left, 1), 1.0)
+    return 1.0 - missed

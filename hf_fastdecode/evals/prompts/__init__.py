@@ -7,11 +7,7 @@ from typing import Any, Final
 from hf_fastdecode.errors import CommandError
 
 from ..tasks import TaskSet
-from .austin import few_shot_format
-from .bigcode import docstring_format
-from .chat import chat_format
-from .completing import stem_format
-from .format import PromptFormat
+from .formats import PromptFormat, chat_format, docstring_format, few_shot_format, stem_format
 from .stop_rules import StopRule
 
 __all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]
@@ -24,20 +20,20 @@ SHOTS: Final = 3
 def prompt_format(
     tasks: TaskSet, name: str | None = None, *, shots: int = SHOTS, chat_tokenizer: Any = None
 ) -> PromptFormat:
-    """How the tasks are put to a model.
+    """The format in which tasks are put to a model.
 
     Args:
         tasks: With the solved examples that few-shot prompts show.
-        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature and `austin` where not.
+        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature, else `austin`.
         shots: Solved examples of `austin`.
-        chat_tokenizer: The tokenizer of a chat model; its template then takes the place of a named format.
+        chat_tokenizer: The tokenizer of a chat model, whose template then replaces a named format.
 
     Raises:
-        CommandError: There is no such format, the tasks do not suit it, or both a name and a tokenizer are given.
+        CommandError: There is no such format, it does not suit the tasks, or both a name and a tokenizer are given.
     """
     if chat_tokenizer is not None:
         if name is not None:
-            raise CommandError(f"--chat and --format {name} were both given; leave one out")
+            raise CommandError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
         return chat_format(chat_tokenizer)
     chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
     if chosen == "mbxp":

@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ..task import Language
+from ..records import Language
 
 Kind = Literal["word", "punctuation", "string", "comment"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of a program; white space is no token.
+    """A piece of a program; white space is not a token.
 
     Attributes:
-        kind: Its kind; numbers are words, and regular expressions and pieces of template literals are strings.
+        kind: Numbers are words; regular expressions and pieces of template literals are strings.
         text: As written.
-        start: Where it begins in the text.
+        start: Its first character's position in the text.
     """
 
     kind: Kind
@@ -40,7 +40,7 @@ class Token:
 # A pattern matches a whole token. Where an opening one matches and the pattern does not, the token is not closed yet.
 _SPACE: Final = re.compile(r"\s+")
 _WORD: Final = re.compile(r"[\w$]+")
-_DOUBLED: Final = re.compile(r"\+\+|--")  # told apart from +, since a slash after i++ divides
+_DOUBLED: Final = re.compile(r"\+\+|--")  # distinct from +, since a slash after i++ divides
 _LONG_QUOTES: Final = {
     '"""': re.compile(r'"""(?:\\.|[^\\])*?"""', re.S),
     "'''": re.compile(r"'''(?:\\.|[^\\])*?'''", re.S),
@@ -60,11 +60,7 @@ _BEFORE_CONDITION: Final = frozenset("if while for with".split())
 
 @dataclass
 class Lexer:
-    """Reads a growing text of one language.
-
-    Args:
-        language: Of the text.
-    """
+    """Reads a growing text of one language."""
 
     language: Language
     _position: int = 0
@@ -74,11 +70,7 @@ class Lexer:
     _after_condition: bool = False
 
     def feed(self, text: str) -> Iterator[Token]:
-        """The tokens that are certain by now and that were not yielded before.
-
-        Args:
-            text: The whole text so far; it begins with that of the call before.
-        """
+        """The tokens that have become certain, given the whole text so far; it begins with that of the call before."""
         while token := self._next(text):
             self._position = token.end
             if token.kind != "comment":
@@ -169,11 +161,6 @@ class Lexer:
 
 
 def tokens(text: str, language: Language) -> list[Token]:
-    """The tokens of a whole program; what is unclosed at its end is left out.
-
-    Args:
-        text: The program.
-        language: Of the program.
-    """
+    """The tokens of a whole program; what is not closed at its end is left out."""
     finished = text if text.endswith("\n") else text + "\n"  # no token reaches over it unless it is unclosed
     return list(Lexer(language).feed(finished))

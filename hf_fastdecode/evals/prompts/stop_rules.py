@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-from .parsing import longest_parsing_prefix
 
 
 class StopRule(ABC):
@@ -23,11 +23,7 @@ class StopRule(ABC):
         self._end: int | None = None
 
     def finished(self, text: str) -> bool:
-        """Whether nothing that may follow belongs to the completion.
-
-        Args:
-            text: What was generated so far, decoded.
-        """
+        """Whether nothing that may follow this text belongs to the completion."""
         return self.end(text) is not None
 
     def end(self, text: str) -> int | None:
@@ -62,11 +58,9 @@ class StopWords(StopRule):
     """Ends before the first of some words.
 
     Args:
-        words: None of them within another, past its beginning; then more text cannot bring an earlier one.
-        repaired: Whether Python that does not parse, such as what was cut off, loses its last lines until it does.
-
-    Raises:
-        ValueError: There is no word, or one lies within another.
+        words: None within another, past its beginning, so that more text cannot bring an earlier end; else a
+            ValueError.
+        repaired: Whether Python that does not parse, such as a cut-off text, loses its last lines until it does.
     """
 
     def __init__(self, words: Sequence[str], *, repaired: bool = False):
@@ -91,3 +85,24 @@ class StopWords(StopRule):
         match = self._pattern.search(text, self._searched)
         self._searched = max(0, len(text) - self._longest + 1)
         return match.start() if match else None
+
+
+def parses(program: str) -> bool:
+    """Whether a text is a Python program."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in strings, which are the program's matter
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def longest_parsing_prefix(text: str, stem: str = "") -> str:
+    """The longest prefix in whole lines that parses behind the stem; the text itself if there is none."""
+    lines = text.splitlines(keepends=True)
+    for count in range(len(lines), 0, -1):
+        prefix = "".join(lines[:count])
+        if prefix.strip() and parses(stem + prefix):
+            return prefix
+    return text

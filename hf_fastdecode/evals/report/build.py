@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CommandError
-from ..jsonl import read_samples, read_verdicts
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
-from ..metrics.duplicates import Deduplicate
-from ..records import Latency
-from ..run_files import LATENCY, SAMPLES, SETTINGS, VERDICTS
+from ..metrics.pool import Deduplicate
+from ..records import Latency, read_samples, read_verdicts
+from ..settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
 from .latency import read_latency, read_subject

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from ..run_files import write_text
+from ...files import write_text
 from .build import Report
 from .words import accuracy_table, growth_lines, latency_tables, status_line, task_table
 
@@ -53,7 +53,7 @@ def write_page(found: Report, pictures: Mapping[str, Path], path: Path) -> Path:
         The path.
     """
     text = page(found, {name: picture.read_bytes() for name, picture in pictures.items()})
-    return write_text(path, lambda file: file.write(text))
+    return write_text(path, text)
 
 
 def page(found: Report, pictures: Mapping[str, bytes]) -> str:

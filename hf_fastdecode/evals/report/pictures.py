@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
 
+from ...files import write_whole
 from ..metrics import Ranker
-from ..run_files import write_whole
 from .accuracy import SHOWN, Accuracy
 from .build import Report
 from .join import Line, accuracy_within, fastest, points
@@ -235,6 +235,8 @@ def _draw(panels: Sequence[Panel], title: str, path: Path) -> Path:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     place_marks(figure, marks)
     try:
-        return write_whole(path, lambda partial: figure.savefig(partial, dpi=120, metadata={"Software": None}))
+        return write_whole(
+            path, lambda partial: figure.savefig(partial, format=path.suffix[1:], dpi=120, metadata={"Software": None})
+        )
     finally:
         plt.close(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from ...files import write_rows, write_text
 from ..records import Way
-from ..run_files import write_text
 from .accuracy import SHOWN, Accuracy
 from .build import Report
 from .join import Line, accuracy_within, fastest, largest_n_within
@@ -23,7 +22,7 @@ CURVE: Final = "curve.csv"
 def write_metrics(found: Report, path: Path) -> Path:
     """Write everything as JSON: settings, curves with intervals, counts of each task, latency; unknown is null."""
     text = json.dumps(_known(metrics(found)), ensure_ascii=False, allow_nan=False, indent=1)
-    return write_text(path, lambda file: file.write(text + "\n"))
+    return write_text(path, text + "\n")
 
 
 def metrics(found: Report) -> dict[str, Any]:
@@ -86,14 +85,7 @@ def _known(value: Any) -> Any:
 
 def write_curve(found: Report, path: Path) -> Path:
     """Write accuracy beside latency for each n as CSV; empty where unknown."""
-    rows = list(curve_rows(found))
-
-    def write(file: Any) -> None:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["n", "device"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-    return write_text(path, write)
+    return write_rows(path, list(curve_rows(found)), columns=("n", "device"), line_end="\n")
 
 
 def curve_rows(found: Report) -> Iterator[dict[str, Any]]:

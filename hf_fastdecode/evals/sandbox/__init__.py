@@ -1,17 +1,14 @@
 """Isolation of untrusted programs: back ends, the proof that one isolates, limits, and running programs in it."""
 
-from .choice import BACKENDS, choose
-from .launch import SandboxError
+from .launch import SandboxError, python_command
 from .limits import LimitExceeded, Limits, Usage
 from .process import SandboxedProcess
-from .run import Outcome, Sandbox
-from .view import python_command
+from .run import BACKENDS, Sandbox, choose
 
 __all__ = [
     "BACKENDS",
     "LimitExceeded",
     "Limits",
-    "Outcome",
     "Sandbox",
     "SandboxError",
     "SandboxedProcess",

@@ -21,9 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from .launch import NOBODY, Launch, SandboxError, first_process, limited
+from .launch import ENVIRONMENT, NOBODY, SCRATCH, Launch, SandboxError, View, first_process, limited
 from .limits import Limits
-from .view import ENVIRONMENT, SCRATCH, View
 
 _SECONDS: Final = 120.0
 _NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWNS: sched.h
@@ -113,7 +112,7 @@ def _only_podman() -> list[str]:
 
 
 def _process_with_argument(text: str) -> int | None:
-    """The first process of a container, which is no descendant of its client."""
+    """The first process of a container; it is not a descendant of the client."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")

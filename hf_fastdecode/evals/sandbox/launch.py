@@ -1,17 +1,108 @@
-"""How a back end starts a program: the interface of all, the part that they share, and the one without isolation."""
+"""How a back end starts a program: what the program sees of the file system, the interface of all back ends, and the
+one without isolation.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
+import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final, Protocol
 
 from .limits import Limits
-from .view import ENVIRONMENT, View
+
+SCRATCH: Final = Path("/tmp")
+"""The one writable folder: working directory, home and temporary folder at once."""
+
+ENVIRONMENT: Final = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    "HOME": str(SCRATCH),
+    "TMPDIR": str(SCRATCH),
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # an order of a set that changed from run to run would change verdicts
+}
+
+# Programs and libraries, the same on every machine of one distribution: nothing of a user's.
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+_SYSTEM_FILES: Final = ("/etc/alternatives", "/etc/ld.so.cache")
+_PACKAGES: Final = ("lib*/python*/site-packages", "lib*/python*/dist-packages", "local/lib*/python*/*-packages")
+
+
+@dataclass(frozen=True)
+class View:
+    """A read-only part of the host's file system.
+
+    Attributes:
+        readable: Folders and files, at the paths that they have on the host.
+        links: Symbolic links to folders among them: path and target.
+        hidden: Folders below them that appear empty.
+    """
+
+    readable: tuple[Path, ...]
+    links: tuple[tuple[Path, str], ...]
+    hidden: tuple[Path, ...]
+
+
+@cache
+def view_of(readable: tuple[Path, ...]) -> View:
+    """The system's programs and libraries, and further absolute paths; symbolic links are followed.
+
+    Python packages of the system are hidden: they may hold the tests that a program is judged by.
+
+    Raises:
+        ValueError: A path is relative or does not exist, or is a folder that would show the whole machine.
+    """
+    for path in readable:
+        _check_readable(path)
+    present = [Path(name) for name in (*_SYSTEM, *_SYSTEM_FILES) if os.path.lexists(name)]
+    folders = [path for path in present if not path.is_symlink()]
+    links = [(path, os.readlink(path)) for path in present if path.is_symlink()]
+    shown = [*folders, *(path for path in readable if path not in folders)]
+    hidden = list(dict.fromkeys(_packages(shown)))
+    needed = [path for path in dict.fromkeys(shown) if not _seen_through_others(path, shown, hidden)]
+    return View(readable=tuple(needed), links=tuple(links), hidden=tuple(hidden))
+
+
+@cache
+def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
+    """An interpreter like this one without its environment: its command line, and the paths that it reads.
+
+    Only the standard library can be imported: neither site-packages nor the program's folder is on the path, and the
+    user's variables do not reach it.
+    """
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    library = Path(sysconfig.get_path("stdlib", vars={**base, "installed_base": sys.base_prefix})).parent
+    return (str(executable), "-S", "-s", "-P"), (executable, library.resolve())
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_absolute() or not path.exists():
+        raise ValueError(f"readable paths must be absolute and exist, got {path}; use path.resolve()")
+    if path in (Path("/"), Path("/proc"), Path("/home"), Path.home()):
+        raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
+
+
+def _seen_through_others(path: Path, shown: Sequence[Path], hidden: Sequence[Path]) -> bool:
+    """Whether a path lies in another one that is shown, and in none that is hidden there."""
+    above = [other for other in shown if other != path and path.is_relative_to(other)]
+    covers = [folder for folder in hidden if path.is_relative_to(folder)]
+    return any(not any(folder.is_relative_to(other) for folder in covers) for other in above)
+
+
+def _packages(folders: Sequence[Path]) -> Iterator[Path]:
+    """Folders of installed Python packages."""
+    for folder in folders:
+        patterns = _PACKAGES if folder == Path("/usr") else ("python*/*-packages", "*-packages")
+        for pattern in patterns:
+            yield from (found for found in sorted(folder.glob(pattern)) if found.is_dir() and not found.is_symlink())
+
 
 NOBODY: Final = 65534
 """User and group inside a sandbox."""
@@ -21,11 +112,7 @@ READY: Final = b"ready\n"
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not be made or had; it says nothing about the program."""
-
-
-def _nothing() -> None:
-    pass
+    """A sandbox could not be made; this says nothing about the program."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +120,12 @@ class Launch:
     """A command line that sets a sandbox up and runs a program in it.
 
     Attributes:
-        command: Of the host.
+        command: The host's command line.
         environment: Complete.
-        folder: Working directory on the host's side.
-        holder: The process of the host whose descendants are those of the sandbox; None for that of the command.
+        folder: Working directory on the host.
+        holder: The host's process whose descendants are those of the sandbox; None for the command's own process.
         kills_for_memory: Whether something else enforces the memory limit, by SIGKILL.
-        stop: Ends what killing the command would leave, such as a container.
+        stop: Ends what remains after the command is killed, such as a container.
         clean: Removes what was made for it.
     """
 
@@ -47,8 +134,8 @@ class Launch:
     folder: Path = Path("/")
     holder: Callable[[], int | None] = lambda: None
     kills_for_memory: bool = False
-    stop: Callable[[], None] = _nothing
-    clean: Callable[[], None] = _nothing
+    stop: Callable[[], None] = lambda: None
+    clean: Callable[[], None] = lambda: None
 
 
 class Backend(Protocol):
@@ -56,7 +143,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--sandbox` takes it."""
+        """As `choose` takes it."""
 
     def missing(self) -> str | None:
         """Why it cannot be tried at all, with the remedy; None where it can be tried."""
@@ -66,12 +153,9 @@ class Backend(Protocol):
 
 
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> list[str]:
-    """The last commands in every sandbox: put the limits on, write `READY`, become the program.
+    """The last commands in every sandbox: set the limits, write `READY`, become the program.
 
-    Args:
-        argv: The program.
-        limits: Of it.
-        processes: Limit their number, outside a user namespace that of all processes of the user.
+    With `processes`, their number is limited too: outside a user namespace that counts all processes of the user.
     """
     return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
@@ -79,11 +163,8 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
 def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
     """The first process of a PID namespace: it runs a command, waits for it and so accounts for its CPU time.
 
-    No signal from inside can end it, and with it end all processes that the command has left.
-
-    Args:
-        argv: The command.
-        name: An argument by which others can find it.
+    No signal from inside can end it, and its end ends all processes that the command has left. Others find it by
+    `name`, which is one of its arguments.
     """
     return ["/bin/sh", "-c", '"$@"; exit $?', name, *argv]
 

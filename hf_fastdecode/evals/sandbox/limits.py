@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -24,7 +25,7 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
     Args:
         status: The kind of limit.
         detail: A line about it.
-        load: Whether other programs may be to blame: it waited for a CPU, or the machine has no memory left.
+        load: Whether other programs may be the cause: it waited for a CPU, or the machine has no memory left.
     """
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
@@ -65,7 +66,7 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
 
     def prlimit(self, *, processes: bool = True) -> list[str]:
-        """The `prlimit` command that puts these limits on the command behind it; empty where there is no `prlimit`."""
+        """The `prlimit` command that sets these limits for the command behind it; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")
         if program is None:
             return []
@@ -110,11 +111,8 @@ def _lowers(name: str, value: int) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a sandbox use.
-
-    Attributes:
-        cpu_seconds: User and system time of those that run and of those that they waited for.
-        resident_bytes: Anonymous and shared memory; pages that forked processes share count for each.
+    """What a sandbox's processes use: user and system time of those that run and of those that they waited for, and
+    anonymous and shared memory, where pages that forked processes share count for each.
     """
 
     cpu_seconds: float = 0.0
@@ -122,15 +120,12 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """The use of a process and of all its descendants, as far as `/proc` tells.
+    """The use of a process and of all its descendants, from `/proc`.
 
     Inside a PID namespace an orphan becomes a child of its first process, so that none leaves the tree.
     """
     cpu = resident = 0
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += children_of(one)
+    for one in _with_descendants(pid):
         try:
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
             status = Path(f"/proc/{one}/status").read_text()
@@ -145,10 +140,8 @@ def usage_of(pid: int) -> Usage:
 
 def starved_seconds(pid: int) -> float:
     """How long the threads of a process and its descendants have waited for a CPU that others used."""
-    waited, waiting = 0, [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += children_of(one)
+    waited = 0
+    for one in _with_descendants(pid):
         for schedstat in Path("/proc").glob(f"{one}/task/*/schedstat"):
             try:
                 waited += int(schedstat.read_text().split()[1])  # ns: Documentation/scheduler/sched-stats
@@ -169,6 +162,14 @@ def memory_is_exhausted() -> bool:
         return False
     sizes = {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
     return sizes.get("MemAvailable", 1) < _LEAST_AVAILABLE * sizes.get("MemTotal", 0)
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        waiting += children_of(one)
+        yield one
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tries to get out of a sandbox and tells what succeeded. Runs inside of it, on the standard library alone."""
+"""Tries to get out of a sandbox and reports what succeeded. Runs inside it, on the standard library alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that runs in a sandbox: talking to it within its limits, ending it, and what became of it."""
+"""A program that runs in a sandbox: talking to it within its limits, ending it, and its outcome."""
 
 from __future__ import annotations
 
@@ -27,21 +27,14 @@ _STARVED: Final = 0.05  # share of its time: a program that sleeps waits for nob
 class SandboxedProcess:
     """A running sandboxed program with its standard input and output.
 
-    Calls wait no longer than its limits allow: they raise `LimitExceeded` and leave it killed. The program also dies
-    with the thread that started it, so a thread that ends early must not start a server. As a context manager it is
-    killed and reaped at the end.
-
-    Args:
-        launch: From a back end.
-        limits: Of the program.
-
-    Raises:
-        SandboxError: The sandbox could not be set up.
+    Calls wait no longer than its limits allow: they raise `LimitExceeded` after killing it. The program also dies with
+    the thread that started it, so a thread that ends early must not start a server. As a context manager it is killed
+    and reaped at the end. A SandboxError if the sandbox cannot be set up.
 
     Attributes:
-        limits: Of the program.
+        limits: The program's limits.
         stderr: What has been read from its standard error; calls that wait read it.
-        cpu_seconds: User and system time of all its processes, with that of the setup; 0 until its end.
+        cpu_seconds: User and system time of all its processes, including the setup; 0 until its end.
         exit_code: 128 + the number of a signal; None until it has ended by itself.
     """
 
@@ -88,7 +81,7 @@ class SandboxedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process of the host that holds the sandbox."""
+        """The host's process that holds the sandbox."""
         return self._process.pid
 
     @property
@@ -115,12 +108,7 @@ class SandboxedProcess:
         return usage_of(self._holder)
 
     def send(self, data: bytes) -> None:
-        """Write to its standard input. What it writes meanwhile is kept for `receive`.
-
-        Raises:
-            BrokenPipeError: It has closed its standard input or has ended.
-            LimitExceeded: It exceeded a limit and was killed.
-        """
+        """Write to its standard input; a BrokenPipeError if it has closed that. Its output is kept for `receive`."""
         rest = memoryview(data)
 
         def write(pipe: IO[bytes]) -> None:
@@ -140,24 +128,16 @@ class SandboxedProcess:
             self._stdin.close()
 
     def receive(self) -> bytes:
-        """The next bytes of its standard output; none once that is closed.
-
-        Raises:
-            LimitExceeded: It exceeded a limit and was killed.
-        """
+        """The next bytes of its standard output; none once that is closed."""
         self._pump(lambda: bool(self._chunks) or self._stdout.closed)
         data = b"".join(self._chunks)
         self._chunks.clear()
         return data
 
     def wait(self) -> int:
-        """Wait until it ends by itself, and reap it. Its standard input is closed and its output dropped.
+        """Wait until it ends by itself, and reap it: its exit code, or 128 + the number of a signal.
 
-        Returns:
-            The exit code; 128 + its number for a signal.
-
-        Raises:
-            LimitExceeded: It exceeded a limit and was killed.
+        Its standard input is closed and its output dropped.
         """
         self.close_input()
         while self.receive():

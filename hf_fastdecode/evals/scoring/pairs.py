@@ -1,13 +1,16 @@
 """Checking programs in two processes: one for each program, and one for the tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
-as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is to answer calls.
-A pass is a nonce that the process of the tests is given with them and repeats after the last one.
+as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is answer calls.
+A pass is a nonce that the process of the tests receives with them and repeats after the last one.
+
+Messages are lists of byte strings over standard input and output.
 """
 
 from __future__ import annotations
 
 import secrets
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Literal, Self
 
-from ..records import Status
+from ..records import Status, Task
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxedProcess, SandboxError
-from ..task import Task
-from .messages import Peer, one_line
 from .runner import BrokenServerError, Result
 
 _STATUSES: Final[dict[bytes, Status]] = {b"compile": "compile", b"memory": "memory"}
@@ -30,11 +31,8 @@ Role = Literal["server", "candidate"]
 class PairRunner(ABC):
     """A runner with one process for the tests, called the server, and one for each program, the candidate.
 
-    Each of them says ``started`` before it is given anything, so that one that does not start is known as such.
-
-    Args:
-        sandbox: Where both processes run, each in a sandbox of its own.
-        limits: Of each program, and for each of the server's tests.
+    Each of them says ``started`` before it is given anything, so that one that does not start is recognised. Both run
+    in sandboxes of their own, within the program's limits, which hold for each of the server's tests too.
     """
 
     _keeps_server: ClassVar[bool] = True  # from one check to the next
@@ -173,13 +171,11 @@ class PairRunner(ABC):
         return self._attributed(Result(error.status, f"{what} {error.detail}", error.load))
 
     def _attributed(self, result: Result) -> Result:
-        """The result of a program with which the server failed, if nothing else can be the cause.
+        """The result of a program with which the server failed, if nothing else can be the cause; else a
+        BrokenServerError.
 
-        A limit on what the server itself uses, met in a new process, is that: the program's values or its source are
-        all that was there.
-
-        Raises:
-            BrokenServerError: The machine may be the cause, or an earlier program.
+        A limit on what the server itself uses, met in a new process, is the program's: its values or its source are
+        all that was there. Otherwise the machine may be the cause, or an earlier program.
         """
         certain = self._server_is_new and not result.load and result.status != "fail"
         self.close()
@@ -212,3 +208,54 @@ def _ended(process: SandboxedProcess, detail: str) -> Result:
         return Result("memory", one_line(said))
     # Nobody here has killed it: it may have been the system, short of memory.
     return Result("fail", f"{detail} with exit code {code}", load=code == 128 + 9)
+
+
+_MOST_PARTS: Final = 1 << 20
+
+
+class Peer:
+    """A sandboxed process whose standard streams carry messages alone, of at most `longest` bytes from it."""
+
+    def __init__(self, process: SandboxedProcess, longest: int):
+        self.process = process
+        self._longest = longest
+        self._received = bytearray()
+
+    def send(self, *parts: bytes | str) -> None:
+        """Send a message; a BrokenPipeError if the process has ended."""
+        encoded = [part.encode(errors="replace") if isinstance(part, str) else part for part in parts]
+        self.process.send(b"".join([_number(len(encoded)), *(_number(len(one)) + one for one in encoded)]))
+
+    def receive(self) -> list[bytes]:
+        """The next message; an EOFError if the process closed its output, as by ending."""
+        parts: list[bytes] = []
+        length = 0
+        for _ in range(self._read_number(_MOST_PARTS)):
+            parts.append(self._read(self._read_number(self._longest - length)))
+            length += len(parts[-1]) + 4
+        return parts
+
+    def _read_number(self, largest: int) -> int:
+        (number,) = struct.unpack(">I", self._read(4))
+        if number > largest:
+            raise LimitExceeded("output", f"gave a result of more than {self._longest:,} bytes")
+        return int(number)
+
+    def _read(self, size: int) -> bytes:
+        while len(self._received) < size:
+            if not (data := self.process.receive()):
+                raise EOFError("it ended")
+            self._received += data
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
+
+
+def one_line(text: bytes | str) -> str:
+    """What a foreign process said, as one line of at most 300 letters."""
+    said = text if isinstance(text, str) else text.decode(errors="replace")
+    return " ".join(said.split())[:300]
+
+
+def _number(value: int) -> bytes:
+    return struct.pack(">I", value)

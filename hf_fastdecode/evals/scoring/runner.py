@@ -10,9 +10,8 @@ from functools import cache
 from types import TracebackType
 from typing import Protocol, Self
 
-from ..records import Status
+from ..records import Status, Task
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxError
-from ..task import Task
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,12 @@ class Result:
     """The outcome of a completion's tests.
 
     Attributes:
-        status: As of `Verdict`.
-        detail: As of `Verdict`.
+        status: As in `Verdict`.
+        detail: As in `Verdict`.
         load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
-        status_if_at_fault: Beside ``sandbox_error``: the status if the program turns out to be the cause; None where
-            it cannot be.
-        outputs: As of `Verdict`.
+        status_if_at_fault: With ``sandbox_error``: the status if the program turns out to be the cause; None where it
+            cannot be.
+        outputs: As in `Verdict`.
     """
 
     status: Status
@@ -41,10 +40,8 @@ class Result:
 
 
 class BrokenServerError(SandboxError):
-    """The process of the tests ended or met a limit while it dealt with a program, which may have caused that.
-
-    Args:
-        result: The program's, should it be the cause.
+    """The process of the tests ended or met a limit while it dealt with a program, which may be the cause; `result` is
+    then the program's.
     """
 
     def __init__(self, result: Result):
@@ -77,10 +74,10 @@ class LanguageSupport:
 
     Attributes:
         runner: Makes a runner for one worker.
-        limits: Of each program, where none are given.
+        limits: Default limits of each program.
         missing: Why programs cannot be checked on this machine, with the remedy; None where they can.
         check_task: Raises ValueError for a task whose tests cannot be run.
-        version: Of what runs programs, on which verdicts may depend; empty where it is missing.
+        version: Version of the program that runs them, on which verdicts may depend; empty where it is missing.
     """
 
     runner: Callable[[Sandbox, Limits], Runner]
@@ -90,11 +87,8 @@ class LanguageSupport:
     version: Callable[[], str] = lambda: ""
 
     def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
-        """The limits of each program, with other times where they are given.
-
-        Args:
-            cpu_seconds: CPU time of a program.
-            wall_seconds: Time of the clock; by default at least three times the CPU time, which it would else cut.
+        """The limits of each program, with other times where they are given. The wall-clock limit is by default at
+        least three times the CPU time.
         """
         own = self.limits
         cpu = cpu_seconds or own.cpu_seconds
@@ -103,11 +97,7 @@ class LanguageSupport:
 
 
 def require_tests(task: Task) -> None:
-    """Refuse a task without tests.
-
-    Raises:
-        ValueError: It has none, or empty ones only.
-    """
+    """Refuse a task without tests, or with empty ones only, with a ValueError."""
     if not any(test.strip() for test in task.tests):
         raise ValueError(f"task {task.task_id} has no tests; every program would pass")
 

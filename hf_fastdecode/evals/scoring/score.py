@@ -1,4 +1,4 @@
-"""Scoring samples: equal programs once, several at a time; again and alone where a busy machine may be to blame."""
+"""Scoring samples: equal programs once, several at a time; again and alone where a busy machine may be the cause."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from typing import Final
 
 from tqdm import tqdm
 
-from ..records import Sample, Verdict
+from ..records import Language, Sample, Task, Verdict
 from ..sandbox import Limits, Sandbox, SandboxError
-from ..task import Language, Task
-from .languages import LANGUAGES
-from .runner import BrokenServerError, Result, Runner
+from .java import JAVA
+from .javascript import JAVASCRIPT
+from .python import PYTHON
+from .runner import BrokenServerError, LanguageSupport, Result, Runner
+
+LANGUAGES: Final[dict[Language, LanguageSupport]] = {
+    "python": PYTHON,
+    "java": JAVA,
+    "javascript": JAVASCRIPT,
+}
+
 
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
@@ -33,16 +41,16 @@ def score(
 ) -> list[Verdict]:
     """Run samples on their tasks' tests.
 
-    Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the one on
-    wall-clock time runs again after all others, alone, in new processes and with more time, and so does one whose
-    sandbox broke. Where the tests' process breaks down each time, but not with a program that is known to be right,
-    that is the program's failure. Else the status ``sandbox_error`` remains: it says nothing about the program.
+    Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
+    runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
+    the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
+    Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
 
     Args:
         tasks: By task id.
         samples: In any order.
         sandbox: From `hf_fastdecode.evals.sandbox.choose`.
-        limits: Of a program; by default those of its language.
+        limits: Limits of a program; by default those of its language.
         workers: Programs at a time; by default one per CPU.
         progress: Show a tqdm bar.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .load import SPLITS, TASK_NAMES, load_tasks
-from .task_set import TaskIds, TaskSet
+from .load import SPLITS, TASK_NAMES, TaskIds, TaskSet, load_tasks
 
 __all__ = ["SPLITS", "TASK_NAMES", "TaskIds", "TaskSet", "load_tasks"]

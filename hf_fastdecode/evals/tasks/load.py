@@ -1,21 +1,23 @@
-"""Loading tasks by name, from the package, a file or the hub."""
+"""Tasks by name, from the package, a file or the hub, and by id."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
 from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
 from hf_fastdecode.errors import CommandError
 
-from ..json_records import Record, parse_records, read_bytes
-from ..task import Task
-from .hub import hub_records
-from .published import difference
+from ...files import Record, parse_records, read_bytes
+from ..records import Language, Task
+from .published import difference, hub_records
 from .readers import apps_task, mbpp_task, mbxp_task, recognised
-from .task_set import TaskIds, TaskSet
 
 _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "embedded": mbpp_task,
@@ -33,7 +35,7 @@ TASK_NAMES: Final = tuple(_READERS)
 SPLITS: Final = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 _PROMPT_ORDER: Final = ("2", "3", "4")  # the three of Austin et al. 2021
-_MBPP: Final = frozenset({"mbpp", "mbpp-sanitized"})
+_MBPP_NAMES: Final = frozenset({"mbpp", "mbpp-sanitized"})
 
 
 def load_tasks(
@@ -48,9 +50,9 @@ def load_tasks(
 
     Args:
         name: One of `TASK_NAMES`. ``embedded`` comes with the package; ``apps`` needs a file.
-        data: A `.jsonl`, `.jsonl.gz` or `.json` file in place of the hub, in the published form of the name.
-        split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the
-            others (the papers of MBXP and HumanEval use all).
+        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
+        split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
+            (the papers of MBXP and HumanEval use all).
         limit: Only the first so many, at least 1.
         task_ids: Only these, in this order, of any split.
 
@@ -61,7 +63,7 @@ def load_tasks(
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
         raise CommandError(f"there are no tasks {name!r}; choose one of {names}")
     if limit is not None and limit < 1:
-        raise CommandError(f"--limit must be at least 1, got {limit}; leave it out for all tasks")
+        raise CommandError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
     if split not in (None, "all", *SPLITS):
         raise CommandError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
@@ -71,9 +73,9 @@ def load_tasks(
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
         if not chosen:
-            raise CommandError("--task-ids names no task; leave it out for all tasks")
+            raise CommandError("`task_ids` names no task; leave it out for all tasks")
     else:
-        chosen = _of_split(tasks, split or ("test" if name in _MBPP else "all"), origin)
+        chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
     return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
 
 
@@ -87,7 +89,7 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
     if name == "apps":
-        raise CommandError("the tasks apps need a file in APPS' format; pass --data FILE")
+        raise CommandError("the tasks apps need a file in APPS' format; pass `data=FILE`")
     return hub_records(name)
 
 
@@ -97,9 +99,9 @@ def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
 
 def _check_form(name: str, record: Record) -> None:
     found = recognised(record)
-    expected = "mbpp" if name == "embedded" or name in _MBPP else name
+    expected = "mbpp" if name == "embedded" or name in _MBPP_NAMES else name
     if found and found != expected:
-        remedy = f"pass --task {found}" if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
+        remedy = f'pass `task="{found}"`' if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
         raise record.error(f"this is a record of {found}, not of {name}; {remedy}, or name another file")
 
 
@@ -115,7 +117,7 @@ def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
 
 def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
     """MBPP's tasks for few-shot prompts, the paper's three first."""
-    if name not in _MBPP:
+    if name not in _MBPP_NAMES:
         return ()
     found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
     return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))
@@ -129,7 +131,7 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
         first, last = SPLITS[split]
         raise CommandError(
             f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
-            f"to {tasks[-1].task_id}; pass --split all"
+            f'to {tasks[-1].task_id}; pass `split="all"`'
         )
     return found
 
@@ -137,3 +139,71 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
 def _within(tasks: Sequence[Task], first: int, last: int) -> list[Task]:
     numbers = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
     return [task for task, number in numbers if number.isdecimal() and first <= int(number) <= last]
+
+
+_ID: Final = re.compile(r"(?:([A-Za-z]\w*?)[/_])?(\d+)")
+_MBPP: Final = "mbpp"  # tools write MBPP's ids as 11, Mbpp/11 and MBPP/11
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Tasks of one source.
+
+    Attributes:
+        name: The source's name, such as ``mbpp``.
+        origin: Where the tasks were read.
+        tasks: The chosen tasks, in the source's order; at least one.
+        examples: Solved tasks for few-shot prompts, none of them among the tasks of the default split.
+        note: A line for people where the data is not the published one, else empty.
+    """
+
+    name: str
+    origin: str
+    tasks: tuple[Task, ...]
+    examples: tuple[Task, ...] = ()
+    note: str = ""
+
+    @property
+    def language(self) -> Language:
+        """The language of all tasks."""
+        return self.tasks[0].language
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the tasks and examples: equal for the same tasks wherever they were read."""
+        content = [[asdict(task) for task in tasks] for tasks in (self.tasks, self.examples)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class TaskIds:
+    """Finds tasks by the ids that people and other tools give them: ``11``, ``"11"``, ``"Mbpp/11"``, ``"MBJP/11"``."""
+
+    def __init__(self, tasks: Iterable[Task]):
+        self._tasks = {_key(task.task_id): task for task in tasks}
+        self._prefixes = {prefix for prefix, _ in self._tasks}
+
+    def find(self, given: object) -> Task | None:
+        """The task with an id, which is an integer or a text with or without the data set's name; None if there is
+        none.
+        """
+        if isinstance(given, bool) or not isinstance(given, (int, str)):
+            return None
+        prefix, number = _key(str(given).strip())
+        prefixes = {"": self._prefixes, _MBPP: {_MBPP, ""}}.get(prefix, {prefix})
+        found = [self._tasks[one, number] for one in prefixes if (one, number) in self._tasks]
+        return found[0] if len(found) == 1 else None
+
+    def require(self, given: object, place: str = "") -> Task:
+        """The task with an id; a CommandError if there is none."""
+        if task := self.find(given):
+            return task
+        known = [task.task_id for task in self._tasks.values()]
+        raise CommandError(
+            f"{place}there is no task {given}; the {len(known)} tasks have ids from {known[0]} to {known[-1]}"
+        )
+
+
+def _key(task_id: str) -> tuple[str, str]:
+    """Data set's name in lower case, and number; an id of another form is its own name."""
+    match = _ID.fullmatch(task_id)
+    return (task_id, "") if match is None else ((match[1] or "").lower(), str(int(match[2])))

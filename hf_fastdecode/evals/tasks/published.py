@@ -1,11 +1,15 @@
-"""The data sets as published: where they are, and what their files are known by."""
+"""The data sets as published: where they are, what their files are recognised by, and loading them with `datasets`."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from hf_fastdecode.errors import CommandError, one_line
+
+from ...files import Record
 
 _MXEVAL: Final = "https://raw.githubusercontent.com/amazon-science/mxeval/e09974f990eeaf0c0e8f2b5eaff4be66effb2c86"
 _OPENAI: Final = "https://raw.githubusercontent.com/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d"
@@ -17,11 +21,11 @@ class PublishedFile:
     """A file of a data set.
 
     Attributes:
-        task_name: Of the source that reads it.
+        task_name: The source that reads it.
         url: Where it is published; the repository's name is part of it.
-        problems: How many it holds.
-        sha256: Of its content, decompressed.
-        hub: Repository and configuration on the Hugging Face hub; None where the hub has a loading script only, which
+        problems: Number of problems.
+        sha256: Hash of the decompressed content.
+        hub: Repository and configuration on the Hugging Face hub; None where the hub has only a loading script, which
             `datasets` no longer runs.
     """
 
@@ -88,23 +92,12 @@ FILES: Final = (
 
 
 def published_file(task_name: str) -> PublishedFile:
-    """The file that a task name is loaded from where none is given.
-
-    Raises:
-        StopIteration: Nothing is published under this name.
-    """
+    """The file that a task name is loaded from where none is given."""
     return next(file for file in FILES if file.task_name == task_name)
 
 
 def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """A line for people where a file is none of those published for a task name, else empty.
-
-    Args:
-        task_name: Of the source that reads it.
-        path: Of the file.
-        content: Decompressed.
-        problems: How many it holds.
-    """
+    """A note where a file's decompressed content is none of those published for a task name, else empty."""
     found = hashlib.sha256(content).hexdigest()
     either = {"mbpp", "mbpp-sanitized"}  # the reader of one form reads both
     names = either if task_name in either else {task_name}
@@ -113,3 +106,32 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
         return ""
     known = " or ".join(f"{file.name}: {file.problems} problems, sha256 {file.sha256[:12]}" for file in pinned)
     return f"{path} is not the published data: {problems} problems, sha256 {found[:12]} (published: {known})"
+
+
+def hub_records(task_name: str) -> tuple[list[Record], str, str]:
+    """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
+
+    Raises:
+        CommandError: They cannot be loaded, e.g. without a network; the remedy is a local file.
+    """
+    file = published_file(task_name)
+    origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url
+    try:
+        rows = _rows(file)
+    except Exception as error:  # of the network, the hub's clients and the file formats: they share no base class
+        raise CommandError(
+            f"cannot load {origin}: {one_line(error, 160)}; download {file.url} and pass `data={file.name}`"
+        ) from error
+    records = [Record(row, f"{origin} row {number}") for number, row in enumerate(rows, 1)]
+    note = "" if len(rows) == file.problems else f"{origin} holds {len(rows)} problems, published were {file.problems}"
+    return records, origin, note
+
+
+def _rows(file: PublishedFile) -> list[dict[str, Any]]:
+    from datasets import load_dataset  # it takes seconds
+
+    if file.hub is None:
+        return list(load_dataset("json", data_files={"test": file.url}, split="test"))
+    splits = load_dataset(*file.hub)
+    rows = [row for rows in splits.values() for row in rows]
+    return sorted(rows, key=lambda row: int(str(row["task_id"]).rpartition("/")[2]))

@@ -1,4 +1,4 @@
-"""From published records to tasks: MBPP in both forms, MBXP, HumanEval and APPS."""
+"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is a CommandError."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import re
 from typing import Final
 
-from ..json_records import Record
-from ..task import Language, Task
+from ...files import Record
+from ..records import Language, Task
 
 _READ_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test")
 _NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
@@ -23,9 +23,6 @@ def mbpp_task(record: Record) -> Task:
     """A task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
 
     One of MBPP+ (Liu et al. 2023) has further tests as a program, in `test`, which runs after the others.
-
-    Raises:
-        CommandError: A field is missing or of another type, or holds tests that do not run here.
     """
     _refuse_other_tests(record, (*_READ_OF_MBPP, *_NOT_PART_OF_MBPP))
     description = record.text("prompt") if "text" not in record.fields else record.text("text")
@@ -47,12 +44,7 @@ def mbpp_task(record: Record) -> Task:
 def mbxp_task(record: Record, language: Language) -> Task:
     """A task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
 
-    Args:
-        record: Fields as published; `canonical_solution` is null where no solution is known.
-        language: Of the program; HumanEval's own file does not name it.
-
-    Raises:
-        CommandError: A field is missing or of another type, or holds tests that do not run here.
+    HumanEval's own file does not name the language; `canonical_solution` is null where no solution is known.
     """
     _refuse_other_tests(record, (*_READ_OF_MBXP, *_NOT_PART_OF_MBXP))
     return Task(
@@ -67,11 +59,7 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
 
 def apps_task(record: Record) -> Task:
-    """A task of APPS (Hendrycks et al. 2021) as a text to be solved; its tests by input and output are not read.
-
-    Raises:
-        CommandError: A field is missing or of another type.
-    """
+    """A task of APPS (Hendrycks et al. 2021) as a text to be solved; its tests by input and output are not read."""
     solutions = record.text("solutions", "") or "[]"
     try:
         first = next(iter(json.loads(solutions)), None)
@@ -89,9 +77,9 @@ def apps_task(record: Record) -> Task:
 
 
 def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
-    """Refuse a record with tests beside those that are read: programs would pass that fail them.
+    """Refuse a record with tests that are not read, since programs that fail them would pass.
 
-    Such are EvalPlus' own files, whose `base_input` and `plus_input` need its program to make tests of them.
+    EvalPlus' own files are such: their `base_input` and `plus_input` need its program to become tests.
     """
     for name, value in record.fields.items():
         if name not in known and value and _HOLDS_TESTS.search(name):
@@ -102,7 +90,7 @@ def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
 
 
 def recognised(record: Record) -> str:
-    """The task name that a record's fields tell; empty where they tell none."""
+    """The task name that a record's fields suggest; empty where they suggest none."""
     fields = record.fields
     if "test_list" in fields:
         return "mbpp"

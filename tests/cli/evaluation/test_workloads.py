@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_fastdecode.bench.workloads import hier, longqa, pictures
 from hf_fastdecode.cli.app import app
-from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.files import read_rows
 
 ROOT = Path(__file__).parents[3]
 HIER = "hier --shots 1 --points 2x2 --new-tokens 2 --repeats 1 --device cpu"

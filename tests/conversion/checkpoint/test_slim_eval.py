@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.files import read_rows
 from tools.slim_eval import PAGE, ROWS, compare, read_run, replace_rows, table
 
 

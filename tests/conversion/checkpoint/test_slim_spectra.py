@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_fastdecode.conversion.layers.plan_choice import AUTO
-from hf_fastdecode.measurement.rows import read_rows
+from hf_fastdecode.files import read_rows
 from tools import slim_spectra
 from tools.slim_spectra import EXACT, KEYS, ORDINARY, PAPER, SPECTRA, STORED, TOLERANCE
 

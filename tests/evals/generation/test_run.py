@@ -11,8 +11,14 @@ import torch
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
-from hf_fastdecode.evals.generation.samples_file import merged_samples, open_samples, sample_files
-from hf_fastdecode.evals.generation.units import WHOLE, Shard, units_of
+from hf_fastdecode.evals.generation.samples_file import (
+    WHOLE,
+    Shard,
+    merged_samples,
+    open_samples,
+    sample_files,
+    units_of,
+)
 from hf_fastdecode.evals.settings import Drawing
 
 IDS = ["101", "102", "103"]
@@ -122,15 +128,15 @@ def test_samples_of_no_run(tmp_path):
     ("change", "words"),
     [
         ({"seed": 1}, r"another seed \(0, now 1\)"),
-        ({"n": 8}, r"another --n \(4, now 8\)"),
-        ({"rows": 4}, "another --rows"),
+        ({"n": 8}, r"another `n` \(4, now 8\)"),
+        ({"rows": 4}, "another `rows`"),
         ({"drawing": Drawing(1.0, max_new_tokens=20)}, "another temperature"),
         ({"weights": "0"}, "another digest of weights, config and tokenizer"),
-        ({"prompts": "0"}, r"another digest of the tasks and prompts \(--limit, --task-ids"),
+        ({"prompts": "0"}, r"another digest of the tasks and prompts \(`limit`, `task_ids`"),
     ],
 )
 def test_runs_are_not_mixed(small, unbroken, copied, change, words):
-    with pytest.raises(CommandError, match=f"holds a run with {words}.*name another --out"):
+    with pytest.raises(CommandError, match=f"holds a run with {words}.*name another `out`"):
         generate(small, copied, replace(small.settings, **change))
     assert (copied / "samples.jsonl").read_bytes() == unbroken
 
@@ -147,7 +153,7 @@ def test_memory_that_runs_out_names_the_remedy(small, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(run, "draw_rows", exhausted)
-    with pytest.raises(CommandError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller --rows"):
+    with pytest.raises(CommandError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller `rows`"):
         generate(small, tmp_path)
 
 
@@ -172,7 +178,7 @@ def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, copied):
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples-1-of-2.jsonl", "verdicts.jsonl"])
 def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, name):
     (tmp_path / name).write_text('{"task_id": "101", "index": 0, "completion": "x"}\n')
-    with pytest.raises(CommandError, match=f"holds {name} of no known run; name another --out"):
+    with pytest.raises(CommandError, match=f"holds {name} of no known run; name another `out`"):
         generate(small, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [name]
     assert (tmp_path / name).stat().st_size

@@ -19,7 +19,7 @@ from hf_fastdecode.evals.metrics import (
     pass_at_top_m,
     powers_of_two,
 )
-from hf_fastdecode.evals.metrics.subsets import HitCounter, by_size
+from hf_fastdecode.evals.metrics.top_m import HitCounter, by_size
 
 from .pools import first_m_by_hand, pools, top_m_by_hand
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hf_fastdecode.evals.jsonl import JsonlWriter
 from hf_fastdecode.evals.records import Latency, Sample, Verdict
-from hf_fastdecode.evals.run_files import LATENCY, SAMPLES, SETTINGS, VERDICTS
-from hf_fastdecode.measurement.rows import write_rows
+from hf_fastdecode.evals.settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
+from hf_fastdecode.files import JsonlWriter, write_rows
 
 CPU = "x86_64 CPU, 2 threads"
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choice, choose, drop_root
-from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined
-from hf_fastdecode.evals.sandbox.unshare import Unshare
-from hf_fastdecode.evals.sandbox.view import View, view_of
+from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose, namespaces, run
+from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined, View, view_of
+from hf_fastdecode.evals.sandbox.namespaces import Unshare
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Edited:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """What each back end is refused for, in place of the proof; all pass."""
     found: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    monkeypatch.setattr(choice, "_refusal", found.__getitem__)
+    monkeypatch.setattr(run, "_refusal", found.__getitem__)
     return found
 
 
@@ -66,6 +65,23 @@ def test_auto_never_falls_back_to_none(refusals: dict[str, str | None]) -> None:
     assert "none" not in str(error.value)
 
 
+def test_the_refusal_names_what_denies_user_namespaces(
+    refusals: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ubuntu 24.04 does by default: there, bubblewrap helps only once that is changed."""
+    monkeypatch.setattr(run, "_SETTINGS", tmp_path)
+    refusals.update(dict.fromkeys(BACKENDS, "Permission denied"))
+    with pytest.raises(SandboxError, match=r"; install bubblewrap \(apt install bubblewrap\), or inside a container"):
+        choose()
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "apparmor_restrict_unprivileged_userns").write_text("1\n")
+    denied = r"denies the user namespaces .*kernel\.apparmor_restrict_unprivileged_userns is 1\): .*docker or podman"
+    with pytest.raises(SandboxError, match=denied):
+        choose()
+    with pytest.raises(SandboxError, match=r"\(podman: Permission denied\); install bubblewrap"):
+        choose("podman")
+
+
 def test_a_named_back_end_is_used_or_refused(refusals: dict[str, str | None]) -> None:
     assert choose("podman").name == "podman"
     refusals["podman"] = "the limit on processes does not bind"
@@ -77,18 +93,18 @@ def test_a_named_back_end_is_used_or_refused(refusals: dict[str, str | None]) ->
 
 
 def test_none_has_to_be_allowed() -> None:
-    with pytest.raises(SandboxError, match="--allow-unsafe-code"):
+    with pytest.raises(SandboxError, match="`allow_unsafe=True`"):
         choose("none")
     assert choose("none", allow_unsafe=True).name == "none"
 
 
 def test_the_proof_is_made_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "prove", None)
+    monkeypatch.setattr(run, "prove", None)
     assert choose(sandbox.name) == sandbox
 
 
 def test_without_isolation_the_proof_tells_each_escape() -> None:
-    refusal = choice.prove(Unconfined())
+    refusal = run.prove(Unconfined())
     assert refusal is not None
     expected = ["network", "temporary folder", "outside its own folder", "more than its size", "processes of the host"]
     expected += ["keeps root or capabilities", "makes user namespaces"] if os.geteuid() == 0 else []
@@ -109,29 +125,27 @@ def test_without_isolation_the_proof_tells_each_escape() -> None:
     ],
 )
 def test_each_hole_is_seen_alone(edits: list[tuple[str, str]], escape: str) -> None:
-    if refusal := choice._refusal("unshare"):
+    if refusal := run._refusal("unshare"):
         pytest.skip(refusal)
-    assert choice.prove(Edited(Unshare(), tuple(edits))) == escape
+    assert run.prove(Edited(Unshare(), tuple(edits))) == escape
 
 
 def test_a_back_end_that_does_not_start_is_refused() -> None:
-    if refusal := choice._refusal("unshare"):
+    if refusal := run._refusal("unshare"):
         pytest.skip(refusal)
-    absent = str(choice.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
+    absent = str(run.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
     assert "no-such-program cannot be started" in absent or "no-such-program: not found" in absent
-    assert "mount: /tmp/hf-fastdecode-" in str(
-        choice.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),)))
-    )
+    assert "mount: /tmp/hf-fastdecode-" in str(run.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),))))
 
 
 def test_a_mount_point_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drop_root, "Path", lambda path: tmp_path / Path(path).name)
-    point = drop_root.mount_point.__wrapped__("root")
+    monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
+    point = namespaces.mount_point.__wrapped__("root")
     assert point.stat().st_mode & 0o777 == 0o755
     point.rmdir()
     point.symlink_to("/etc")
     with pytest.raises(SandboxError, match="is no folder of user"):
-        drop_root.mount_point.__wrapped__("root")
+        namespaces.mount_point.__wrapped__("root")
 
 
 @pytest.mark.parametrize("path", [Path("relative"), Path("/nosuch"), Path("/"), Path("/proc"), Path.home()])

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Outcome, Sandbox, SandboxError, choose, python_command
+from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Sandbox, SandboxError, choose, python_command
 from hf_fastdecode.evals.sandbox.limits import memory_is_exhausted
 
-from ..processes import running
+from ..processes import Outcome, run_to_end, running
 
 # Times are ample where a test is of another limit: on a loaded machine, touching memory takes over half a second.
 LIMITS = Limits(cpu_seconds=10, wall_seconds=30, memory_bytes=256 << 20, output_bytes=1 << 20, scratch_bytes=4 << 20)
@@ -22,7 +22,7 @@ LITTLE_CPU = replace(LIMITS, cpu_seconds=0.5)
 
 def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS, stdin: bytes = b"") -> Outcome:
     command, readable = python_command()
-    return sandbox.run([*command, "-c", source], stdin=stdin, readable=readable, limits=limits)
+    return run_to_end(sandbox, [*command, "-c", source], stdin=stdin, readable=readable, limits=limits)
 
 
 def test_output_and_exit_codes(sandbox: Sandbox) -> None:
@@ -56,9 +56,11 @@ except OSError as error:
     print(error.strerror)
 """
     command, readable = python_command()
-    done = sandbox.run([*command, "-c", source], readable=[*readable, shown], limits=LIMITS)
+    done = run_to_end(sandbox, [*command, "-c", source], readable=[*readable, shown], limits=LIMITS)
     assert done.stdout == b"content\nRead-only file system\n", done
-    done = sandbox.run([*command, "-c", f"open('{tmp_path}/beside')"], readable=[*readable, shown], limits=LIMITS)
+    done = run_to_end(
+        sandbox, [*command, "-c", f"open('{tmp_path}/beside')"], readable=[*readable, shown], limits=LIMITS
+    )
     assert done.stderr.splitlines()[-1].startswith(b"FileNotFoundError")
 
 
@@ -70,7 +72,7 @@ def test_packages_are_seen_empty_but_for_those_asked_for(sandbox: Sandbox, tmp_p
     source = f"import os; print(os.listdir('{packages}'), os.listdir('{packages}/asked_for'))"
     command, readable = python_command()
     shown = [*readable, tmp_path / "lib", packages / "asked_for"]
-    done = sandbox.run([*command, "-c", source], readable=shown, limits=LIMITS)
+    done = run_to_end(sandbox, [*command, "-c", source], readable=shown, limits=LIMITS)
     assert done.stdout == b"['asked_for'] ['tests.py']\n", done
 
 
@@ -254,7 +256,7 @@ def test_large_input_and_output_do_not_block(sandbox: Sandbox) -> None:
 
 def test_what_cannot_be_started() -> None:
     none = choose("none", allow_unsafe=True)
-    done = none.run(["/nosuch/program"])
+    done = run_to_end(none, ["/nosuch/program"])
     assert (done.status, done.exit_code) == ("failed", 127)
     with pytest.raises(ValueError, match="readable paths must be absolute and exist, got /nosuch"):
         none.popen(["true"], readable=[Path("/nosuch")])
@@ -263,8 +265,8 @@ def test_what_cannot_be_started() -> None:
 def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandbox: Sandbox) -> None:
     if any_sandbox.name != "bwrap":
         pytest.skip("an option of bwrap")
-    monkeypatch.setattr("hf_fastdecode.evals.sandbox.bubblewrap._NAMESPACES", ["--no-such-option"])
-    done = any_sandbox.run(["true"])
+    monkeypatch.setattr("hf_fastdecode.evals.sandbox.namespaces._BWRAP", ["--no-such-option"])
+    done = run_to_end(any_sandbox, ["true"])
     assert (done.status, done.detail) == ("sandbox_error", "bwrap: Unknown option --no-such-option")
     with pytest.raises(SandboxError, match="Unknown option"):
         any_sandbox.popen(["true"])

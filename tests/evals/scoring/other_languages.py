@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from hf_fastdecode.evals.records import Language, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import LANGUAGES, Runner
-from hf_fastdecode.evals.task import Language, Task
 
 LIMITS = Limits(cpu_seconds=3.0, wall_seconds=10.0, memory_bytes=1 << 30, output_bytes=1 << 20)
 

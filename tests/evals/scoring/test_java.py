@@ -12,9 +12,8 @@ import pytest
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.sandbox.limits import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
-from hf_fastdecode.evals.scoring.java import JavaRunner
-from hf_fastdecode.evals.scoring.java import runner as java_runner
-from hf_fastdecode.evals.scoring.java.stand_in import StandIn
+from hf_fastdecode.evals.scoring import java as java_runner
+from hf_fastdecode.evals.scoring.java import JavaRunner, StandIn
 from hf_fastdecode.evals.scoring.runner import BrokenServerError
 
 from .other_languages import java_task, usable_runner

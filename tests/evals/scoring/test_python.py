@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError
 from hf_fastdecode.evals.scoring import Result
 from hf_fastdecode.evals.scoring.python import PythonRunner
 from hf_fastdecode.evals.scoring.python.job import job_of
-from hf_fastdecode.evals.task import Task
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=5, memory_bytes=256 << 20, address_bytes=1 << 30, output_bytes=1 << 20)
 
@@ -363,3 +363,33 @@ def test_a_setup_that_lacks_a_module_is_no_failure_of_the_program(any_sandbox: S
         check(any_sandbox, hidden, "def f(): return 1")
     blamed = asserts("assert f() == 1", setup="f()")
     assert check(any_sandbox, blamed, "def f(): raise ImportError('not here')").status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("def f(): return 1", "pass"),
+        ("def f(): return 2", "fail"),
+        ("import sys\ndef f(): sys.exit(0)", "fail"),
+        ("def f(): raise SystemExit(False)", "fail"),
+        ("import sys\nsys.exit(0)", "fail"),
+    ],
+)
+def test_unittest_main_ends_tests_that_passed(any_sandbox: Sandbox, program: str, status: str) -> None:
+    case = "class Case(unittest.TestCase):\n    def test(self): self.assertEqual(f(), 1)\nunittest.main()"
+    assert check(any_sandbox, asserts(case, setup="import unittest"), program).status == status
+    after = asserts(case, "assert f() == 1", "assert f() == 3", setup="import unittest")
+    assert check(any_sandbox, after, program).status == "fail", "what follows is run too"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "class Case(unittest.TestCase):\n    def check(self): self.assertEqual(f(), 1)\nunittest.main()",
+        "class Case(unittest.TestCase):\n    def test(self): self.skipTest(str(f()))\nunittest.main()",
+        "import sys\nf()\nsys.exit(0)",
+        "import sys\nsys.exit(f())",
+    ],
+)
+def test_an_exit_without_tests_that_passed_fails(any_sandbox: Sandbox, tests: str) -> None:
+    assert check(any_sandbox, asserts(tests, setup="import unittest"), "def f(): return 0").status == "fail"

@@ -17,12 +17,11 @@ from typing import Self
 
 import pytest
 
-from hf_fastdecode.evals.records import Sample
+from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
 from hf_fastdecode.evals.scoring.python.job import job_of
 from hf_fastdecode.evals.scoring.runner import BrokenServerError, command_version
-from hf_fastdecode.evals.task import Task
 
 from ..processes import running
 
@@ -153,7 +152,7 @@ def test_ctrl_c_ends_the_run_at_once_and_leaves_nothing(any_sandbox: Sandbox) ->
 from hf_fastdecode.evals.records import Sample
 from hf_fastdecode.evals.sandbox import choose
 from hf_fastdecode.evals.scoring import score
-from hf_fastdecode.evals.task import Task
+from hf_fastdecode.evals.records import Task
 texts = [f"import os\\nos.execv('/bin/sleep', ['{mark}', '{{seconds}}'])" for seconds in (60, 61, 62, 63)]
 samples = [Sample("a", index, text) for index, text in enumerate(texts)]
 sandbox = choose({any_sandbox.name!r})

@@ -45,15 +45,10 @@ SAFE_NAMES = frozenset(
 
 
 def dumps(value: Any, handle: Give, names: frozenset[str] = SAFE_NAMES) -> bytes:
-    """Encode a value.
+    """Encode a value; objects that are not plain data travel as the number that `handle` gives them.
 
-    Args:
-        value: Anything.
-        handle: Gives an object that is not plain data a number.
-        names: Builtins that travel by name.
-
-    Raises:
-        ValueError: Containers are nested deeper than `MAX_DEPTH`, for instance because one holds itself.
+    A ValueError where containers are nested deeper than `MAX_DEPTH`, for instance because one holds itself. Builtins
+    of `names` travel by name.
     """
     writer = _Writer(handle, names)
     writer.write(value)
@@ -63,13 +58,8 @@ def dumps(value: Any, handle: Give, names: frozenset[str] = SAFE_NAMES) -> bytes
 def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES) -> Any:
     """Decode a value. Whatever the bytes are, only plain data, handles and builtins of `names` come out.
 
-    Args:
-        data: From `dumps`, or from somebody hostile.
-        handle: Gives the object of a number.
-        names: Builtins that may occur.
-
-    Raises:
-        ValueError: The bytes are no value, or one nested too deep.
+    A ValueError where the bytes, which may be hostile, are not a value or one nested too deep. `handle` gives the
+    object of a number.
     """
     reader = _Reader(data, handle, names)
     try:
@@ -89,6 +79,11 @@ def builtin_name(value: Any) -> str:
         return ""
     name = value.__name__
     return name if vars(builtins).get(name) is value else ""
+
+
+def no_handle(*arguments: Any) -> Any:
+    """For `dumps` and `loads` of values that are plain data throughout."""
+    raise ValueError(f"not plain data: {arguments}")
 
 
 class _Writer:

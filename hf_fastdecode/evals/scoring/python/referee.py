@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from .messages import Messages
-from .plain import loads
+from .plain import loads, no_handle
 from .remote import Link, NotPlain, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def main(messages: Messages) -> None:
     """Carry out the job of the first message."""
     messages.send(b"started")
-    told, nonce = messages.receive()
-    job = loads(told, _no_handle)
+    content, nonce = messages.receive()
+    job = loads(content, no_handle)
 
     def exchange(request: bytes) -> bytes:
         messages.send(b"call", request)
@@ -37,7 +37,7 @@ def main(messages: Messages) -> None:
         scope = sys.modules["__main__"].__dict__
         _run_setup(job["setup"], scope, link)
         for name, source in list(sources.items())[2:]:
-            _run(source, name, scope)
+            _run_test(source, name, scope)
         if job["check"]:
             scope["check"](entry_point)
     except BaseException as error:
@@ -50,11 +50,7 @@ def main(messages: Messages) -> None:
 def _prepare(job: dict[str, Any], link: Link) -> Any:
     """Fill the tests' namespace: helpers of the stem, and the program's names as remote objects.
 
-    Returns:
-        The entry point; None where the task does not name it.
-
-    Raises:
-        NameError: The program does not define the entry point.
+    Returns the entry point, None where the task does not name it; a NameError where the program does not define it.
     """
     module = sys.modules["__main__"] = type(sys)("__main__")
     scope = module.__dict__
@@ -97,6 +93,28 @@ def _run(source: str, name: str, scope: dict[str, Any]) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), scope)
 
 
+def _run_test(source: str, name: str, scope: dict[str, Any]) -> None:
+    try:
+        _run(source, name, scope)
+    except SystemExit as error:
+        if not _unittest_passed(error):
+            raise
+
+
+def _unittest_passed(error: SystemExit) -> bool:
+    """Whether `unittest.main` exits after tests that passed, at least one of which ran.
+
+    An exit of the program never counts: it arrives by `remote`, with a text as its code.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__") != "unittest.main" or error.code != 0:
+        return False
+    result = trace.tb_frame.f_locals["self"].result
+    return bool(result.wasSuccessful() and result.testsRun > len(result.skipped))
+
+
 def _status(error: BaseException) -> bytes:
     if isinstance(error, MemoryError):
         return b"memory"
@@ -119,7 +137,3 @@ def _said(error: BaseException) -> str:
         return " ".join(str(error).split())
     except BaseException:  # it holds an object of the program, which was asked for its text
         return ""
-
-
-def _no_handle(*arguments: Any) -> Any:
-    raise ValueError(f"not plain data: {arguments}")

@@ -25,11 +25,7 @@ class NotPlain(BaseException):
 
 
 class Link:
-    """Sends requests to the program's process.
-
-    Args:
-        exchange: Sends a request and gives the answer; nothing if there is none.
-    """
+    """Sends requests to the program's process by `exchange`, which returns the answer, or nothing if there is none."""
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
@@ -211,13 +207,9 @@ def _of(kind: type, value: Any) -> Any:
     return value
 
 
-def _error(told: Any) -> BaseException:
-    """An exception of the first class that is a builtin and can be made with a text alone.
-
-    Args:
-        told: Names of classes, and the text.
-    """
-    classes, said = _of(list, told)
+def _error(sent: Any) -> BaseException:
+    """An exception of the first of the named classes that is a builtin and can be made with a text alone."""
+    classes, said = _of(list, sent)
     for name in _of(list, classes):
         one = getattr(builtins, _of(str, name), None)
         if isinstance(one, type) and issubclass(one, BaseException):

@@ -1,4 +1,4 @@
-"""Files of a run: written whole, and held by one process."""
+"""Files: written whole, held by one process, and JSON lines that survive an interruption."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_fastdecode import files
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.evals.run_files import exclusive, write_text, write_whole
+from hf_fastdecode.files import JsonlWriter, exclusive, write_text, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -28,13 +29,13 @@ def test_the_temporary_file_is_found_by_no_glob_of_samples(tmp_path: Path) -> No
 
     assert write_whole(path, write) == path
     (partial,) = seen
-    assert (partial.parent, partial.name[0], partial.suffix) == (tmp_path, ".", path.suffix)
+    assert partial == tmp_path / f"{path.name}.partial"
     assert names(tmp_path) == [path.name]
     assert path.read_text() == "new"
 
 
 def test_an_interruption_leaves_the_old_file(tmp_path: Path) -> None:
-    path = write_text(tmp_path / "made" / "a.txt", lambda file: file.write("old"))
+    path = write_text(tmp_path / "made" / "a.txt", "old")
 
     def write(partial: Path) -> None:
         partial.write_text("half of the")
@@ -47,7 +48,7 @@ def test_an_interruption_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_not_appended_to(tmp_path: Path) -> None:
-    (tmp_path / ".a.partial.txt").write_text("half of the")
+    (tmp_path / "a.txt.partial").write_text("half of the")
 
     def write(partial: Path) -> None:
         with partial.open("a") as file:
@@ -70,7 +71,7 @@ def test_the_disk_has_the_content_before_the_name(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "replace", record_replace)
-    write_text(tmp_path / "a.txt", lambda file: file.write("new"))
+    write_text(tmp_path / "a.txt", "new")
     assert steps == ["file", "rename", "folder"]
 
 
@@ -78,34 +79,74 @@ def test_a_file_is_held_by_one(tmp_path: Path) -> None:
     path = tmp_path / "made" / "a.jsonl"
     code = f"""
 from pathlib import Path
-from hf_fastdecode.evals.run_files import exclusive
-with exclusive(Path({str(path)!r}), "scores into"):
+from hf_fastdecode.files import exclusive
+with exclusive(Path({str(path)!r}), ValueError("held")):
     pass
 """
     refused: list[str] = []
 
     def ask() -> None:
         try:
-            with exclusive(path, "scores into"):
+            with exclusive(path, CommandError("held")):
                 pass
         except CommandError as error:
             refused.append(str(error))
 
-    with exclusive(path, "draws samples into"), exclusive(path.with_name("b.jsonl"), "draws samples into"):
+    other_path = path.with_name("b.jsonl")
+    with exclusive(path, ValueError("held")), exclusive(other_path, ValueError("held")):
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    message = f"another process scores into {path}; wait for it, or name another --out"
-    assert refused == [message]
-    assert message in other.stderr
+    assert refused == ["held"]
+    assert "ValueError: held" in other.stderr
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_error_lets_go_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with pytest.raises(KeyboardInterrupt), exclusive(path, "scores into"):
+    with pytest.raises(KeyboardInterrupt), exclusive(path, ValueError("held")):
         raise KeyboardInterrupt
-    with exclusive(path, "scores into"):
+    with exclusive(path, ValueError("held")):
         pass
     assert names(tmp_path) == [".a.jsonl.lock"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    write_text(tmp_path / "link.txt", "new")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "a.txt").read_text() == "new"
+
+
+def append(path: Path, *records: dict[str, int]) -> None:
+    with JsonlWriter(path) as writer:
+        writer.write(records)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_long_lines(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(files, "_BLOCK", block)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"torn": "' + "x" * 100)
+    append(path, {"b": 2})
+    assert path.read_text() == '{"a": 1}\n{"b": 2}\n'
+    path.write_text('{"torn')
+    append(path)
+    assert path.read_text() == ""
+
+
+def test_every_batch_reaches_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append((tmp_path / "a.jsonl").read_text()))
+    with JsonlWriter(tmp_path / "a.jsonl") as writer:
+        writer.write([{"a": 1}, {"a": 2}])
+        writer.write([{"a": 3}])
+    assert [text.count("\n") for text in synced] == [2, 3]
+
+
+def test_nothing_of_a_batch_that_json_cannot_hold(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with JsonlWriter(path) as writer, pytest.raises(ValueError, match="not JSON compliant"):
+        writer.write([{"a": 1}, {"a": float("nan")}])
+    assert path.read_bytes() == b""

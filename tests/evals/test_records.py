@@ -1,4 +1,4 @@
-"""JSON lines: what is appended is read, and what was cut off is not."""
+"""Samples and verdicts in files: what is appended is read, and what was cut off is not."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from hf_fastdecode.evals import jsonl
-from hf_fastdecode.evals.jsonl import JsonlWriter, read_jsonl, read_samples, read_verdicts
-from hf_fastdecode.evals.records import Sample, Verdict
+from hf_fastdecode.evals.records import Sample, Verdict, read_samples, read_verdicts
+from hf_fastdecode.files import JsonlWriter, read_jsonl
 
 SAMPLES = [
     Sample("MBPP/1", 0, 'x = "\n\u2028é\ud83d"', 3, -1.25),
@@ -44,34 +43,6 @@ def test_a_line_cut_anywhere_is_ignored_and_then_replaced(tmp_path):
         assert read_samples(path) == kept
         write(path, *SAMPLES[len(kept) :])
         assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("block", [1, 7, 1 << 16])
-def test_long_lines(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(jsonl, "_BLOCK", block)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\n{"torn": "' + "x" * 100)
-    write(path, {"b": 2})
-    assert path.read_text() == '{"a": 1}\n{"b": 2}\n'
-    path.write_text('{"torn')
-    write(path)
-    assert path.read_text() == ""
-
-
-def test_every_batch_reaches_the_disk(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr("os.fsync", lambda file: synced.append((tmp_path / "a.jsonl").read_text()))
-    with JsonlWriter(tmp_path / "a.jsonl") as writer:
-        writer.write([{"a": 1}, {"a": 2}])
-        writer.write([{"a": 3}])
-    assert [text.count("\n") for text in synced] == [2, 3]
-
-
-def test_nothing_of_a_batch_that_json_cannot_hold(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with JsonlWriter(path) as writer, pytest.raises(ValueError, match="not JSON compliant"):
-        writer.write([{"a": 1}, {"a": float("nan")}])
-    assert path.read_bytes() == b""
 
 
 def test_empty_lines_and_further_fields(tmp_path):

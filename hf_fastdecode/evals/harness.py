@@ -12,7 +12,7 @@ from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.generation.options import Options
 
-from ...model_names import EMBEDDED
+from ..model_names import EMBEDDED
 
 MODEL_NAME: Final = "hf-fastdecode"
 """Under which lm-eval knows it."""
@@ -23,15 +23,15 @@ class FastDecodeLM(HFLM):
     """lm-eval's `HFLM` with its model enabled: repeats share their prompt, and problems the examples in front of them.
 
     Args:
-        pretrained: As `HFLM` takes it, or ``embedded``.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
-        reuse_prefix: Of `hf_fastdecode.enable`. By default on where prompts come one at a time, since within a call
-            there is then nothing to share.
-        arguments: As `HFLM` takes them.
+        pretrained: As for `HFLM`, or ``embedded``.
+        mode: As for `hf_fastdecode.enable`.
+        sampler: As for `hf_fastdecode.enable`.
+        reuse_prefix: As for `hf_fastdecode.enable`. By default on for batches of 1, whose calls have nothing else to
+            share.
+        arguments: Further arguments of `HFLM`.
 
     Raises:
-        CommandError: `mode`, `sampler` or `reuse_prefix` is none that `hf_fastdecode.enable` takes.
+        CommandError: `mode`, `sampler` or `reuse_prefix` has a value that `hf_fastdecode.enable` refuses.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FastDecodeLM(HFLM):
         try:
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
         except ValueError as error:
-            raise CommandError(f"--model_args: {error}") from error
+            raise CommandError(f"`model_args`: {error}") from error
         super().__init__(str(embedded_folder()) if pretrained == EMBEDDED else pretrained, **arguments)
         reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
         enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)

@@ -1,24 +1,25 @@
-"""Reading stored samples, whoever wrote them."""
+"""Samples in the files of other tools: human-eval, EvalPlus, bigcode-evaluation-harness, mxeval, and our own."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from hf_fastdecode.errors import CommandError
 
-from ..json_records import Record, parse_records, read_bytes
-from ..records import Sample
-from ..task import Task
-from ..tasks import TaskIds
-from .programs import continuation
+from ..files import Record, json_lines, parse_records, read_bytes, write_text
+from .prompts.stop_rules import parses
+from .records import Sample, Task
+from .tasks import TaskIds
 
 
 def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
-    """The samples of a file; its form is told by its content.
+    """The samples of a file, whose form is recognised by its content.
 
     One object a line with `task_id` and `completion` (human-eval, mxeval, ours), or `solution`, a whole program
     (EvalPlus); or one JSON array of arrays of programs, in the order of the tasks (bigcode-evaluation-harness). Ids
@@ -27,11 +28,11 @@ def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | N
 
     Args:
         path: `.jsonl`, `.jsonl.gz` or `.json`.
-        tasks: Those that the samples may belong to.
-        chosen: Those whose samples are wanted, of `tasks`; an array of arrays is of exactly these. None for all.
+        tasks: The tasks that samples may belong to.
+        chosen: The tasks whose samples are returned; an array of arrays belongs to exactly these. None for all.
 
     Raises:
-        CommandError: The file cannot be read, or a sample is wrong; says in which line.
+        CommandError: The file cannot be read, or a sample is wrong; names the line.
     """
     content = read_bytes(path)
     if generations := _generations(content):
@@ -53,7 +54,7 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
     task = ids.require(_task_id(record), f"{record.place}: ")
     language = fields.get("language", task.language)
     if language != task.language:
-        raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another --task")
+        raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another `task`")
     index = fields.get("index", seen[task.task_id])
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise record.error(f"field 'index' must be an integer of at least 0, got {index!r}")
@@ -102,7 +103,7 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
     if len(generations) != len(tasks):
         raise CommandError(
             f"{path} holds generations of {len(generations)} tasks, which only their order tells, and {len(tasks)} "
-            "tasks are chosen; choose theirs by --task, --split, --limit or --task-ids"
+            "tasks are chosen; choose theirs by `task`, `split`, `limit` or `task_ids`"
         )
     if not any(generations):
         raise CommandError(f"{path} holds no sample")
@@ -117,7 +118,74 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
 
 
 def _continuation(task: Task, program: str, place: str) -> str:
-    try:
-        return continuation(task, program)
-    except ValueError as error:
-        raise CommandError(f"{place}: {error}") from error
+    """The completion with which a task's stem does what a whole program does.
+
+    The program begins with the stem, or defines the entry point again.
+    """
+    for stem in (task.stem, task.stem.strip()):
+        if program.startswith(stem):
+            return program.removeprefix(stem)
+    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
+        return program if parses(task.stem) else f"    pass\n{program}"
+    if task.language == "javascript":
+        name = re.escape(task.entry_point)
+        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
+    # In Java no class can be defined twice.
+    raise CommandError(
+        f"{place}: a Java program must begin with the task's stem; give what follows the stem as 'completion'"
+    )
+
+
+Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]
+FORMS: Final[tuple[str, ...]] = get_args(Form)
+
+
+def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
+    """Write samples in the form that a tool reads; an existing file is replaced once all is written.
+
+    Args:
+        path: The file to write.
+        samples: Samples of these tasks.
+        tasks: In the order in which `bigcode` is to find their samples.
+        form: ``own`` with log-probabilities; ``human-eval`` and ``mxeval`` with completions; ``evalplus`` and
+            ``bigcode`` with whole programs.
+
+    Raises:
+        CommandError: A sample has no task; or a task has no sample, in ``bigcode``'s form, which identifies tasks by
+            position.
+    """
+    by_id = {task.task_id: task for task in tasks}
+    if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
+        raise CommandError(
+            f"there is no task {strange[0]} for its samples; name the task set that they were made from"
+        )
+    if form == "bigcode":
+        text = json.dumps(_in_task_order(samples, tasks))
+    else:
+        text = json_lines((_fields(sample, by_id[sample.task_id], form) for sample in samples), ascii_only=True)
+    write_text(path, text)
+
+
+def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
+    if form == "own":
+        return asdict(sample)
+    if form == "evalplus":
+        plain = task.task_id.isdecimal()  # of MBPP
+        return {
+            "task_id": f"Mbpp/{task.task_id}" if plain else task.task_id,
+            "solution": task.program(sample.completion),
+        }
+    language = {"language": task.language} if form == "mxeval" else {}
+    return {"task_id": task.task_id, "completion": sample.completion, **language}
+
+
+def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
+    programs: dict[str, list[str]] = {task.task_id: [] for task in tasks}
+    by_id = {task.task_id: task for task in tasks}
+    for sample in sorted(samples, key=lambda one: one.index):
+        programs[sample.task_id].append(by_id[sample.task_id].program(sample.completion))
+    if empty := [task_id for task_id, found in programs.items() if not found]:
+        raise CommandError(
+            f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
+        )
+    return list(programs.values())

@@ -1,1 +1,0 @@
-"""lm-evaluation-harness with an enabled model, from its own command line."""

@@ -1,0 +1,149 @@
+"""Prompt formats: what a model reads of a task, and what of its text is the completion.
+
+- ``mbxp``: the model continues a task's signature and docstring (Athiwaratkun et al. 2022, section 4).
+- ``austin``: MBPP's few-shot prompt (Austin et al. 2021, section 3.1).
+- ``bigcode``: the zero-shot prompts of bigcode-evaluation-harness with its stop words. A completion is cut at the
+  first stop word and not repaired, as there, so that verdicts can be compared.
+- ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
+  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
+from hf_fastdecode.errors import CommandError
+
+from ..records import Task
+from .function_ends import BraceEnd, PythonFunctionEnd
+from .stop_rules import StopRule, StopWords
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How tasks are put to a model.
+
+    Attributes:
+        name: As on the command line.
+        prompt: The prompt of a task.
+        stop_rule: A new stop rule for one completion of a task; it also cuts the completion out of a text.
+        special_tokens: Whether the tokenizer adds its special tokens; a chat template has written them already.
+    """
+
+    name: str
+    prompt: Callable[[Task], str]
+    stop_rule: Callable[[Task], StopRule]
+    special_tokens: bool = True
+
+
+def stem_format() -> PromptFormat:
+    """``mbxp``: the stem is the prompt; the completion ends with the function."""
+    return PromptFormat("mbxp", _stem, function_end)
+
+
+def function_end(task: Task) -> StopRule:
+    """The rule that ends a completion with the function that the task's stem begins."""
+    if task.language == "python":
+        return PythonFunctionEnd(_stem(task), task.entry_point)
+    return BraceEnd(task.language, _stem(task), task.entry_point)
+
+
+def _stem(task: Task) -> str:
+    if not task.stem:
+        raise CommandError(
+            f"task {task.task_id} has no signature that a completion could continue, which the prompt format mbxp "
+            'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
+        )
+    return task.stem
+
+
+def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
+    """``austin``: so many solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``."""
+    if not 0 <= shots <= len(examples):
+        few = "; pass a file that also holds the tasks 1 to 10" if not examples else ""
+        raise CommandError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
+    shown = [solved_example(one.description, one.tests, one.reference or "") for one in examples[:shots]]
+    return PromptFormat(
+        "austin",
+        lambda task: SEPARATOR.join([*shown, task_prompt(_described(task).description, task.tests)]),
+        lambda task: StopWords([DONE], repaired=True),
+    )
+
+
+def _described(task: Task) -> Task:
+    if task.stem or task.language != "python":
+        raise CommandError(
+            f"task {task.task_id} begins with a signature; the prompt format austin is for MBPP's description and "
+            'asserts, use `prompt_format="mbxp"`'
+        )
+    return task
+
+
+# bigcode_eval/tasks/mbpp.py and bigcode_eval/tasks/humaneval.py
+_MBPP_STOP_WORDS: Final = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n<|/", "\n```")
+_HUMANEVAL_STOP_WORDS: Final = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```", "<file_sep>")
+
+
+def docstring_format() -> PromptFormat:
+    """``bigcode``: a docstring with the description and the first test, or the stem without white space around it."""
+    return PromptFormat(
+        "bigcode", _prompt, lambda task: StopWords(_HUMANEVAL_STOP_WORDS if task.stem else _MBPP_STOP_WORDS)
+    )
+
+
+def _prompt(task: Task) -> str:
+    if task.language != "python":
+        raise CommandError(
+            f'the prompt format bigcode is for Python, got a task in {task.language}; use `prompt_format="mbxp"`'
+        )
+    if task.stem:
+        return task.stem.strip()
+    return f'"""\n{task.description}\n{task.tests[0]}\n"""\n'
+
+
+_FENCE: Final = "\n```"
+_NAMES: Final = {"python": "Python", "java": "Java", "javascript": "JavaScript"}
+
+
+class BlockEnd(StopWords):
+    """Ends before the fence that closes a code block; of a block that begins with a stem, its function is kept."""
+
+    def __init__(self, task: Task):
+        super().__init__([_FENCE], repaired=not task.stem)
+        self._task = task
+
+    def kept(self, text: str) -> int:
+        kept = super().kept(text)
+        return function_end(self._task).kept(text[:kept]) if self._task.stem else kept
+
+    def completion(self, text: str) -> str:
+        block = text[: super().kept(text)]
+        return function_end(self._task).completion(block) if self._task.stem else block
+
+
+def chat_format(tokenizer: Any) -> PromptFormat:
+    """``chat``: one user's message that asks for the function, and the beginning of the answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise CommandError(f"the tokenizer {name} has no chat template; leave out `chat`")
+
+    def prompt(task: Task) -> str:
+        messages = [{"role": "user", "content": _message(task)}]
+        asked: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return f"{asked}```{task.language}\n{task.stem}"
+
+    return PromptFormat("chat", prompt, BlockEnd, special_tokens=False)
+
+
+def _message(task: Task) -> str:
+    language = _NAMES[task.language]
+    if task.stem:
+        return f"Complete this {language} function, in one code block.\n\n```{task.language}\n{task.stem.strip()}\n```"
+    tests = "\n".join(task.tests)
+    return (
+        f"{task.description}\n\nAnswer with a {language} program in one code block. "
+        f"It should pass these tests:\n\n```{task.language}\n{tests}\n```"
+    )

@@ -1,0 +1,210 @@
+"""Isolation by namespaces, made by bubblewrap or by util-linux alone: every namespace unshared, an empty root that
+shows read-only folders, a sized tmpfs, the user `nobody`.
+
+Root gives its rights away before, so that root and an ordinary user get the same sandbox. A user namespace that root
+makes maps to root: its processes are exempt from RLIMIT_NPROC and own root's files. So root becomes the user `nobody`
+first. Where `nobody` cannot reach a path that the program must read, such as an interpreter in root's home, a private
+mount namespace shows it in a folder that everybody may enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from .launch import NOBODY, SCRATCH, Launch, SandboxError, View, first_process, limited, tool
+from .limits import Limits
+
+_BWRAP: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup")]
+
+
+@dataclass(frozen=True)
+class Bubblewrap:
+    """The program `bwrap`."""
+
+    name: str = "bwrap"
+
+    def missing(self) -> str | None:
+        """Whether `bwrap` is installed."""
+        return None if shutil.which("bwrap") else "not installed (apt install bubblewrap)"
+
+    def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
+        """Run as `nobody` in new namespaces."""
+        paths = sources(view.readable)
+        # Without user namespaces of its own the program cannot mount a tmpfs that has no size.
+        command = [tool("bwrap"), *_BWRAP, "--disable-userns", "--die-with-parent", "--as-pid-1"]
+        command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
+        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        command += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", str(SCRATCH)]
+        for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
+            for parent in reversed(path.parents[:-1]):
+                command += ["--perms", "0755", "--dir", str(parent)]  # it would make them for its own user only
+            if path in paths:
+                command += ["--ro-bind", str(paths[path]), str(path)]
+            else:
+                command += ["--size", "4096", "--tmpfs", str(path)]
+        for path, target in view.links:
+            command += ["--symlink", target, str(path)]
+        for path in view.hidden:
+            command += ["--remount-ro", str(path)]
+        command += ["--remount-ro", "/", "--chdir", str(SCRATCH), "--", *first_process(limited(argv, limits))]
+        return Launch(without_root(command, paths))
+
+
+_PROGRAMS: Final = ("unshare", "mount", "umount", "pivot_root", "setpriv")
+_UNSHARE: Final = ["--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--pid"]
+_DEVICES: Final = ("null", "zero", "random", "urandom")
+_FILES: Final = 4096  # of the writable folder: files without content take memory as well
+
+
+@dataclass(frozen=True)
+class Unshare:
+    """The programs `unshare` and `mount`."""
+
+    name: str = "unshare"
+
+    def missing(self) -> str | None:
+        """Whether util-linux is installed."""
+        absent = [name for name in _PROGRAMS if not tool(name)]
+        return f"{', '.join(absent)} not installed (apt install util-linux)" if absent else None
+
+    def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
+        """Run as `nobody` in new namespaces."""
+        paths = sources(view.readable)
+        script = "\n".join(["set -eu", *_mounts(view, limits, paths), *_closing()])
+        # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
+        command = [
+            tool("setpriv"),
+            "--pdeathsig",
+            "KILL",
+            tool("unshare"),
+            *_UNSHARE,
+            "--fork",
+            "--kill-child",
+        ]
+        command += ["--", "/bin/sh", "-c", script, "sh", *limited(argv, limits)]
+        return Launch(without_root(command, paths))
+
+
+def _mounts(view: View, limits: Limits, paths: dict[Path, Path]) -> Iterator[str]:
+    """Shell commands that put the root together. Each program that they call takes 2 ms, so they call few."""
+    root = mount_point("root")
+    folders = [SCRATCH, *(path for path in paths if path.is_dir())]
+    above = {path.parent for path in paths} | {path.parent for path, _ in view.links}
+    yield f"mount -t tmpfs -o size=1m,nr_inodes={_FILES},mode=755 tmpfs {root}"
+    yield f"mkdir -p {_quoted(root, Path('/old'), Path('/proc'), Path('/dev'), *above, *folders)}"
+    yield f"mount -t proc -o nosuid,nodev,noexec proc {root}/proc"
+    for name in _DEVICES:
+        yield f": > {root}/dev/{name} && mount --bind /dev/{name} {root}/dev/{name}"
+    yield f"cp -P /dev/fd /dev/stdin /dev/stdout /dev/stderr {root}/dev"
+    yield f"mount -t tmpfs -o size={limits.scratch_bytes},nr_inodes={_FILES},mode=1777 tmpfs {root}{SCRATCH}"
+    for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
+        inside = _quoted(root, path)
+        if path not in paths:
+            yield f"mount -t tmpfs -o size=4k,mode=755 tmpfs {inside}"
+            continue
+        if any(path.is_relative_to(covering) for covering in (SCRATCH, *view.hidden)):
+            yield f"mkdir -p {_quoted(root, path if path.is_dir() else path.parent)}"  # the first ones are covered
+        if not path.is_dir():
+            yield f": > {inside}"
+        first, *others = _mount_points(path)
+        yield f"mount -o rbind,ro{_locked(first)} {shlex.quote(str(paths[path]))} {inside}"
+        yield from (f"mount -o remount,bind,ro{_locked(one)} {_quoted(root, one)}" for one in others)
+    yield from (f"mount -o remount,bind,ro {_quoted(root, path)}" for path in view.hidden)
+    yield from (f"ln -s {shlex.quote(target)} {_quoted(root, path)}" for path, target in view.links)
+    yield f"cd {root} && pivot_root . old && umount -l /old && mount -o remount,bind,ro tmpfs /"
+
+
+def _quoted(root: Path, *paths: Path) -> str:
+    return " ".join(shlex.quote(f"{root}{path}") for path in paths)
+
+
+def _closing() -> Iterator[str]:
+    """Shell commands that give the rights away and run the program."""
+    yield f"cd {SCRATCH}"
+    # Of the one user namespace allowed, the next command makes use; the program cannot make another.
+    yield "echo 1 > /proc/sys/user/max_user_namespaces"
+    # It keeps its rights over its own namespace for as long as it takes to give them all away.
+    become = f"unshare --user --map-user={NOBODY} --map-group={NOBODY} --keep-caps --"
+    drop = "setpriv --ambient-caps=-all --inh-caps=-all --bounding-set=-all --no-new-privs --"
+    yield f'{become} {drop} "$@" && exit 0 || exit $?'
+
+
+def _mount_points(path: Path) -> list[Path]:
+    """A path and the mounts below it: making a mount read-only leaves those inside as they are."""
+    points = {path}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        point = Path(line.split()[4].encode().decode("unicode_escape"))
+        if point.is_relative_to(path):
+            points.add(point)
+    return sorted(points)
+
+
+def _locked(path: Path) -> str:
+    """Options of a mount that a user namespace may not take away."""
+    flags = os.statvfs(path).f_flag
+    names = ("nosuid", "nodev", "noexec", "noatime", "relatime")
+    return "".join(f",{name}" for name in names if flags & getattr(os, f"ST_{name.upper()}"))
+
+
+def sources(readable: Sequence[Path]) -> dict[Path, Path]:
+    """Where the process that makes the sandbox finds each path: its own place, or in the folder that `without_root`
+    fills.
+    """
+    if os.geteuid() != 0:
+        return {path: path for path in readable}
+    return {
+        path: path if _open_to_all(path) else mount_point("paths") / str(number)
+        for number, path in enumerate(readable)
+    }
+
+
+def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
+    """The command that makes the sandbox, run as `nobody` where this user is root; `paths` are from `sources`."""
+    if os.geteuid() != 0:
+        return list(command)
+    user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    rights = ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+    dropped = [tool("setpriv"), *user, *rights, "--", *command]
+    staged = {path: place for path, place in paths.items() if place != path}
+    if not staged:
+        return dropped
+    lines = [f"mount -t tmpfs -o size=1m,mode=755 tmpfs {mount_point('paths')}"]
+    for path, place in staged.items():
+        lines.append(f"mkdir {place}" if path.is_dir() else f": > {place}")
+        lines.append(f"mount --rbind {shlex.quote(str(path))} {place}")
+    script = " && ".join([*lines, 'exec "$@"'])
+    return [tool("unshare"), "--mount", "--propagation", "private", "--", "/bin/sh", "-c", script, "sh", *dropped]
+
+
+@cache
+def mount_point(purpose: str) -> Path:
+    """An empty folder that everybody may enter; what is mounted on it is seen in private mount namespaces only.
+
+    It stays for the next run: a process that is killed could not remove it. A SandboxError if another user has taken
+    its name.
+    """
+    folder = Path(f"/tmp/hf-fastdecode-{os.geteuid()}")
+    for path in (folder, folder / purpose):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            raise SandboxError(f"{path} is no folder of user {os.geteuid()}; remove it")
+        path.chmod(0o755)
+    return folder / purpose
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether every user may read a path and reach it."""
+    entered = all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
+    wanted = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
+    return entered and path.stat().st_mode & wanted == wanted
