@@ -20,7 +20,6 @@ from torch.nn.init import orthogonal_
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_fastdecode.bench.markdown import head, line
 from hf_fastdecode.conversion.checkpoint.plan_choice import AUTO, pick
 from hf_fastdecode.conversion.fit import (
     RANK_SHARES,
@@ -33,6 +32,7 @@ from hf_fastdecode.conversion.fit import (
 )
 from hf_fastdecode.conversion.fit.layer_plan import share_name
 from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
+from hf_fastdecode.measurement.tables import head, line
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED

@@ -20,8 +20,8 @@ from ..attention.forest import Forest
 from ..attention.launch.costs import Candidate, Costs, estimated_costs
 from ..attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from ..measurement.rows import Row, read_rows
-from .op_cases import NodeSpec
-from .op_inputs import make_forest
+from .ops.cases import NodeSpec
+from .ops.inputs import make_forest
 
 # A way's rows, in some variants, are a candidate's times; plain decoding reads nodes and suffixes alike.
 _WAYS = {("ours", "kernels"): KERNELS, ("recipe", ""): LIBRARY, ("plain", ""): PLAIN}

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 
-from .generate_cases import GenerateCase
-from .op_cases import OpCase, shared
+from .generate.cases import GenerateCase
+from .ops.cases import OpCase, shared
 
 _K = 1024
 

@@ -18,7 +18,7 @@ from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 from ..configs import max_positions
 from ..errors import CommandError
 from ..measurement.continuations import continuation
-from ..measurement.drawing_errors import told
+from ..measurement.draw import told
 from .memory import memory_error
 from .sampling import Sampling
 

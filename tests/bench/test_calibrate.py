@@ -8,8 +8,8 @@ import pytest
 from hf_fastdecode.attention.launch.costs import Candidate, Costs
 from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
 from hf_fastdecode.bench.calibrate import fit, literal, main, measured, report
-from hf_fastdecode.bench.op_cases import OP_SETS
-from hf_fastdecode.bench.op_inputs import make_forest
+from hf_fastdecode.bench.ops.cases import OP_SETS
+from hf_fastdecode.bench.ops.inputs import make_forest
 from hf_fastdecode.measurement.rows import write_rows
 
 KNOWN = Costs(

@@ -4,12 +4,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench import completions
-from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.completion_cases import spans
-from hf_fastdecode.bench.completions import CompletionBench, StepClock
-from hf_fastdecode.bench.completions_table import completions_table
-from hf_fastdecode.bench.generate_cases import GenerateCase, PromptTree
+from hf_fastdecode.bench.generate import completions
+from hf_fastdecode.bench.generate.cases import GenerateCase, PromptTree, spans
+from hf_fastdecode.bench.generate.completions import CompletionBench, StepClock
+from hf_fastdecode.bench.generate.table import completions_table
+from hf_fastdecode.bench.ops.ceilings import Ceilings
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.measurement.rows import read_rows
 

@@ -9,14 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.bench.accuracy import BOUND, make_oracle
-from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
-from hf_fastdecode.bench.op_cases import OP_SETS, NodeSpec, OpCase, shared
-from hf_fastdecode.bench.op_inputs import make_inputs
-from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
-from hf_fastdecode.bench.ops import OpBench
-from hf_fastdecode.bench.pages import PAGE_SIZE, PagePool, levels, whole_rows
+from hf_fastdecode.bench.ops.accuracy import BOUND, make_oracle
+from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared
+from hf_fastdecode.bench.ops.ceilings import Ceilings
+from hf_fastdecode.bench.ops.flashinfer_ways import (
+    PAGE_SIZE,
+    PagePool,
+    cascade_calls,
+    decode_calls,
+    flashinfer_refusal,
+    levels,
+    whole_rows,
+)
+from hf_fastdecode.bench.ops.inputs import make_inputs
+from hf_fastdecode.bench.ops.measure import OpBench
+from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.measurement.status import NotAvailableError
 
 CPU = torch.device("cpu")
@@ -207,7 +214,7 @@ def stand_in(monkeypatch):
     module = types.ModuleType("flashinfer")
     vars(module).update(STAND_INS, __version__="0.0")
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("hf_fastdecode.bench.flashinfer_ways._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("hf_fastdecode.bench.ops.flashinfer_ways._WORKSPACE_BYTES", 16)
     return module
 
 

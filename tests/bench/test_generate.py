@@ -12,13 +12,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
-from hf_fastdecode.bench import attention_hook, generate, generate_ways
-from hf_fastdecode.bench.attention_hook import no_attention, replaced_attention
-from hf_fastdecode.bench.generate import GenerateBench
-from hf_fastdecode.bench.generate_calls import RowsFinish, caller, load, prompt
-from hf_fastdecode.bench.generate_cases import WAYS, GenerateCase, PromptTree
-from hf_fastdecode.bench.generate_check import check_way, logits_error
-from hf_fastdecode.bench.generate_ways import find_way, using
+from hf_fastdecode.bench.generate import measure as generate
+from hf_fastdecode.bench.generate import replaced_attention as replacing
+from hf_fastdecode.bench.generate import ways as generate_ways
+from hf_fastdecode.bench.generate.calls import RowsFinish, caller, load, prompt
+from hf_fastdecode.bench.generate.cases import WAYS, GenerateCase, PromptTree
+from hf_fastdecode.bench.generate.check import check_way, logits_error
+from hf_fastdecode.bench.generate.measure import GenerateBench
+from hf_fastdecode.bench.generate.replaced_attention import no_attention, replaced_attention
+from hf_fastdecode.bench.generate.ways import find_way, using
 from hf_fastdecode.measurement.shapes import random_model
 from hf_fastdecode.measurement.status import NotAvailableError
 
@@ -82,7 +84,7 @@ def test_a_call_that_ran_stock_is_not_measured_as_ours(bench):
 
 
 def test_wrong_tokens_are_not_measured(monkeypatch):
-    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", no_attention)
     row = GenerateBench(CPU, repeats=1).measure(CASE, "eager-hydragen")
     assert row["status"] == "wrong: other tokens than stock in fp32 on cpu"
     assert row["ms_per_step"] is None
@@ -92,7 +94,7 @@ def test_wrong_tokens_are_not_measured(monkeypatch):
 def test_wrong_tokens_of_the_case_itself_are_not_measured(monkeypatch):
     bench = GenerateBench(CPU, repeats=1)
     monkeypatch.setattr(generate, "check_way", lambda *arguments: None)
-    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", no_attention)
     row = bench.measure(CASE, "eager-hydragen")
     assert row["status"] == "wrong: other tokens than stock in this very case"
     assert row["ms_per_step"] is None
@@ -100,8 +102,8 @@ def test_wrong_tokens_of_the_case_itself_are_not_measured(monkeypatch):
 
 def test_logits_in_half_precision(monkeypatch):
     assert 0 < logits_error(find_way("eager"), CPU, torch.bfloat16) <= 2
-    monkeypatch.setattr("hf_fastdecode.bench.generate_check.gives_stock_tokens", lambda *arguments: True)
-    monkeypatch.setitem(attention_hook.REPLACEMENTS, "hydragen", no_attention)
+    monkeypatch.setattr("hf_fastdecode.bench.generate.check.gives_stock_tokens", lambda *arguments: True)
+    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", no_attention)
     assert check_way(find_way("eager-hydragen"), CPU, torch.bfloat16).startswith("wrong: logits err ")
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.bench.accuracy import BOUND, make_oracle
-from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.op_cases import OP_SETS, NodeSpec, OpCase, shared
-from hf_fastdecode.bench.op_inputs import make_inputs, sets_needed
-from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay, kernel_calls
-from hf_fastdecode.bench.ops import OpBench
+from hf_fastdecode.bench.ops.accuracy import BOUND, make_oracle
+from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared
+from hf_fastdecode.bench.ops.ceilings import Ceilings
+from hf_fastdecode.bench.ops.inputs import make_inputs, sets_needed
+from hf_fastdecode.bench.ops.measure import OpBench
+from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay, kernel_calls
 
 CPU = torch.device("cpu")
 TINY = OP_SETS["tiny"]
@@ -53,7 +53,7 @@ def test_every_way_obeys_the_error_rule(bench, case, way):
 @pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in CASES], ids=IDS)
 def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
     pytest.importorskip("triton")
-    from hf_fastdecode.bench.node_kernel import NodeKernel
+    from hf_fastdecode.bench.ops.node_kernel import NodeKernel
 
     inputs = make_inputs(case.prefix_only, CPU, sets=1)[0]
     assert make_oracle(inputs).error(NodeKernel(inputs).attend().result()) <= BOUND
@@ -63,7 +63,7 @@ def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
 @pytest.mark.parametrize("case", [shared(3, 200, 70, 6, 2, head_dim=32), shared(70, 65, 1, 1, 1, head_dim=16)])
 def test_the_sketch_obeys_the_error_rule(case, programs):
     pytest.importorskip("triton")
-    from hf_fastdecode.bench.sketch import Sketch
+    from hf_fastdecode.bench.ops.sketch import Sketch
 
     case = replace(case, dtype="float16")
     for part in (case, case.suffix_only):

@@ -4,10 +4,11 @@ from itertools import product
 
 import pytest
 
-from hf_fastdecode.bench import markdown
-from hf_fastdecode.bench.op_cases import OP_SETS
+from hf_fastdecode.bench.figures import RedCheckError, plot
+from hf_fastdecode.bench.generate import table as generate
+from hf_fastdecode.bench.ops import table as ops
+from hf_fastdecode.bench.ops.cases import OP_SETS
 from hf_fastdecode.bench.paper_tables import PAPER_TABLES
-from hf_fastdecode.bench.plots import RedCheckError, plot
 
 SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16", "status": "ok"}
 
@@ -52,7 +53,7 @@ def test_pictures_of_operators(tmp_path):
 
 def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(op_rows()), tmp_path / "ops")
     for axis in drawn[0].axes:
         names = [line.get_label() for line in axis.lines]
@@ -68,7 +69,7 @@ def test_pictures_of_generate(tmp_path):
 
 def test_what_the_panels_show(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(generate_rows()), tmp_path / "g")
     throughput = drawn[-1]
     assert [axis.get_title() for axis in throughput.axes] == ["7b-mha; context 2,048", "7b-mha; context 8,192"]
@@ -85,7 +86,7 @@ def test_what_the_panels_show(tmp_path, monkeypatch):
 
 def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.plots._save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(op_rows()), tmp_path / "ops")
     against_context, against_n, floor = drawn
     titles = [axis.get_title() for axis in against_context.axes]
@@ -118,7 +119,7 @@ def test_nothing_is_drawn_on_a_red_check(tmp_path, status):
 
 
 def test_table_of_operators():
-    lines = markdown.ops_table(list(op_rows("two-level"))).splitlines()
+    lines = ops.ops_table(list(op_rows("two-level"))).splitlines()
     assert (
         lines[0]
         == "| rows | context | suffix | heads | floor | ours | recipe | plain | sketch | ours-suffix | sketch-suffix "
@@ -148,15 +149,15 @@ def test_table_of_operators():
 )
 def test_a_column_is_left_out_where_only_that_part_is_shown(ways, columns):
     rows = [row for row in op_rows("small") if row["way"] in ways]
-    text = markdown.ops_table(rows)
+    text = ops.ops_table(rows)
     assert text.startswith(f"| {columns}")
     unchecked = [row | {"error_ratio": ""} for row in rows]
-    assert markdown.ops_table(unchecked).endswith("; not all checked.\n")
+    assert ops.ops_table(unchecked).endswith("; not all checked.\n")
 
 
 def test_digest_of_operators():
     rows = list(op_rows())
-    lines = markdown.ops_digest(rows).splitlines()
+    lines = ops.ops_digest(rows).splitlines()
     assert lines[0].startswith(
         "| heads | n | over the floor | where that is 15 us or more | plain over ours (least) | "
     )
@@ -164,12 +165,12 @@ def test_digest_of_operators():
     assert lines[2].startswith("| 8/1 | 1 | 2.00x | (0 of ")
     every = next(line for line in lines if line.startswith("| all | all | "))
     ours = [row for row in rows if row["way"] == "ours" and row["nodes"] == f"1x{row['context']}"]
-    counted = sum(float(row["floor_us"]) >= markdown.LEAST_FLOOR_US for row in ours)
+    counted = sum(float(row["floor_us"]) >= ops.LEAST_FLOOR_US for row in ours)
     assert f"| 2.00x | 2.00x ({counted} of {len(ours)}) |" in every
 
 
 def test_table_of_generate():
-    lines = markdown.generate_table(list(generate_rows())).splitlines()
+    lines = generate.generate_table(list(generate_rows())).splitlines()
     assert lines[0].endswith("| n | new tokens | stock | compile | compile-no-attention | compile, of ceiling |")
     assert lines[2] == "| 7b-mha | 2,048 | 16 | 65 | 20.00 | 8.00 | 4.00 | 50% |"
     assert lines[5] == "| 7b-mha | 8,192 | 128 | 65 | out of memory | 8.00 | 4.00 | 50% |"
@@ -181,15 +182,15 @@ def test_table_of_rows_that_finish():
     for row in apart:
         if row["ms_per_step"]:
             row["ms_per_step"] = str(0.75 * float(row["ms_per_step"]))
-    lines = markdown.finish_table([*whole, *apart]).splitlines()
+    lines = generate.finish_table([*whole, *apart]).splitlines()
     assert lines[2] == "| 7b-mha | 2,048 | 16 | stock | 1.28 s | 0.96 s | 0.75 |"
     assert "| 7b-mha | 8,192 | 128 | stock |  |  |  |" in lines
-    assert markdown.finish_table(whole) == ""
+    assert generate.finish_table(whole) == ""
 
 
 def test_published_numbers_stand_beside():
     published = {(2048, 16): 12.6, (8192, 128): 19.5}
-    lines = markdown.paper_table(list(generate_rows()), published, "ms/step").splitlines()
+    lines = generate.generate_table(list(generate_rows()), published=published, unit="ms/step").splitlines()
     assert lines[0].endswith("| published: ms/step |")
     assert len(lines[1].split("|")) == len(lines[0].split("|"))
     assert [line.rpartition("% ")[2] for line in lines[2:6]] == ["| 12.6 |", "|  |", "|  |", "| 19.5 |"]

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 from hf_fastdecode.bench import summary
-from hf_fastdecode.bench.ceilings import Ceilings
-from hf_fastdecode.bench.sampling import SamplingBench, processors_of
-from hf_fastdecode.bench.sampling_cases import SAMPLING_SETS, SETTINGS, SamplingCase
-from hf_fastdecode.bench.sampling_check import logprob_error, outside_support
+from hf_fastdecode.bench.ops.ceilings import Ceilings
+from hf_fastdecode.bench.sampling.cases import SAMPLING_SETS, SETTINGS, SamplingCase
+from hf_fastdecode.bench.sampling.check import logprob_error, outside_support
+from hf_fastdecode.bench.sampling.measure import SamplingBench, processors_of
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.kernels.sampling import api
 from hf_fastdecode.measurement.rows import read_rows, write_rows

@@ -1,9 +1,17 @@
-"""The cases and ways of the workloads as data, without torch."""
+"""The cases, ways and prompts of the workloads as data, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+
+from ...errors import CommandError
+from ...evals.prompts import prompt_format
+from ...evals.task import Task
+from ...evals.tasks import TaskSet
+from ...option_values import is_count, split_values
+
+APPS: Final = "apps"
 
 SAMPLING: Final = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 """How samples of problems are drawn: arguments of `generate`."""
@@ -96,3 +104,67 @@ class QuestionsCase:
     def columns(self) -> dict[str, Any]:
         """What tells it from others in a row."""
         return asdict(self)
+
+
+def parse_points(text: str) -> list[tuple[int, int]]:
+    """Problems and samples from ``4x8,8x16``, in the order given.
+
+    Raises:
+        CommandError: A point is not of that form.
+    """
+    points = []
+    for part in split_values(text):
+        problems, cross, samples = part.partition("x")
+        if not (cross and is_count(problems) and is_count(samples)):
+            raise CommandError(f"--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
+        points.append((int(problems), int(samples)))
+    return list(dict.fromkeys(points))
+
+
+def check_point(problems: int, samples: int, available: int) -> None:
+    """Refuse a point at which levels of sharing do not differ, or that asks for problems that there are not.
+
+    Raises:
+        CommandError: There are not so many problems, or fewer than 2 problems or samples.
+    """
+    if problems < 2 or samples < 2:
+        raise CommandError(
+            f"--points {problems}x{samples}: levels of sharing differ from 2 problems and 2 samples on; ask for more"
+        )
+    if problems > available:
+        raise CommandError(
+            f"--points {problems}x{samples} asks for {problems} problems, there are {available}; ask for fewer, or "
+            "name a larger --data"
+        )
+
+
+def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
+    """A prompt for each problem: MBPP's few-shot one (Austin et al. 2021), for APPS its own (Hendrycks et al. 2021).
+
+    APPS has no tasks set apart as examples: its first problems with a solution are, and problems with starter code are
+    left out, as in Hydragen, appendix D.4.
+
+    Args:
+        tasks: With their solved examples.
+        shots: Solved examples.
+
+    Raises:
+        CommandError: There are not so many examples, no problem is left, or the tasks are not of MBPP's form.
+    """
+    if tasks.name != APPS:
+        form = prompt_format(tasks, "austin", shots=shots)
+        return [form.prompt(task) for task in tasks.tasks]
+    plain = [task for task in tasks.tasks if not task.setup]
+    examples = [task for task in plain if task.reference][:shots]
+    problems = [task for task in plain if task not in examples]
+    if len(examples) < shots or not problems:
+        raise CommandError(
+            f"{tasks.origin} has {len(plain)} problems without starter code, too few for {shots} solved examples and "
+            "a problem; name a larger --data or lower --shots"
+        )
+    shown = "".join(f"{_asked(task)}{(task.reference or '').strip()}\n\n" for task in examples)
+    return [shown + _asked(task) for task in problems]
+
+
+def _asked(task: Task) -> str:
+    return f"QUESTION:\n{task.description.strip()}\n\nUse Standard Input format\n\nANSWER:\n"

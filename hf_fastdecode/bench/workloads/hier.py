@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.errors import CommandError
-
 from ...configs import max_positions
+from ...errors import CommandError
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls
-from .cases import LEVELS, HierCase, Level
-from .points import check_point
+from .cases import LEVELS, HierCase, Level, check_point
 
 CHECKED_TOKENS: Final = 8
 

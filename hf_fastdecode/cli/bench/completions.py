@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.completion_cases import CompletionCase, spans
-from ...bench.generate_cases import WAYS, GenerateCase, PromptTree
+from ...bench.generate.cases import WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...command_options import check_device, check_options
 from ...errors import CommandError
 from ...measurement.out_file import check_out
@@ -101,8 +100,8 @@ def completions(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.completions import CompletionBench
-        from ...bench.completions_table import completions_table
+        from ...bench.generate.completions import CompletionBench
+        from ...bench.generate.table import completions_table
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...command_options import check_device, check_options
 from ...errors import CommandError
 from ...measurement.out_file import check_out
@@ -129,7 +129,9 @@ def generate(
     check_options()
     check_out(out)
     rows = run_generate(cases, ways, find_device(device), check, repeats, out)
-    report(rows, out, _tables, plot=plot)
+    from ...bench.generate.table import generate_tables
+
+    report(rows, out, generate_tables, plot=plot)
 
 
 def run_generate(
@@ -141,7 +143,7 @@ def run_generate(
         CommandError: A model cannot be read, or a case is longer than its model.
     """
     with exit_on_interrupt():
-        from ...bench.generate import GenerateBench
+        from ...bench.generate.measure import GenerateBench
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
@@ -165,7 +167,7 @@ def check_ways(ways: Sequence[str]) -> None:
 
 def _check_numbers(ways: Sequence[str]) -> None:
     """Refuse numbers that options of ways cannot be, which takes torch to know."""
-    from ...bench.generate_ways import find_way
+    from ...bench.generate.ways import find_way
 
     try:
         for way in ways:
@@ -201,13 +203,6 @@ def _warn_of_size(cases: Sequence[GenerateCase]) -> None:
                 "embedded and tiny are meant for one",
                 err=True,
             )
-
-
-def _tables(rows: list[Row]) -> str:
-    from ...bench.markdown import finish_table, generate_table
-
-    text = generate_table(rows)
-    return f"{text}\n{finish_table(rows)}" if any(row.get("finish") for row in rows) else text
 
 
 def parse_point(text: str) -> tuple[int, int]:

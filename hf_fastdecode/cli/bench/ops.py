@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...attention.torch_operators import BACKEND_VARIABLE
-from ...bench.op_cases import OP_SETS, OpCase, with_dtype
+from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
 from ...command_options import check_device
 from ...errors import CommandError
 from ...measurement.out_file import check_out
@@ -101,7 +101,7 @@ def ops(
     check_backend()
     check_out(out)
     place = find_device(device)
-    from ...bench.markdown import ops_table
+    from ...bench.ops.table import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
 
@@ -109,7 +109,7 @@ def ops(
 def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
     """Measure operators into `out`."""
     with exit_on_interrupt():
-        from ...bench.ops import OpBench
+        from ...bench.ops.measure import OpBench
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 

@@ -1,4 +1,4 @@
-"""What a command of the bench shows of the rows that it measured."""
+"""What commands show of their measurements: a table, figures, or what went wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ...errors import CommandError
-from ...measurement.show import show
+from ...measurement.tables import show
 
 if TYPE_CHECKING:
     from ...measurement.rows import Row
@@ -31,11 +31,9 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
     Raises:
         CommandError: A check was red or something was raised: nothing is reported.
     """
-    from ...bench.plots import plot as draw
-    from ...measurement.runner import failed
+    from ...bench.figures import plot as draw
 
-    if red := failed(rows):
-        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
         raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}", 1)
     show(table(rows))
@@ -48,6 +46,39 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
             "\n".join(f"picture: {path}" for path in pictures)
             or "no picture: they need cases that differ in n, or in the context, alone"
         )
+
+
+def report_workload(
+    rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
+) -> None:
+    """Show measurements of a workload as a table and draw them beside their file.
+
+    Args:
+        rows: The measurements.
+        out: Their file.
+        table: Makes Markdown of them.
+        draw: Draws them to a file.
+
+    Raises:
+        CommandError: A check was red, something was raised, or nothing was measured.
+    """
+    refuse_red(rows, out)
+    if all(row["status"] != "ok" for row in rows):
+        raise CommandError(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}", 1)
+    show(table(rows))
+    for row in rows:
+        if row["status"] != "ok":
+            at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
+            typer.echo(f"{at}, {row['way']}: {row['status']}")
+    typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
+
+
+def refuse_red(rows: Sequence[Row], out: Path) -> None:
+    """Raise a CommandError with exit code 1 if a check was red or something was raised."""
+    from ...measurement.runner import failed
+
+    if red := failed(rows):
+        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
 
 
 def noisy(rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...bench.sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
+from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ...command_options import check_device
 from ...measurement.out_file import check_out
 from ..interrupts import exit_on_interrupt
@@ -58,8 +58,8 @@ def sampling(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.sampling import SamplingBench
-        from ...bench.sampling_table import sampling_table
+        from ...bench.sampling.measure import SamplingBench
+        from ...bench.sampling.table import sampling_table
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ...bench.slim_cases import SLIM_SETS, SLIM_WAYS
+from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
 from ...command_options import check_device
-from ...errors import CommandError
 from ...measurement.out_file import check_out
-from ...measurement.show import show as show_table
+from ...measurement.tables import show as show_table
 from ..interrupts import exit_on_interrupt
 from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
+from .report import refuse_red
 
 
 def slim(
@@ -63,13 +63,12 @@ def slim(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.slim_ops import SlimBench
-        from ...bench.slim_table import slim_table
+        from ...bench.slim.measure import SlimBench
+        from ...bench.slim.table import slim_table
         from ...measurement.rows import provenance
-        from ...measurement.runner import failed, run
+        from ...measurement.runner import run
 
     rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
     show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
-    if red := failed(rows):
-        raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
+    refuse_red(rows, out)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ...bench.generate_cases import WAYS
-from ...bench.op_cases import OpCase
+from ...bench.generate.cases import WAYS
+from ...bench.ops.cases import OpCase
 from ...bench.paper_tables import PAPER_TABLES
 from ...command_options import check_device, check_options
 from ...errors import CommandError
@@ -66,14 +66,15 @@ def tables(
         if show:
             show_cases(cases[name])
             continue
-        from ...bench.markdown import ops_table, paper_table
+        from ...bench.generate.table import generate_table
+        from ...bench.ops.table import ops_table
 
         if _of_operators(name):
             rows = run_ops(cases[name], ways, find_device(device), check, file)
             report(rows, file, ops_table, plot=plot)
         else:
             rows = run_generate(cases[name], ways, find_device(device), check, repeats, file)
-            report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)
+            report(rows, file, partial(generate_table, published=setting.published, unit=setting.unit), plot=plot)
 
 
 def _file(out: Path, name: str) -> Path:

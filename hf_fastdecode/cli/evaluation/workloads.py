@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
-from ...bench.workloads.points import check_point, parse_points
-from ...bench.workloads.problems import problem_prompts
+from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS, check_point, parse_points, problem_prompts
 from ...command_options import check_options
 from ...errors import CommandError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
 from ...option_values import parse_counts
+from ..bench.report import report_workload
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
 from .option_groups import expand_option_groups
@@ -118,9 +117,9 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
+        from ...bench.workloads.figures import draw_levels
         from ...bench.workloads.hier import HierBench
-        from ...bench.workloads.outcome import levels_table, show_outcome
-        from ...bench.workloads.pictures import draw_levels
+        from ...bench.workloads.tables import levels_table
 
         bench = HierBench(
             found.model,
@@ -135,7 +134,7 @@ def hier(
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
         rows = found.run(cases, levels, bench.measure)
-    show_outcome(rows, out, levels_table, draw_levels)
+    report_workload(rows, out, levels_table, draw_levels)
 
 
 @app.command(epilog=_NOTE)
@@ -188,9 +187,9 @@ def longqa(
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
         from ...bench.workloads.document import make_document
+        from ...bench.workloads.figures import draw_questions
         from ...bench.workloads.longqa import QuestionsBench
-        from ...bench.workloads.outcome import questions_table, show_outcome
-        from ...bench.workloads.pictures import draw_questions
+        from ...bench.workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
@@ -203,7 +202,7 @@ def longqa(
             mode=mode,
         )
         rows = found.run([bench.case(number) for number in wanted], ways, bench.measure)
-    show_outcome(rows, out, questions_table, draw_questions)
+    report_workload(rows, out, questions_table, draw_questions)
 
 
 @dataclass(frozen=True)

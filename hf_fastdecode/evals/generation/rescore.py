@@ -16,7 +16,7 @@ from tqdm import tqdm
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import CommandError
-from ...measurement.drawing_errors import told
+from ...measurement.draw import told
 from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
 from ..records import Sample

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...errors import CommandError
-from ...measurement.drawing_errors import told
+from ...measurement.draw import told
 from ..prompts import PromptFormat
 from ..settings import RunSettings, claim_folder
 from ..task import Task

@@ -1,4 +1,4 @@
-"""Axes of pictures: plain numbers on logarithmic scales, numbers beside points, units of time."""
+"""Marks of figures: numbers beside points, percents, limits and units of axes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,6 @@ _SIDES: Final[dict[str, dict[str, Any]]] = {
 def unit_of(seconds: Iterable[float]) -> tuple[float, str]:
     """The factor and the name of the unit in which times read best."""
     return (1.0, "s") if max(seconds, default=0.0) >= 10 else (1e3, "ms")
-
-
-def plain_numbers(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis (such as ``axes.xaxis``), also where it spans less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-
-    low, high = axis.get_view_interval()
-    span = high / low
-    if span < 3:
-        axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    else:
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if span < 300 else (1,)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def percents(axis: Any) -> None:

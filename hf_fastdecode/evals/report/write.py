@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .build import Report
+from .figures import AGAINST_LATENCY, AGAINST_N, draw_against_latency, draw_against_n
 from .page import PAGE, write_page
-from .pictures import AGAINST_LATENCY, AGAINST_N, draw_against_latency, draw_against_n
 from .tables import CURVE, METRICS, write_curve, write_metrics
 
 

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.bench.workloads.document import MOST_FACTS, is_right, make_document
-from hf_fastdecode.bench.workloads.facts import Fact, make_facts
+from hf_fastdecode.bench.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.errors import CommandError
 
 READINGS = {

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.bench.workloads.points import check_point, parse_points
-from hf_fastdecode.bench.workloads.problems import problem_prompts
+from hf_fastdecode.bench.workloads.cases import check_point, parse_points, problem_prompts
 from hf_fastdecode.errors import CommandError
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.option_values import parse_counts
