@@ -31,7 +31,7 @@ from hf_fastdecode.conversion.fit import (
     key_statistics,
 )
 from hf_fastdecode.conversion.fit.layer_plan import share_name
-from hf_fastdecode.measurement.rows import Row, provenance, read_rows, write_rows
+from hf_fastdecode.measurement.rows import Measurement, provenance, read_rows, write_rows
 from hf_fastdecode.measurement.tables import head, line
 
 from .pages import DOCS, replace_table
@@ -152,7 +152,7 @@ def _rope(tokens: int) -> Rotation:
     return Rotation.from_repeated(cos[0], sin[0])
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Measurement]) -> str:
     """A line per cache, a column per spectrum; `auto` stands below, once per dtype of the weights."""
     exact, stored = ([row for row in rows if row["weights"] == dtype] for dtype in (EXACT, STORED))
     caches = list(dict.fromkeys(row["cache"] for row in exact if row["cache"] != AUTO))
@@ -170,7 +170,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *_choices(stored, ", all weights in bf16")]) + "\n"
 
 
-def _choices(rows: Sequence[Row], where: str = "") -> list[str]:
+def _choices(rows: Sequence[Measurement], where: str = "") -> list[str]:
     own = _of(rows, AUTO)
     sizes = [f"{int(row['bytes_per_token']):,}" for row in own]
     return [
@@ -179,16 +179,16 @@ def _choices(rows: Sequence[Row], where: str = "") -> list[str]:
     ]
 
 
-def _of(rows: Sequence[Row], cache: str) -> list[Row]:
+def _of(rows: Sequence[Measurement], cache: str) -> list[Measurement]:
     return [row for row in rows if row["cache"] == cache]
 
 
-def _power(row: Row) -> str:
+def _power(row: Measurement) -> str:
     digits, exponent = f"{float(row['condition']):.1e}".split("e")
     return f"{digits}e{int(exponent)}"
 
 
-def _multiple(row: Row) -> str:
+def _multiple(row: Measurement) -> str:
     ratio = float(row["error_ratio"])
     if ratio == 0:
         return "**exact**"
@@ -196,7 +196,7 @@ def _multiple(row: Row) -> str:
     return f"**{shown}**" if ratio <= TOLERANCE else shown
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Measurement], path: Path) -> None:
     """Draw errors against bytes, a line per spectrum, with the choices of `auto` and its tolerance.
 
     Args:
@@ -231,7 +231,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _points(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+def _points(rows: Sequence[Measurement]) -> tuple[list[int], list[float]]:
     return [int(row["bytes_per_token"]) for row in rows], [float(row["error_ratio"]) for row in rows]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measurement.figures import add_legend, add_title, new_figure, plain_numbers, powers_of_two, save, style_axis
-from ..measurement.rows import Row
+from ..measurement.rows import Measurement
 from ..measurement.runner import failed
 from .generate.table import CEILING, paired, stock_kv_bytes, where_measured
 from .ops.table import is_part, one_node
@@ -34,26 +34,26 @@ STYLES: dict[str, tuple[str, str]] = {
 _PLAIN_STYLE = ("#444444", "")
 _COLUMNS = 4
 
-Picture = Callable[[Sequence[Row], Path], Path | None]
+Picture = Callable[[Sequence[Measurement], Path], Path | None]
 """Draws rows to a file, or finds nothing to draw."""
 
 
 class RedCheckError(ValueError):
-    """Rows whose check was red are not drawn."""
+    """Measurements whose check was red are not drawn."""
 
 
-def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Draw all pictures that rows of operators or of `generate` give.
+def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
+    """Draw all figures that measurements of operators or of `generate` give.
 
     Args:
-        rows: Of one bench.
+        rows: Measurements of one command.
         stem: What the files' names begin with.
 
     Returns:
-        The files written; none for rows that show no line.
+        The files written; none where no line can be drawn.
 
     Raises:
-        RedCheckError: A row's check was red, so that its run says nothing.
+        RedCheckError: A check was red, so that the run says nothing.
     """
     if red := failed(rows):
         raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
@@ -67,7 +67,7 @@ def plot(rows: Sequence[Row], stem: Path) -> list[Path]:
 def _op_lines(x: str, other: str) -> Picture:
     """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
 
-    def draw(rows: Sequence[Row], path: Path) -> Path | None:
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
         rows = [row for row in rows if one_node(row)]
         shortest = min((int(row["suffix"]) for row in rows), default=0)
         rows = [row for row in rows if int(row["suffix"]) == shortest]
@@ -88,10 +88,10 @@ def _op_lines(x: str, other: str) -> Picture:
     return draw
 
 
-def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
+def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
     """A map for each head layout: the floor over our time, by context and n."""
     rows = [row for row in rows if row["way"] == "ours" and row["status"] == "ok" and one_node(row)]
-    panels: dict[Any, list[Row]] = {}
+    panels: dict[Any, list[Measurement]] = {}
     for row in rows:
         panels.setdefault((row["heads"], row["kv_heads"], row["suffix"]), []).append(row)
     panels = {key: own for key, own in panels.items() if len(own) > 1}
@@ -124,7 +124,7 @@ def _floor_share(rows: Sequence[Row], path: Path) -> Path | None:
 def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Picture:
     """A number of whole calls against `x`: a line of panels for each model, a panel for each value of `other`."""
 
-    def draw(rows: Sequence[Row], path: Path) -> Path | None:
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
         rows = [row for row in rows if not row.get("finish")]
         panels = _panels(rows, x, other, lambda row: row["shape"])
         if not panels:
@@ -139,10 +139,10 @@ def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Pictur
     return draw
 
 
-def _growing_completions(rows: Sequence[Row], path: Path) -> Path | None:
+def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None:
     """Milliseconds of a step against the tokens of a completion, a panel for each model and number of samples."""
     measured = [row for row in rows if row["status"] == "ok"]
-    panels: dict[str, list[Row]] = {}
+    panels: dict[str, list[Measurement]] = {}
     for row in measured:
         name = f"{row['shape']}, n = {row['samples']}, prompt of {int(row['context']):,}"
         panels.setdefault(name, []).append(row)
@@ -171,11 +171,11 @@ def _growing_completions(rows: Sequence[Row], path: Path) -> Path | None:
     return save(figure, path)
 
 
-def _middle(row: Row) -> float:
+def _middle(row: Measurement) -> float:
     return (int(row["from_token"]) + int(row["to_token"])) / 2
 
 
-def _points(rows: Sequence[Row], way: str) -> tuple[list[Any], list[Any]]:
+def _points(rows: Sequence[Measurement], way: str) -> tuple[list[Any], list[Any]]:
     found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
     return [x for x, _ in found], [y for _, y in found]
 
@@ -195,12 +195,14 @@ _GENERATE: dict[str, Picture] = {
 _NAMES = {"context": "context", "rows": "n", "samples": "n"}
 
 
-def _panels(rows: Sequence[Row], x: str, other: str, line: Callable[[Row], str]) -> dict[str, list[Row]]:
+def _panels(
+    rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
+) -> dict[str, list[Measurement]]:
     """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
 
     Panels come in the order of lines, so that a line of the figure is one model or head layout.
     """
-    found: dict[str, dict[int, list[Row]]] = {}
+    found: dict[str, dict[int, list[Measurement]]] = {}
     for row in rows:
         if row["status"] == "ok":
             found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
@@ -213,7 +215,7 @@ def _panels(rows: Sequence[Row], x: str, other: str, line: Callable[[Row], str])
     return panels
 
 
-def _lines(rows: Sequence[Row], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
+def _lines(rows: Sequence[Measurement], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
     ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
     lines = []
     for way in ways:
@@ -259,11 +261,11 @@ def _tokens(count: int) -> str:
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
 
 
-def _where(rows: Sequence[Row]) -> str:
+def _where(rows: Sequence[Measurement]) -> str:
     return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
 
 
-def draw_stock_beside_shared(rows: Sequence[Row], path: Path) -> Path:
+def draw_stock_beside_shared(rows: Sequence[Measurement], path: Path) -> Path:
     """Draw KV memory and the time of the whole call, stock beside shared, on logarithmic axes."""
     pairs = paired(rows)
     labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]

@@ -26,7 +26,7 @@ class PaperTable:
         scaled: How the setting differs from the paper's.
         ways: Ways measured unless others are asked for.
         cases: Its settings.
-        unit: Of `published`.
+        unit: Unit of `published`.
         published: What the paper reports for its method, by context and samples.
     """
 

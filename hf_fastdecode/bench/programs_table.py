@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..measurement.rows import Row
+from ..measurement.rows import Measurement
 from ..measurement.tables import by, markdown
 from .generate.cases import PromptTree
 from .generate.table import cases_of, where_measured
@@ -20,27 +20,25 @@ _VLLM_WAYS: Final = {
 }
 
 
-def training_table(rows: Sequence[Row]) -> str:
+def training_table(rows: Sequence[Measurement]) -> str:
     """The trainers' lines."""
     return _clients_table([row for row in rows if row["program"].startswith("TRL")], same="weights")
 
 
-def evaluation_table(rows: Sequence[Row]) -> str:
+def evaluation_table(rows: Sequence[Measurement]) -> str:
     """The lines of evaluation harnesses and of pipelines."""
     return _clients_table([row for row in rows if row["program"] in _HARNESSES], same="samples")
 
 
-def programs_table(rows: Sequence[Row]) -> str:
+def programs_table(rows: Sequence[Measurement]) -> str:
     """The lines of all programs with the embedded model."""
     return _clients_table([row for row in rows if row["model"] == "embedded"], same="results")
 
 
-def _clients_table(rows: Sequence[Row], *, same: str) -> str:
+def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
     """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case; small factors are "none".
 
-    Args:
-        rows: A stock and an enabled measurement for each program, model and setting.
-        same: What an enabled measurement whose status is ok has in common with stock's.
+    `same` is what an enabled measurement whose status is ok has in common with stock's.
     """
     lines = []
     for ways in by(rows, "program", "model", "setting"):
@@ -60,7 +58,7 @@ def _clients_table(rows: Sequence[Row], *, same: str) -> str:
     return markdown(names, lines, note)
 
 
-def rollouts_table(rows: Sequence[Row]) -> str:
+def rollouts_table(rows: Sequence[Measurement]) -> str:
     """Rollouts on a GPU, stock → enabled: the first one compiles kernels and captures steps, the others do not."""
     stock, enabled = (next(row for row in rows if row["way"] == way) for way in ("stock", "enabled"))
     seconds = [
@@ -73,15 +71,15 @@ def rollouts_table(rows: Sequence[Row]) -> str:
     return markdown(names, [[stock["program"], stock["model"], what, *cells, _prefilled(stock, enabled)]], note)
 
 
-def _prefilled(stock: Row, enabled: Row) -> str:
+def _prefilled(stock: Measurement, enabled: Measurement) -> str:
     return " → ".join(f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled))
 
 
-def _where(row: Row) -> str:
+def _where(row: Measurement) -> str:
     return f"{row['device']}, torch {row['torch']}, transformers {row['transformers']}"
 
 
-def vllm_table(rows: Sequence[Row]) -> str:
+def vllm_table(rows: Sequence[Measurement]) -> str:
     """One line for each case: the call and, in parentheses, a step of each way; the first token, vLLM's → ours."""
     lines = []
     for ways in cases_of(rows):
@@ -98,5 +96,5 @@ def vllm_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; medians.")
 
 
-def _call(row: Row | None) -> str:
+def _call(row: Measurement | None) -> str:
     return "" if row is None else f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from ..measurement.rows import Row, read_rows
+from ..measurement.rows import Measurement, read_rows
 from ..measurement.tables import replace_between
 from . import RESULTS
 from .figures import draw_stock_beside_shared, plot
@@ -31,7 +31,7 @@ _MARKERS = re.compile(r"(<!-- rows: (?P<file>[\w.-]+)(?:, (?P<view>[\w ]+))? -->
 _MOST_LINES = 16  # of operators; more are summed up
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Measurement]) -> str:
     """A Markdown table of measurements, by the command that made them."""
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
@@ -46,7 +46,7 @@ def table(rows: list[Row]) -> str:
     return generate.generate_tables(rows)
 
 
-_VIEWS: dict[str | None, Callable[[list[Row]], str]] = {
+_VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
     "first calls": generate.first_calls_table,
     "trees": generate.trees_table,

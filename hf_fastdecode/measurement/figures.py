@@ -11,15 +11,12 @@ from .rows import partial_of
 
 
 def new_figure(count: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure for files, without a window.
+    """A figure for files, without a window, and the axes of its panels.
 
     Args:
         count: Panels, in lines of `columns`.
         columns: Panels in a line.
         size: Width and height in inches.
-
-    Returns:
-        The figure and its panels' axes.
     """
     import matplotlib
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .rows import Row
+from .rows import Measurement
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,15 +32,15 @@ def line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def by(rows: Iterable[Row], *columns: str) -> list[dict[str, Row]]:
+def by(rows: Iterable[Measurement], *columns: str) -> list[dict[str, Measurement]]:
     """The measurements of each case by way, in the order given; a case is what has the same values in `columns`."""
-    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    cases: dict[tuple[str, ...], dict[str, Measurement]] = {}
     for row in rows:
         cases.setdefault(tuple(row.get(name, "") for name in columns), {})[row["way"]] = row
     return list(cases.values())
 
 
-def cell(row: Row | None, shown: Callable[[Row], str]) -> str:
+def cell(row: Measurement | None, shown: Callable[[Measurement], str]) -> str:
     """A number of a measurement, or the first words of its status where there is none; empty without a measurement."""
     if row is None:
         return ""
@@ -48,15 +48,10 @@ def cell(row: Row | None, shown: Callable[[Row], str]) -> str:
 
 
 def replace_between(text: str, markers: re.Pattern[str], made: Callable[[re.Match[str]], str]) -> tuple[str, int]:
-    """Replace the lines between markers of a documentation page.
+    """Replace the lines between markers of a documentation page; returns the new page, and the number of places.
 
-    Args:
-        text: The page.
-        markers: Matches a place; its first group is the opening marker's line, its last the closing marker.
-        made: Makes the new lines of a place.
-
-    Returns:
-        The new page, and the number of places.
+    The first group of `markers` is the opening marker's line, the last one the closing marker; `made` makes the lines
+    between.
     """
     return markers.subn(lambda match: match[1] + made(match) + match[match.re.groups], text)
 

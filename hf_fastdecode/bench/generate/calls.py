@@ -20,12 +20,13 @@ from transformers import (
 import hf_fastdecode as fd
 
 from ...cache.accounting import KVSizes
+from ...measurement.calls import collect
+from ...measurement.runner import NotAvailableError
 from ...measurement.shapes import SHAPES, random_model
-from ...measurement.status import NotAvailableError
 from ...patches.slim_layers import SlimLayer
 from ..slim.cases import RANK_DIVISOR
-from .cases import GenerateCase
-from .ways import SAMPLING, GenerateWay
+from .cases import SAMPLING, GenerateCase
+from .ways import GenerateWay
 
 _FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
 
@@ -36,9 +37,9 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
     Every sample of it runs to the end, so that steps are comparable.
 
     Args:
-        shape: Of the model.
+        shape: Name of the shape.
         device: Where it runs.
-        dtype: Of its weights.
+        dtype: Dtype of its weights.
         slim: Plan of every layer of a slim model with random weights; None for an ordinary model.
 
     Raises:
@@ -67,6 +68,23 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
     return model
 
 
+class LatestModel:
+    """Loads models on a device, and keeps the latest until another is asked for."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.held: tuple[tuple[str, str, str | None], PreTrainedModel] | None = None
+
+    def of(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
+        """The model of a case and a way, see `load`."""
+        key = case.shape, case.dtype, way.slim
+        if self.held is None or self.held[0] != key:
+            self.held = None
+            collect()
+            self.held = key, load(case.shape, self.device, getattr(torch, case.dtype), way.slim)
+        return self.held[1]
+
+
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
     config = copy.copy(model.config)
@@ -75,15 +93,10 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 class RowsFinish(StoppingCriteria):
-    """Ends each row after its own number of tokens.
+    """Ends each row after its own number of drawn tokens, `lengths`.
 
-    It calls itself an end-of-sequence criterion, so that rows that ended are padded and may leave; it is asked about
-    all rows to the end.
-
-    Args:
-        prompt_length: Tokens of the prompt.
-        lengths: Tokens that each row draws.
-        device: Where ids lie.
+    It calls itself an end-of-sequence criterion, so that finished rows are padded and may be compacted away; it is
+    asked about all rows to the end.
     """
 
     def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
@@ -112,13 +125,7 @@ def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
 def caller(
     model: PreTrainedModel, case: GenerateCase, way: GenerateWay, *, stopping: StoppingCriteria | None = None
 ) -> Callable[..., Any]:
-    """A function that generates so many tokens for a case's samples, with a way's arguments.
-
-    Args:
-        model: The model.
-        case: The case.
-        way: The way.
-        stopping: A further criterion.
+    """A function that generates so many tokens for a case's samples, with a way's arguments and a further criterion.
 
     Raises:
         NotAvailableError: The way does not take this case.

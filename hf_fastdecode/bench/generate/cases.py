@@ -13,6 +13,9 @@ from typing import Any
 
 from ...generation.options import CHOICES, Options
 
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+"""How tokens are drawn wherever they are sampled: arguments of `generate`."""
+
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
@@ -80,13 +83,9 @@ _TREE = " tree "  # between shape and tree in a row
 
 @dataclass(frozen=True)
 class PromptTree:
-    """Prompts that share on two levels: what all begin with, and what the samples of each problem do.
+    """Prompts that share on two levels: `shared` tokens that all begin with, then `own` tokens of each problem.
 
-    Attributes:
-        shared: Tokens that every prompt begins with.
-        problems: Prompts.
-        own: Further tokens of each.
-        samples: Completions of each.
+    Each of `problems` prompts has `samples` completions.
     """
 
     shared: int
@@ -136,7 +135,7 @@ class GenerateCase:
         context: Tokens of the prompt.
         samples: Completions, all of one prompt unless there is a tree.
         new_tokens: Tokens of the longest completion.
-        dtype: Of weights and cache.
+        dtype: Dtype of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. Empty: every row
             runs to the end.
         tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
@@ -194,7 +193,7 @@ class CompletionCase:
     Attributes:
         call: The call, whose samples all run to the end.
         marks: Numbers of tokens per sample at which time is taken, rising; the last one ends the call.
-        index: Of the span, from ``marks[index]`` to ``marks[index + 1]``.
+        index: The span is from ``marks[index]`` to ``marks[index + 1]``.
     """
 
     call: GenerateCase

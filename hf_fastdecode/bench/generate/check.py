@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...measurement.status import status_of
+from ...measurement.draw import seeded
+from ...measurement.runner import status_of
 from ..ops.accuracy import BOUND
 from .calls import load
 from .ways import GenerateWay, using
@@ -23,16 +24,7 @@ _ROWS, _CONTEXT, _TOKENS = 8, 200, 24
 
 
 def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Check one of our ways on a tiny random model.
-
-    Args:
-        way: What to check.
-        device: Where it will be measured.
-        dtype: Likewise.
-
-    Returns:
-        None when it is right; else what a row's status says of it.
-    """
+    """Check one of our ways on a tiny random model; returns None when it is right, else a measurement's status."""
     # Who draws is not checked here: the fast sampler keeps no logits, and has tests of its own.
     way = replace(way, enable={name: value for name, value in (way.enable or {}).items() if name != "sampler"})
     try:
@@ -81,12 +73,12 @@ def _logits(model: PreTrainedModel, sequences: Tensor) -> Tensor:
 def _generate(model: PreTrainedModel, arguments: dict[str, Any], **more: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (1, _CONTEXT), generator=generator).to(model.device)
-    torch.manual_seed(0)
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=_TOKENS,
-        return_dict_in_generate=True,
-        **arguments,
-        **more,
-    )
+    with seeded(model.device):
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=_TOKENS,
+            return_dict_in_generate=True,
+            **arguments,
+            **more,
+        )

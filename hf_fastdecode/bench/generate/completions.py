@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
-
-from ...measurement.status import status_of
+from ...generation.decoding.stopping import HostStoppingCriteria
+from ...measurement.calls import begin_peak, collect, peak_over, what_ran
+from ...measurement.draw import seeded
+from ...measurement.runner import status_of
+from ...measurement.timing import idle_time, synchronize
 from ..ops.ceilings import measure_ceilings
-from .calls import caller, kv_bytes_per_token, load
+from .calls import LatestModel, caller, kv_bytes_per_token
 from .cases import CompletionCase, GenerateCase
 from .check import check_way
-from .measure import collect, what_ran
 from .ways import GenerateWay, find_way, using
 
 _WARM_UP = 24  # tokens of the calls that capture and compile
@@ -28,15 +30,13 @@ class CompletionBench:
     Args:
         device: Where to run.
         check: Measure one of our ways only after its check.
-        budget_s: Seconds of decoding after which a way's completions are cut short; spans that it did not finish have
-            no time.
+        budget_s: Seconds of decoding after which a call ends; spans that it did not finish have no time.
     """
 
     def __init__(self, device: torch.device, *, check: bool = True, budget_s: float = 120.0):
         self.device, self.check, self.budget_s = device, check, budget_s
-        self._loaded: tuple[tuple[str, str, str | None], Any] | None = None
+        self._model = LatestModel(device)
         self._timed: dict[tuple[GenerateCase, tuple[int, ...], str], dict[str, Any]] = {}
-        self._bytes_per_s: float | None = None
 
     def measure(self, case: CompletionCase, way_name: str) -> dict[str, Any]:
         """The columns of one way's row.
@@ -55,13 +55,12 @@ class CompletionBench:
             return result
         if case.span not in times:
             return result | {"status": f"not run: cut short after {self.budget_s:g} s"}
-        floor_s = case.kv_tokens() * bytes_per_token / self._copy_rate()
+        floor_s = case.kv_tokens() * bytes_per_token / self._copy_rate
         return result | {"ms_per_step": times[case.span], "kv_floor_ms": 1e3 * floor_s}
 
+    @cached_property
     def _copy_rate(self) -> float:
-        if self._bytes_per_s is None:
-            self._bytes_per_s = measure_ceilings(self.device).bytes_per_s
-        return self._bytes_per_s
+        return measure_ceilings(self.device).bytes_per_s
 
     def _time(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
         dtype = getattr(torch, case.call.dtype)
@@ -73,52 +72,35 @@ class CompletionBench:
             return {"status": status_of(error)}
 
     def _measured(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
-        model = self._model(case.call, way)
+        model = self._model.of(case.call, way)
         collect()
-        cuda = self.device.type == "cuda"
-        before = torch.cuda.memory_allocated(self.device) if cuda else 0
+        before = begin_peak(self.device)
         with using(model, way):
             call = caller(model, case.call, way)
             for _ in range(1 + way.compiles):  # compilers record in the second call
                 call(_WARM_UP)
             collect()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self.device)
+            begin_peak(self.device)
             clock = StepClock(case.call.context, case.marks, self.device, self.budget_s)
-            torch.manual_seed(0)
-            caller(model, case.call, way, stopping=clock)(case.call.new_tokens)
-            ran = what_ran(model, way)
-        peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else None
+            with seeded(self.device):
+                caller(model, case.call, way, stopping=clock)(case.call.new_tokens)
+            ran = None if way.enable is None else what_ran(model)
         return {
             "status": "ok",
             "times": clock.ms_per_step(),
             "bytes_per_token": kv_bytes_per_token(model),
-            "peak_bytes": peak,
+            "peak_bytes": peak_over(self.device, before),
             "ran": ran,
         }
-
-    def _model(self, call: GenerateCase, way: GenerateWay) -> Any:
-        key = call.shape, call.dtype, way.slim
-        if self._loaded is None or self._loaded[0] != key:
-            self._loaded = None
-            collect()
-            self._loaded = key, load(call.shape, self.device, getattr(torch, call.dtype), way.slim)
-        return self._loaded[1]
 
 
 _COLUMNS = ("status", "ms_per_step", "kv_floor_ms", "peak_bytes", "ran")
 
 
 class StepClock(HostStoppingCriteria):
-    """Times a call at given lengths of its completions, and ends a call that takes too long.
+    """Times a call when its completions have `marks` tokens, and ends it after `budget_s` seconds.
 
     CUDA events take the time, so that steps do not wait for the host.
-
-    Args:
-        prompt_length: Tokens of the prompt.
-        marks: Numbers of tokens per sample at which time is taken.
-        device: Where the call runs.
-        budget_s: Seconds after which the call ends.
     """
 
     def __init__(self, prompt_length: int, marks: tuple[int, ...], device: torch.device, budget_s: float):
@@ -133,15 +115,13 @@ class StepClock(HostStoppingCriteria):
             self._taken[tokens] = self._now()
         if tokens % _STEPS_BETWEEN_LOOKS:
             return False
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._start = self._start or time.perf_counter()
-        return time.perf_counter() - self._start > self.budget_s
+        now = idle_time(self.device)
+        self._start = self._start or now
+        return now - self._start > self.budget_s
 
     def ms_per_step(self) -> dict[tuple[int, int], float]:
         """Milliseconds of a step in each span that was finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return {
             (first, last): self._ms(self._taken[first], self._taken[last]) / (last - first)
             for first, last in pairwise(self.marks)

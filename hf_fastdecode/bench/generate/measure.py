@@ -1,4 +1,4 @@
-"""`generate` measured end to end, in every way of running it: prefill apart from decode, with the memory it takes.
+"""`generate` measured end to end, in every way of running it: prefill and decode separately, and memory.
 
 A way of ours is measured only after its tokens were found to be stock's in fp32, where it can run in fp32, and its
 logits to err at most twice as much as stock's in half precision.
@@ -6,7 +6,6 @@ logits to err at most twice as much as stock's in half precision.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
-import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.shared import cache_bytes
-
-from ...measurement.status import NotAvailableError, status_of
-from ...measurement.timing import Times, percentiles, wall_samples, wall_seconds
-from .calls import batch_caller, caller, kv_bytes_per_token, load
+from ..._compat import CACHE
+from ...cache.shared import cache_bytes
+from ...measurement.calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
+from ...measurement.draw import seeded
+from ...measurement.runner import status_of
+from ...measurement.timing import percentiles, wall_samples, wall_seconds
+from .calls import LatestModel, batch_caller, caller, kv_bytes_per_token
 from .cases import GenerateCase
 from .check import check_way
 from .ways import GenerateWay, find_way, using
@@ -34,14 +33,14 @@ class GenerateBench:
 
     Args:
         device: Where to run.
-        repeats: Timed runs of each call, at most.
+        repeats: Most timed runs of each call.
         check: Measure one of our ways only after its check.
         budget_s: Seconds after which a call is not repeated.
     """
 
     def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
         self.device, self.repeats, self.check, self.budget_s = device, repeats, check, budget_s
-        self._loaded: tuple[tuple[str, str, str | None], PreTrainedModel] | None = None
+        self._model = LatestModel(device)
         self._single_prefills: dict[tuple[str, str, str | None, int], float] = {}
         self._checked: dict[tuple[str, str], str | None] = {}
 
@@ -65,7 +64,7 @@ class GenerateBench:
         if self.check and way.exact and way.enable is not None and (red := self._red(case, way_name, way)):
             return result | {"status": red}
         try:
-            return result | {"status": "ok"} | self._measured(self._model(case, way), case, way)
+            return result | {"status": "ok"} | self._measured(self._model.of(case, way), case, way)
         except Exception as error:
             return result | {"status": status_of(error)}
         finally:
@@ -78,61 +77,47 @@ class GenerateBench:
             self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype))
         return self._checked[key]
 
-    def _model(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
-        key = case.shape, case.dtype, way.slim
-        if self._loaded is None or self._loaded[0] != key:
-            self._loaded = None
-            collect()
-            self._loaded = key, load(case.shape, self.device, getattr(torch, case.dtype), way.slim)
-        return self._loaded[1]
-
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
         call = batch_caller(model, case) if way.batch else caller(model, case, way)
         most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
         compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
-        stock = _seeded(lambda: caller(model, case, GenerateWay(beams=way.beams))(most)) if compare else None
+        stock = None
+        if compare:
+            with seeded(self.device):
+                stock = caller(model, case, GenerateWay(beams=way.beams))(most)
         collect()
-        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        before = begin_peak(self.device)
         with using(model, way):
             first: list[Tensor] = []
-            first_call = wall_seconds(lambda: first.append(_seeded(lambda: call(most))), self.device)
+            with seeded(self.device):
+                first_call = wall_seconds(lambda: first.append(call(most)), self.device)
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
             call(1)
             if not way.hooks and not way.batch:
                 call(most)  # compilers record in the second call
-
-            def captured() -> bool:
-                last = fd.explain(model).last_call if way.enable is not None else None
-                return last is not None and last.captures > 0
-
-            short = percentiles(self._samples(lambda: call(1), captured))
-            whole = self._samples(lambda: call(most), captured)
+            prefills, decodes, whole = prefill_and_decode(
+                model, call, most, repeats=self.repeats, budget_s=self.budget_s
+            )
             memory = {} if way.batch else self._memory(model, case, way, call)
-            ran = what_ran(model, way)
-        if self.device.type == "cuda":
-            memory["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
-        steps = percentiles([1e3 * (seconds - short.p50) / (most - 1) for seconds in whole])
+            ran = None if way.enable is None else what_ran(model)
+        memory["peak_bytes"] = peak_over(self.device, before)
         drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
-        result = _times(steps, drawn, most) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
+        result = step_columns(decodes, most - 1, drawn) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
         if way.attention is not None:
             return result
-        result |= {"prefill_s": short.p50, "single_prefill_s": self._single_prefill(model, case, way)}
+        result |= {"prefill_s": percentiles(prefills).p50, "single_prefill_s": self._single_prefill(model, case, way)}
         if most < case.new_tokens:
             return result | memory
         return result | {"total_s": percentiles(whole).p50} | memory
-
-    def _samples(self, call: Callable[[], Any], warming: Callable[[], bool] = lambda: False) -> list[float]:
-        return wall_samples(call, self.device, repeats=self.repeats, budget_s=self.budget_s, warming=warming)
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:
         key = case.shape, case.dtype, way.slim, case.context
         if key not in self._single_prefills:
             call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype), GenerateWay())
             call(1)
-            self._single_prefills[key] = percentiles(self._samples(lambda: call(1))).p50
+            samples = wall_samples(lambda: call(1), self.device, repeats=self.repeats, budget_s=self.budget_s)
+            self._single_prefills[key] = percentiles(samples).p50
         return self._single_prefills[key]
 
     def _memory(
@@ -164,42 +149,3 @@ _COLUMNS = (
     *("kv_bytes", "floor_kv_bytes", "peak_bytes", "embedded_tokens"),
     *("first_call_s", "tokens_per_s", "steps", "ran"),
 )
-
-
-def _seeded(call: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)
-    return call()
-
-
-def _times(steps: Times, drawn: int, most: int) -> dict[str, Any]:
-    seconds = 1e-3 * steps.p50 * (most - 1)  # the difference of two times, which noise may turn around
-    return {
-        "ms_per_step": steps.p50,
-        "ms_per_step_p20": steps.p20,
-        "ms_per_step_p80": steps.p80,
-        "tokens_per_s": drawn / seconds if seconds > 0 else None,
-    }
-
-
-def what_ran(model: PreTrainedModel, way: GenerateWay) -> str | None:
-    """What the report says of the last call.
-
-    Raises:
-        NotAvailableError: It ran stock, which is not what was to be measured.
-    """
-    if way.enable is None:
-        return None
-    call = fd.explain(model).last_call
-    if call is None or call.path != "shared":
-        raise NotAvailableError(f"it ran stock: {'no call' if call is None else call.reason}")
-    words = [call.mode, f"sampler {call.sampler}"]
-    words += [f"{call.waves} waves"] if call.waves > 1 else []
-    words += [f"{call.compactions} compactions"] if call.compactions else []
-    return ", ".join(words)
-
-
-def collect() -> None:
-    """Free the device memory that nothing refers to."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...attention.interface import ATTENTION_NAME, SharedKV, shared_context_attention
 from ...attention.kv import ForestKV, Segment
 from ...cache.handles import DecodeKV
-from ...measurement.status import NotAvailableError
+from ...measurement.runner import NotAvailableError
 from ..ops.baselines import TwoCalls, bifurcated
 from ..ops.inputs import NodeBatch
 

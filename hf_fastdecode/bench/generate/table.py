@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import by, cell, markdown
 from .cases import GenerateCase, PromptTree
@@ -16,19 +16,19 @@ _OURS = ("shared", "compile", "graph", "eager")
 _SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
 
 
-def where_measured(rows: Sequence[Row]) -> str:
+def where_measured(rows: Sequence[Measurement]) -> str:
     """Device, dtype and versions."""
     first = rows[0]
     return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
 
 
-def cases_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
+def cases_of(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
     """The measurements of each case by way, in the order given."""
     return by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
 
 
 def generate_table(
-    rows: Sequence[Row], *, published: Mapping[tuple[int, int], float] | None = None, unit: str = ""
+    rows: Sequence[Measurement], *, published: Mapping[tuple[int, int], float] | None = None, unit: str = ""
 ) -> str:
     """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
 
@@ -65,9 +65,9 @@ def generate_table(
     return markdown(names, lines, f"{where_measured(rows)}; ms/step, {of}.")
 
 
-def finish_table(rows: Sequence[Row]) -> str:
+def finish_table(rows: Sequence[Measurement]) -> str:
     """Seconds of decoding when rows finish one after another, beside all rows running to the end, if measured."""
-    pairs: dict[tuple[str, ...], dict[bool, Row]] = {}
+    pairs: dict[tuple[str, ...], dict[bool, Measurement]] = {}
     for row in rows:
         if row.get("finish"):
             first, _, last = row["finish"].partition("-")
@@ -84,12 +84,12 @@ def finish_table(rows: Sequence[Row]) -> str:
     return markdown(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"], lines) if lines else ""
 
 
-def generate_tables(rows: Sequence[Row]) -> str:
+def generate_tables(rows: Sequence[Measurement]) -> str:
     """Both tables, the second where rows finish one after another."""
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
 
 
-def first_calls_table(rows: Sequence[Row]) -> str:
+def first_calls_table(rows: Sequence[Measurement]) -> str:
     """Seconds of each way's first call, beside those of a later one."""
     lines = [
         [
@@ -102,7 +102,7 @@ def first_calls_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}.")
 
 
-def stock_beside_shared(rows: Sequence[Row]) -> str:
+def stock_beside_shared(rows: Sequence[Measurement]) -> str:
     """One line for each case, stock → ours, and a step of ours compiled where that was measured."""
     compiled = any(row["way"] == "compile" for row in rows)
     steps = ["a step", "compiled"] if compiled else ["a step"]
@@ -125,7 +125,7 @@ def stock_beside_shared(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; medians.")
 
 
-def trees_table(rows: Sequence[Row]) -> str:
+def trees_table(rows: Sequence[Measurement]) -> str:
     """One line for each tree of prompts: a step of it, and its KV cache beside stock's, which has no nodes."""
     lines = []
     for row in rows:
@@ -135,7 +135,7 @@ def trees_table(rows: Sequence[Row]) -> str:
     return markdown(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"], lines)
 
 
-def beams_table(rows: Sequence[Row]) -> str:
+def beams_table(rows: Sequence[Measurement]) -> str:
     """One line for each beam search, stock → with a shared-context cache."""
     columns = (
         ("prefill_s", "s", 1.0),
@@ -154,7 +154,7 @@ def beams_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; medians.")
 
 
-def steps_apart_table(rows: Sequence[Row]) -> str:
+def steps_apart_table(rows: Sequence[Measurement]) -> str:
     """A step of each mode beside the same loop without attention, and what attention takes in a layer."""
     lines = []
     for ways in cases_of(rows):
@@ -169,7 +169,7 @@ def steps_apart_table(rows: Sequence[Row]) -> str:
     return markdown(["model", "context", "n", "mode", "a step", "without attention", "attention", "of a layer"], lines)
 
 
-def completions_table(rows: Sequence[Row]) -> str:
+def completions_table(rows: Sequence[Measurement]) -> str:
     """Milliseconds of a step in each way, a line for each span, beside what reading the keys and values takes."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     lines = []
@@ -183,12 +183,8 @@ def completions_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}; ms, means over the steps of one call.")
 
 
-def steps_and_memory_table(rows: Sequence[Row]) -> str:
-    """A line for each case and way: a step, and the most memory over the weights, or why there is none.
-
-    Args:
-        rows: Growing completions; or whole calls, which do not say how long reading keys and values takes.
-    """
+def steps_and_memory_table(rows: Sequence[Measurement]) -> str:
+    """A line for each case and way: a step, and the most memory over the weights, or why there is none."""
     times = {"ms_per_step": "a step", "kv_floor_ms": "reading keys and values"}
     times = {name: title for name, title in times.items() if name in rows[0]}
     lines = []
@@ -201,7 +197,7 @@ def steps_and_memory_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}; means over the steps of one call.")
 
 
-def paired(rows: Sequence[Row]) -> list[tuple[Row, Row, dict[str, Row]]]:
+def paired(rows: Sequence[Measurement]) -> list[tuple[Measurement, Measurement, dict[str, Measurement]]]:
     """Stock, ours, and all ways by name, for each case in order; cases without both are left out."""
     found = []
     for ways in cases_of(rows):
@@ -211,7 +207,7 @@ def paired(rows: Sequence[Row]) -> list[tuple[Row, Row, dict[str, Row]]]:
     return found
 
 
-def stock_kv_bytes(stock: Row, shared: Row) -> float:
+def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
     """Bytes of a stock cache at the end: measured, or where it did not fit, what its tokens would take.
 
     Every row is as long as the longest one, whose last token is drawn and not stored.
@@ -225,32 +221,32 @@ def stock_kv_bytes(stock: Row, shared: Row) -> float:
     return samples * (context + new - 1) * per_token
 
 
-def _change(stock: Row, shared: Row, column: str, shown: Callable[[float], str]) -> str:
+def _change(stock: Measurement, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
     before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
     return f"{before} → {shown(float(shared[column]))}"
 
 
-def _share(row: Row | None, ceiling: Row | None) -> str:
+def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
     """Throughput of a way over that of its ceiling."""
     if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
         return ""
     return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
 
 
-def _decoding(row: Row) -> float | None:
+def _decoding(row: Measurement) -> float | None:
     if not row.get("ms_per_step"):
         return None
     return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
 
 
-def _model(row: Row) -> str:
+def _model(row: Measurement) -> str:
     return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
 
 
-def _point(row: Row) -> tuple[str, str]:
+def _point(row: Measurement) -> tuple[str, str]:
     """Context and samples."""
     return f"{int(row['context']):,}", row["samples"]
 
 
-def _step(row: Row) -> str:
+def _step(row: Measurement) -> str:
     return f"{float(row['ms_per_step']):.2f}"

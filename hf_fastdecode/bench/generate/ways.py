@@ -15,11 +15,9 @@ from transformers import PreTrainedModel, cache_utils
 import hf_fastdecode as fd
 
 from ...generation.options import Options
-from ...measurement.status import NotAvailableError
-from .cases import parse_way
+from ...measurement.runner import NotAvailableError
+from .cases import SAMPLING, parse_way
 from .replaced_attention import REPLACEMENTS, replaced_attention
-
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class GenerateWay:
 
     @property
     def backend(self) -> str | None:
-        """Of transformers' quantized cache, where this way has one."""
+        """The backend of transformers' quantized cache, where this way has one."""
         backend: str | None = self.arguments.get("cache_config", {}).get("backend")
         return backend
 

@@ -33,7 +33,7 @@ class OpCase:
         heads: Query heads.
         kv_heads: Key-value heads.
         head_dim: Numbers per head.
-        dtype: Of queries, keys and values.
+        dtype: Dtype of queries, keys and values.
     """
 
     name: str

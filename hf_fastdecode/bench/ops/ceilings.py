@@ -20,18 +20,16 @@ _PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one device.
+    """Rates of one device: of an element-wise kernel, bytes read and written; of a large product of bf16 matrices.
 
-    Attributes:
-        bytes_per_s: Of an element-wise kernel, bytes read and bytes written together.
-        flops_per_s: Of a large product of bf16 matrices (fp32 on a CPU).
+    The product is of fp32 matrices on a CPU.
     """
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor_s(self, case: OpCase, itemsize: int) -> float:
-        """Seconds that a case takes at least: its bytes at the one rate, or its arithmetic at the other."""
+        """Least seconds of a case: its bytes at one rate, or its arithmetic at the other."""
         return max(case.bytes(itemsize) / self.bytes_per_s, case.flops / self.flops_per_s)
 
 

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...measurement.status import NotAvailableError
+from ...measurement.runner import NotAvailableError
 from .cases import OpCase
 from .inputs import OpInputs
 
@@ -253,12 +253,7 @@ class PagePool:
         return np.array([numbers.setdefault(page.tobytes(), len(numbers)) for page in filled], dtype=np.int32)
 
     def fill(self, inputs: OpInputs, layout: str) -> tuple[Tensor, Tensor]:
-        """Keys and values in pages, a copy.
-
-        Args:
-            inputs: The case's inputs.
-            layout: One of `LAYOUTS`; ``HND`` is ``[pages, kv_heads, PAGE_SIZE, head_dim]``.
-        """
+        """Keys and values in pages, copied; for the layout ``HND`` ``[pages, kv_heads, PAGE_SIZE, head_dim]``."""
         # Nobody reads what follows the tokens of a partial page; -1 puts the last token there, which is finite.
         slots = torch.frombuffer(bytearray().join(self._numbers), dtype=torch.int64).to(inputs.query.device)
 

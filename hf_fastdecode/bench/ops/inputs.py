@@ -18,13 +18,9 @@ _MOST_SETS = 256
 
 @dataclass(frozen=True)
 class NodeBatch:
-    """Neighbouring nodes of one depth that are as long and have as many rows, as one batch.
+    """Neighbouring nodes of one depth with equal lengths and numbers of rows, as one batch; `row_stop` is excluded.
 
-    Attributes:
-        row_start: Their first row.
-        row_stop: Their last row + 1.
-        keys: ``[nodes, kv_heads, length, head_dim]``.
-        values: The same.
+    Keys and values are ``[nodes, kv_heads, length, head_dim]``.
     """
 
     row_start: int
@@ -65,7 +61,7 @@ class OpInputs:
 
     @property
     def version(self) -> object:
-        """Of the storage, which does not move."""
+        """The version of the storage, which does not move."""
         return self.case
 
     @property

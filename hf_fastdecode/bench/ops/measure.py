@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...measurement.status import NotAvailableError
+from ...measurement.calls import collect
+from ...measurement.runner import NotAvailableError
 from ...measurement.timing import Times, time_operator
 from .accuracy import BOUND, Oracle, make_oracle
 from .cases import OpCase
@@ -19,24 +20,16 @@ from .ways import OP_WAYS, OpWay, Unmerged
 
 
 class OpBench:
-    """Measures operator cases on one device.
-
-    Args:
-        device: Where to run.
-        check: Time a way only after its error was found within the rule.
-    """
+    """Measures operators on one device; with `check`, a way is timed only if its error is within the rule."""
 
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
-        self._ceilings: Ceilings | None = None
         self._prepared: tuple[OpCase, list[OpInputs], Oracle | None] | None = None
 
-    @property
+    @cached_property
     def ceilings(self) -> Ceilings:
         """The device's rates, measured when they are first needed."""
-        if self._ceilings is None:
-            self._ceilings = measure_ceilings(self.device)
-        return self._ceilings
+        return measure_ceilings(self.device)
 
     @torch.no_grad()
     def measure(self, case: OpCase, way_name: str) -> dict[str, Any]:
@@ -57,7 +50,8 @@ class OpBench:
             try:
                 return result | self._timed(part, way)
             except torch.OutOfMemoryError:
-                self._collect()
+                self.drop_inputs()
+                collect()
             except NotAvailableError as error:
                 return result | {"status": f"not run: {error}"}
         return result | {"status": "does not fit"}
@@ -103,9 +97,7 @@ class OpBench:
         itemsize = getattr(torch, case.dtype).itemsize
         return {
             "variant": variant,
-            "us_p20": 1e6 * times.p20,
-            "us_p50": 1e6 * times.p50,
-            "us_p80": 1e6 * times.p80,
+            **times.in_us(),
             "over_floor": times.p50 / self.ceilings.floor_s(case, itemsize),
             "tb_per_s": case.bytes(itemsize) / times.p50 / 1e12,
             "tflop_per_s": case.flops / times.p50 / 1e12,
@@ -143,9 +135,3 @@ class OpBench:
     def drop_inputs(self) -> None:
         """Let go of the inputs of the latest case."""
         self._prepared = None
-
-    def _collect(self) -> None:
-        self.drop_inputs()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

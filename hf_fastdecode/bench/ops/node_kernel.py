@@ -24,11 +24,7 @@ def plan_of(inputs: OpInputs) -> LaunchPlan:
 
 
 class NodeKernel:
-    """The kernel over the nodes of one set of inputs.
-
-    Args:
-        inputs: Of a case with nodes, whose suffixes are the new token alone.
-    """
+    """The kernel over the nodes of one set of inputs, whose suffixes are the new token alone."""
 
     def __init__(self, inputs: OpInputs):
         self.inputs = inputs

@@ -133,12 +133,7 @@ class Splits(NamedTuple):
 
 
 class Sketch:
-    """The sketch over one context.
-
-    Args:
-        inputs: Of a case with one node, or none.
-        programs: About how many programs attend to the context: what it is split for.
-    """
+    """The sketch over one node, or none, split for about so many programs."""
 
     def __init__(self, inputs: OpInputs, programs: int):
         self.inputs = inputs

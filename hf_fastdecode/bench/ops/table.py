@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import geometric_mean, linear_regression
 
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from ...measurement.tables import by, cell, markdown
 
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
@@ -21,12 +21,12 @@ def is_part(way: str) -> bool:
     return way.endswith(("-prefix", "-suffix"))
 
 
-def one_node(row: Row) -> bool:
+def one_node(row: Measurement) -> bool:
     """Whether all rows share one context and nothing else."""
     return row["nodes"] == f"1x{row['context']}"
 
 
-def ops_table(rows: Sequence[Row]) -> str:
+def ops_table(rows: Sequence[Measurement]) -> str:
     """Microseconds of each way, and our time over the floor; floors are of the first way that is ours, if one is."""
     ways = [way for way in _WAYS if any(row["way"] == way for row in rows)]
     ours = next((way for way in ways if way.startswith("ours")), None)
@@ -50,7 +50,7 @@ def ops_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{_where(rows)}; microseconds, medians, cold L2{unchecked}.")
 
 
-def ops_digest(rows: Sequence[Row]) -> str:
+def ops_digest(rows: Sequence[Measurement]) -> str:
     """A line for each head layout and n of many cases of one shared context.
 
     Geometric means of our time over the floor, where that is at least `LEAST_FLOOR_US`, and of other ways' times over
@@ -58,7 +58,7 @@ def ops_digest(rows: Sequence[Row]) -> str:
     """
     others = [way for way in ("plain", "recipe", "sketch", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in by(rows, "case", "dtype") if _ok(case.get("ours")) and one_node(case["ours"])]
-    groups: dict[tuple[int, ...], list[dict[str, Row]]] = {}
+    groups: dict[tuple[int, ...], list[dict[str, Measurement]]] = {}
     for case in cases:
         key = tuple(int(case["ours"][column]) for column in ("heads", "kv_heads", "rows"))
         groups.setdefault(key, []).append(case)
@@ -81,12 +81,12 @@ def ops_digest(rows: Sequence[Row]) -> str:
     )
 
 
-def fixed_parts_table(rows: Sequence[Row]) -> str:
+def fixed_parts_table(rows: Sequence[Measurement]) -> str:
     """Lines through our microseconds against the context: the time of each 1K tokens, and the time without any.
 
     Of one sample, and of the kernel of nodes alone: elsewhere suffixes take their part. A line needs three contexts.
     """
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[Measurement]] = {}
     for row in rows:
         alone = row["way"] == "ours-prefix" or (row["way"] == "ours" and row["rows"] == "1")
         if alone and row["status"] == "ok" and one_node(row):
@@ -111,16 +111,16 @@ def fixed_parts_table(rows: Sequence[Row]) -> str:
     return markdown(names, lines)
 
 
-def _ok(row: Row | None) -> bool:
+def _ok(row: Measurement | None) -> bool:
     return row is not None and row["status"] == "ok"
 
 
-def _context(row: Row) -> str:
+def _context(row: Measurement) -> str:
     """Tokens on the longest path, or the nodes when there are several."""
     return f"{int(row['context']):,}" if one_node(row) else row["nodes"]
 
 
-def _where(rows: Sequence[Row]) -> str:
+def _where(rows: Sequence[Measurement]) -> str:
     first = rows[0]
     copy, matmul = (sorted({float(row[name]) for row in rows}) for name in ("copy_tb_per_s", "matmul_tflop_per_s"))
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}; ceilings {_range(copy, 2)} TB/s and "

@@ -101,9 +101,7 @@ def _kernels_are_chosen(inputs: OpInputs) -> bool:
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
     """This package's kernels, which write the new token's keys and values too. The one place that knows their API.
 
-    Args:
-        sets: Inputs of a case.
-        own_nodes: Attend to long suffixes as nodes, as the package does.
+    With `own_nodes`, long suffixes are attended to as nodes, as the package does.
     """
     first, case, device = sets[0], sets[0].case, sets[0].query.device
     dominate = own_nodes_dominate(first.forest, case.suffix - 1)

@@ -32,7 +32,7 @@ class SamplingCase:
         vocabulary: Logits of a row.
         settings: A name in `SETTINGS`.
         temperature: Divisor of the logits; greedy decoding has none.
-        dtype: Of the logits.
+        dtype: Dtype of the logits.
     """
 
     rows: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from itertools import cycle
 from typing import Any
 
@@ -46,24 +47,16 @@ def processors_of(case: SamplingCase) -> LogitsProcessorList:
 
 
 class SamplingBench:
-    """Measures sampling cases on one device.
-
-    Args:
-        device: Where to run.
-        check: Time the kernel only after what it draws was found to be right.
-    """
+    """Measures sampling on one device; with `check`, the kernel is timed only after its draws were found right."""
 
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
-        self._ceilings: Ceilings | None = None
         self._prepared: tuple[tuple[int, int, str], Tensor] | None = None
 
-    @property
+    @cached_property
     def ceilings(self) -> Ceilings:
         """The device's rates, measured when they are first needed."""
-        if self._ceilings is None:
-            self._ceilings = measure_ceilings(self.device)
-        return self._ceilings
+        return measure_ceilings(self.device)
 
     @torch.no_grad()
     def measure(self, case: SamplingCase, way: str) -> dict[str, Any]:
@@ -89,8 +82,7 @@ class SamplingBench:
             return result | {"status": "does not fit"}
         times: Times | None = found.pop("times", None)
         if times is not None:
-            result |= {"us_p20": 1e6 * times.p20, "us_p50": 1e6 * times.p50, "us_p80": 1e6 * times.p80}
-            result |= {"over_floor": times.p50 / floor, "tb_per_s": size / times.p50 / 1e12}
+            result |= times.in_us() | {"over_floor": times.p50 / floor, "tb_per_s": size / times.p50 / 1e12}
         return result | found
 
     def _fast(self, case: SamplingCase) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from ...measurement.tables import by, cell, markdown
 
 
-def sampling_table(rows: Sequence[Row]) -> str:
+def sampling_table(rows: Sequence[Measurement]) -> str:
     """Microseconds of the kernel and of transformers' processors, a line for each case."""
     lines = []
     for case in by(rows, "case", "dtype"):
@@ -32,5 +32,5 @@ def sampling_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _microseconds(row: Row) -> str:
+def _microseconds(row: Measurement) -> str:
     return f"{float(row['us_p50']):.1f}"

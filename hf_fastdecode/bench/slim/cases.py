@@ -31,7 +31,7 @@ class SlimCase:
         context: Cached tokens of each row.
         heads: Query heads, as many as KV heads.
         head_dim: Numbers per head.
-        dtype: Of the cache.
+        dtype: Dtype of the cache.
     """
 
     rows: int
@@ -54,13 +54,9 @@ class SlimCase:
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
-        """What must move at least: the cache, once, and the averages out.
+        """Least bytes that must move: the cache once, with scales of 2 bytes for an `itemsize` of 1, and the averages.
 
         Without RoPE's tables: the kernel for clusters reads those of each tile's first token only.
-
-        Args:
-            way: A way.
-            itemsize: Bytes per cached number; 1 for 8 bits, to which scales in 2 bytes are added.
         """
         tokens = self.rows * self.context
         if not way.startswith("slim"):

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...conversion.fit.eight_bits import EIGHT_BITS, load, store, stored_bytes, views
 from ...kernels.failures import Kernel, forget
 from ...kernels.slim_decode.inputs import refusal
-from ...measurement.status import NotAvailableError, status_of
-from ...measurement.timing import Times, time_operator
+from ...measurement.runner import NotAvailableError, status_of
+from ...measurement.timing import time_operator
 from ..ops.accuracy import BOUND
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import sets_needed
@@ -34,7 +34,7 @@ class SlimInputs(NamedTuple):
         query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
         keys: ``[rows, context, e]``.
         coordinates: ``[rows, context, r]``.
-        scales: Of 8 bits, in the tensors that hold the numbers.
+        scales: Scales of 8 bits, views of the tensors that hold the numbers.
     """
 
     query: Tensor
@@ -56,12 +56,7 @@ class SlimInputs(NamedTuple):
 
 
 class SlimBench:
-    """Measures slim cases on one device.
-
-    Args:
-        device: Where to run.
-        check: Time a way only after its error was found within the rule.
-    """
+    """Measures slim attention on one device; with `check`, a way is timed only if its error is within the rule."""
 
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
@@ -147,11 +142,10 @@ class SlimBench:
                 return found | {
                     "status": f"wrong: it errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"
                 }
-        times: Times
         times, output = time_operator(calls, self.device)
         if oracle is not None and not (error := oracle.error(*output[:2])) <= BOUND:
             return found | {"status": f"wrong: it errs {error:.2f} times PyTorch's error when it is repeated"}
-        return found | {"us_p20": 1e6 * times.p20, "us_p50": 1e6 * times.p50, "us_p80": 1e6 * times.p80}
+        return found | times.in_us()
 
     def _inputs(self, case: SlimCase, way: str) -> list[SlimInputs]:
         """Sets of inputs, together larger than the L2 cache; kept until another size or dtype asks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from ...measurement.tables import markdown
 
 
-def slim_table(rows: Sequence[Row]) -> str:
+def slim_table(rows: Sequence[Measurement]) -> str:
     """Microseconds, bytes and share of the bandwidth, a line for each measurement."""
     lines = []
     for row in rows:

@@ -13,8 +13,6 @@ from ...option_values import is_count, split_values
 
 APPS: Final = "apps"
 
-SAMPLING: Final = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
-"""How samples of problems are drawn: arguments of `generate`."""
 GREEDY: Final = {"do_sample": False}
 """How answers are drawn."""
 
@@ -45,23 +43,14 @@ LEVELS: Final = {
 """By name; the single level of the paper is ``few-shot``."""
 
 WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
-"""Of asking questions, by name."""
+"""Ways of asking questions, by name."""
 
 
 @dataclass(frozen=True)
 class HierCase:
     """A call: `samples` of each of the first `problems`.
 
-    Attributes:
-        model: Its name.
-        dtype: Of the parameters.
-        task: Name of the tasks.
-        shots: Solved examples before each problem.
-        problems: How many.
-        samples: Of each.
-        shared_tokens: That all prompts begin with.
-        prompt_tokens: Of the longest prompt.
-        new_tokens: Of each sample.
+    `shared_tokens` begin all prompts, `prompt_tokens` are those of the longest, `new_tokens` those of each sample.
     """
 
     model: str
@@ -75,22 +64,16 @@ class HierCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """What tells it from others in a row."""
+        """Columns that identify the case."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class QuestionsCase:
-    """A call: so many questions, a row each.
+    """A call with a row for each question.
 
-    Attributes:
-        model: Its name.
-        dtype: Of the parameters.
-        document: Name of the text.
-        facts: In the text, that are asked about; with more questions they come again.
-        prefix_tokens: That all rows begin with: the text and the solved questions.
-        questions: Rows.
-        new_tokens: Of each answer.
+    There are `facts` to ask about, which come again with more questions; all rows begin with `prefix_tokens`, the text
+    and the solved questions; `new_tokens` are those of each answer.
     """
 
     model: str
@@ -102,7 +85,7 @@ class QuestionsCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """What tells it from others in a row."""
+        """Columns that identify the case."""
         return asdict(self)
 
 
@@ -116,7 +99,7 @@ def parse_points(text: str) -> list[tuple[int, int]]:
     for part in split_values(text):
         problems, cross, samples = part.partition("x")
         if not (cross and is_count(problems) and is_count(samples)):
-            raise CommandError(f"--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
+            raise CommandError(f"`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
         points.append((int(problems), int(samples)))
     return list(dict.fromkeys(points))
 
@@ -129,12 +112,12 @@ def check_point(problems: int, samples: int, available: int) -> None:
     """
     if problems < 2 or samples < 2:
         raise CommandError(
-            f"--points {problems}x{samples}: levels of sharing differ from 2 problems and 2 samples on; ask for more"
+            f"`points={problems}x{samples}`: levels of sharing differ from 2 problems and 2 samples on; ask for more"
         )
     if problems > available:
         raise CommandError(
-            f"--points {problems}x{samples} asks for {problems} problems, there are {available}; ask for fewer, or "
-            "name a larger --data"
+            f"`points={problems}x{samples}` asks for {problems} problems, there are {available}; ask for fewer, or "
+            "name a larger `data`"
         )
 
 
@@ -144,12 +127,8 @@ def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
     APPS has no tasks set apart as examples: its first problems with a solution are, and problems with starter code are
     left out, as in Hydragen, appendix D.4.
 
-    Args:
-        tasks: With their solved examples.
-        shots: Solved examples.
-
     Raises:
-        CommandError: There are not so many examples, no problem is left, or the tasks are not of MBPP's form.
+        CommandError: There are not so many examples, no problem is left, or the tasks are not in MBPP's form.
     """
     if tasks.name != APPS:
         form = prompt_format(tasks, "austin", shots=shots)
@@ -160,7 +139,7 @@ def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
     if len(examples) < shots or not problems:
         raise CommandError(
             f"{tasks.origin} has {len(plain)} problems without starter code, too few for {shots} solved examples and "
-            "a problem; name a larger --data or lower --shots"
+            "a problem; name a larger `data` or lower `shots`"
         )
     shown = "".join(f"{_asked(task)}{(task.reference or '').strip()}\n\n" for task in examples)
     return [shown + _asked(task) for task in problems]

@@ -47,13 +47,7 @@ _REMARKS: Final = ("", ", and nobody minded", ", as on most days", ", while the 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that stands in a text, and a question about it.
-
-    Attributes:
-        sentence: As it stands in the text.
-        question: About it.
-        answer: A word or a number of the sentence.
-    """
+    """A sentence of a text, a question about it, and the answer, a word or a number of the sentence."""
 
     sentence: str
     question: str
@@ -62,12 +56,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class LongDocument:
-    """What all rows begin with, and what they ask.
-
-    Attributes:
-        prefix: The text, then solved questions.
-        facts: Those that are asked about; at least one.
-    """
+    """What all rows begin with, a text and solved questions, and the facts to ask about, at least one."""
 
     prefix: str
     facts: tuple[Fact, ...]
@@ -86,7 +75,7 @@ def make_document(
 
     Args:
         count: Tokens of a text.
-        tokens: Of the prefix; None for all of the given prose.
+        tokens: Tokens of the prefix; None for all of the given prose.
         shots: Solved questions, about facts of the text too.
         seed: The same seed makes the same facts, order and prose.
         prose: In place of prose that is made.
@@ -104,10 +93,10 @@ def make_document(
     facts = facts[: _fitting(count, facts, room)]
     if len(facts) <= shots:
         least = count(solved) + 2 * sum(count(fact.sentence + " ") for fact in make_facts(shots + 1, seed))
-        given = f"--tokens {tokens}" if tokens is not None else "the document's tokens"
+        given = f"`tokens={tokens}`" if tokens is not None else "the document's tokens"
         raise CommandError(
             f"{given} leave no room for {shots} solved questions and a fact to ask about, which take about {least} "
-            "tokens; ask for more, or for fewer --shots"
+            "tokens; ask for more, or for fewer `shots`"
         )
     order = Random(seed).sample(facts, len(facts))
 
@@ -120,7 +109,7 @@ def make_document(
     if fitting == len(pieces) and prose is not None and count(prefix(fitting)) < tokens:
         raise CommandError(
             f"the document with {len(facts)} facts and {shots} solved questions has {count(prefix(fitting))} tokens, "
-            f"fewer than --tokens {tokens}; pass a longer document, or leave --tokens out"
+            f"fewer than `tokens={tokens}`; pass a longer document, or leave `tokens` out"
         )
     return LongDocument(prefix(max(0, fitting)), tuple(facts[shots:]))
 
@@ -174,9 +163,7 @@ def _at(behind: Sequence[int], number: int) -> tuple[int, int]:
 def make_facts(count: int, seed: int) -> list[Fact]:
     """So many facts, each about a name of its own: colours of dogs, codes of lockers, villages.
 
-    Args:
-        count: Of facts; fewer are the first of more.
-        seed: The same seed makes the same facts.
+    The same seed makes the same facts, and fewer are the first of more.
     """
     random = Random(seed)
     names: dict[str, None] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...measurement.figures import add_legend, add_title, new_figure, plain_numbers, powers_of_two, save, style_axis
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from .cases import LEVELS, WAYS
 
 _COLOURS: Final = {
@@ -17,13 +17,8 @@ _COLOURS: Final = {
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 
 
-def draw_levels(rows: Sequence[Row], path: Path) -> Path:
-    """Bars of seconds, prefill below decode, and of keys and values, for each point and level.
-
-    Args:
-        rows: Of `hier`.
-        path: Of the PNG file.
-    """
+def draw_levels(rows: Sequence[Measurement], path: Path) -> Path:
+    """Draw bars of seconds, prefill below decode, and of keys and values, for each point and level."""
     points = list(dict.fromkeys((int(row["problems"]), int(row["samples"])) for row in rows))
     levels = [level for level in LEVELS if any(row["way"] == level for row in rows)]
     figure, (time, memory) = _figure()
@@ -55,13 +50,8 @@ def draw_levels(rows: Sequence[Row], path: Path) -> Path:
     return _finish(figure, title, path)
 
 
-def draw_questions(rows: Sequence[Row], path: Path) -> Path:
-    """Seconds against the number of questions: of the whole call, and without prefill as in the paper.
-
-    Args:
-        rows: Of `longqa`.
-        path: Of the PNG file.
-    """
+def draw_questions(rows: Sequence[Measurement], path: Path) -> Path:
+    """Draw seconds against the number of questions: of the whole call, and without prefill as in the paper."""
     figure, axes = _figure()
     for axis, column in zip(axes, ("total_s", "decode_s"), strict=True):
         for way, label in WAYS.items():
@@ -99,10 +89,10 @@ def _finish(figure: Any, title: str, path: Path) -> Path:
     return save(figure, path)
 
 
-def _unit(rows: Sequence[Row]) -> tuple[str, int]:
+def _unit(rows: Sequence[Measurement]) -> tuple[str, int]:
     most = max((int(row["kv_bytes"]) for row in rows if row["status"] == "ok"), default=0)
     return next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
 
 
-def _where(rows: Sequence[Row]) -> str:
+def _where(rows: Sequence[Measurement]) -> str:
     return f"{rows[0]['model']} in {rows[0]['dtype']} on {rows[0]['device']}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...measurement.rows import Row
+from ...measurement.rows import Measurement
 from ...measurement.tables import markdown
 
 # As the commands show them
@@ -13,7 +13,7 @@ from ...measurement.tables import markdown
 _TIMES: Final = ("prefill s", "decode s", "ms/step", "tokens prefilled", "KV MiB")
 
 
-def levels_table(rows: Sequence[Row]) -> str:
+def levels_table(rows: Sequence[Measurement]) -> str:
     """A line for each level of each point; beside it, what no sharing takes over its time."""
     lines = [
         [row["problems"], row["samples"], row["way"], *_times(row), _ratio(row, rows, ("problems", "samples"), "none")]
@@ -22,7 +22,7 @@ def levels_table(rows: Sequence[Row]) -> str:
     return markdown(["problems", "samples", "sharing", *_TIMES, "none / this"], lines).rstrip("\n")
 
 
-def questions_table(rows: Sequence[Row]) -> str:
+def questions_table(rows: Sequence[Measurement]) -> str:
     """A line for each way of each number of questions; beside it, what stock takes over its time."""
     lines = [
         [row["questions"], row["way"], *_times(row), _ratio(row, rows, ("questions",), "stock"), _right(row)]
@@ -31,18 +31,18 @@ def questions_table(rows: Sequence[Row]) -> str:
     return markdown(["questions", "way", *_TIMES, "stock / this", "right"], lines).rstrip("\n")
 
 
-def _times(row: Row) -> list[str]:
+def _times(row: Measurement) -> list[str]:
     if row["status"] != "ok":
         return ["-"] * len(_TIMES)
     times = [f"{float(row[name]):.3g}" for name in ("prefill_s", "decode_s", "ms_per_step")]
     return [*times, f"{int(row['prefilled_tokens']):,}", f"{int(row['kv_bytes']) / 2**20:,.1f}"]
 
 
-def _right(row: Row) -> str:
+def _right(row: Measurement) -> str:
     return f"{row['correct']} of {row['questions']}" if row.get("correct") else "-"
 
 
-def _ratio(row: Row, rows: Sequence[Row], same: Sequence[str], base: str) -> str:
+def _ratio(row: Measurement, rows: Sequence[Measurement], same: Sequence[str], base: str) -> str:
     """The seconds of a call of the way `base` at the same point over this one's."""
     of = [one for one in rows if one["way"] == base and all(one[name] == row[name] for name in same)]
     if not of or row["status"] != "ok" or of[0]["status"] != "ok":
@@ -62,7 +62,7 @@ _SECONDS: Final = (("total_s", 1, "s"), ("prefill_s", 1, "s"), ("ms_per_step", 1
 _GIB: Final = (2**-30, "GiB")
 
 
-def samples_page(rows: Sequence[Row]) -> str:
+def samples_page(rows: Sequence[Measurement]) -> str:
     """A line for each number of samples of a prompt: seconds until all have finished, a step, and memory."""
     compiled = {row["n"]: row for row in rows if row["way"] == "shared:compile"}
     memory = any(row["peak_bytes"] for row in rows)  # unknown on a CPU
@@ -81,7 +81,7 @@ def samples_page(rows: Sequence[Row]) -> str:
     )
 
 
-def levels_page(rows: Sequence[Row]) -> str:
+def levels_page(rows: Sequence[Measurement]) -> str:
     """A line for each batch and level of sharing: seconds of the call and of its prefill, a step, tokens, memory."""
     lines = []
     for row in rows:
@@ -96,7 +96,7 @@ def levels_page(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{_where(rows[0])}, {int(rows[0]['shared_tokens']):,} of them examples.")
 
 
-def questions_page(rows: Sequence[Row]) -> str:
+def questions_page(rows: Sequence[Measurement]) -> str:
     """A line for each number of questions about a text."""
     lines = []
     for stock, shared in _pairs(rows, "questions"):
@@ -110,25 +110,25 @@ def questions_page(rows: Sequence[Row]) -> str:
     return markdown(names, lines, f"{_where(rows[0], text)}; stock → shared.")
 
 
-def _pairs(rows: Sequence[Row], column: str) -> list[tuple[Row, Row]]:
+def _pairs(rows: Sequence[Measurement], column: str) -> list[tuple[Measurement, Measurement]]:
     """Stock and shared, by a column."""
     ways = {(row[column], row["way"]): row for row in rows}
     values = dict.fromkeys(row[column] for row in rows)
     return [(ways[value, "stock"], ways[value, "shared"]) for value in values]
 
 
-def _change(stock: Row, shared: Row, column: str, factor: float, unit: str) -> str:
+def _change(stock: Measurement, shared: Measurement, column: str, factor: float, unit: str) -> str:
     return f"{_value(stock, column, factor, unit)} → {_value(shared, column, factor, unit)}"
 
 
-def _value(row: Row, column: str, factor: float, unit: str) -> str:
+def _value(row: Measurement, column: str, factor: float, unit: str) -> str:
     if row["status"] != "ok":
         return row["status"]
     value = factor * float(row[column])
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
-def _where(row: Row, context: str = "") -> str:
+def _where(row: Measurement, context: str = "") -> str:
     context = context or f"prompts of up to {int(row['prompt_tokens']):,} tokens"
     versions = f"torch {row['torch']}, transformers {row['transformers']}"
     model = row["model"].removeprefix("shape:")

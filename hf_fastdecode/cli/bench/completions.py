@@ -11,7 +11,7 @@ from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...command_options import check_device, check_options
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
 from ..interrupts import exit_on_interrupt
 from .generate import check_models, check_ways, parse_point

@@ -12,7 +12,7 @@ from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...command_options import check_device, check_options
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ..interrupts import exit_on_interrupt
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, TREE, check_dtype, chosen, find_device, known, show_cases
@@ -21,7 +21,7 @@ from .report import report
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
 
 
 def generate(
@@ -136,7 +136,7 @@ def generate(
 
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
-) -> list[Row]:
+) -> list[Measurement]:
     """Measure whole calls into `out`.
 
     Raises:

@@ -13,7 +13,7 @@ from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
 from ...command_options import check_device
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ..interrupts import exit_on_interrupt
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, check_dtype, chosen, find_device, known, show_cases
 from .report import report
@@ -21,7 +21,7 @@ from .report import report
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
 
 OP_WAY_NAMES = (
     "ours",
@@ -106,7 +106,9 @@ def ops(
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
 
 
-def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
+def run_ops(
+    cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
+) -> list[Measurement]:
     """Measure operators into `out`."""
     with exit_on_interrupt():
         from ...bench.ops.measure import OpBench

@@ -13,13 +13,13 @@ from ...errors import CommandError
 from ...measurement.tables import show
 
 if TYPE_CHECKING:
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
 
 _NOISY = 1.5  # 80th percentile over the 20th
 _MOST_NAMED = 5
 
 
-def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
+def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:
     """Show the rows as a table, and draw them when that was asked for.
 
     Args:
@@ -49,7 +49,10 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
 
 
 def report_workload(
-    rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
+    rows: list[Measurement],
+    out: Path,
+    table: Callable[[Sequence[Measurement]], str],
+    draw: Callable[[Sequence[Measurement], Path], Path],
 ) -> None:
     """Show measurements of a workload as a table and draw them beside their file.
 
@@ -73,7 +76,7 @@ def report_workload(
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
 
 
-def refuse_red(rows: Sequence[Row], out: Path) -> None:
+def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
     """Raise a CommandError with exit code 1 if a check was red or something was raised."""
     from ...measurement.runner import failed
 
@@ -81,7 +84,7 @@ def refuse_red(rows: Sequence[Row], out: Path) -> None:
         raise CommandError(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}", 1)
 
 
-def noisy(rows: Sequence[Row]) -> str:
+def noisy(rows: Sequence[Measurement]) -> str:
     """One line that names the rows whose times differ much from call to call, the worst first; empty without any."""
     found: list[tuple[float, str]] = []
     for row in rows:
@@ -99,7 +102,7 @@ def noisy(rows: Sequence[Row]) -> str:
     return f"noisy: {', '.join(names[:_MOST_NAMED])}{more}; measure again on an idle machine, with another --out"
 
 
-def _named(row: Row, rows: Sequence[Row]) -> str:
+def _named(row: Measurement, rows: Sequence[Measurement]) -> str:
     """The case and way of a row, with what of the case differs among the rows."""
     if "case" in row:
         return f"{row['case']} {row['way']}"

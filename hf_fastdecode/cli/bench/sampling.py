@@ -9,7 +9,7 @@ import typer
 
 from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ...command_options import check_device
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ..interrupts import exit_on_interrupt
 from .options import CHECK, DEVICE, LIST, ONLY, chosen, find_device, known, show_cases
 from .report import report

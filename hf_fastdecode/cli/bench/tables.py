@@ -14,7 +14,7 @@ from ...bench.ops.cases import OpCase
 from ...bench.paper_tables import PAPER_TABLES
 from ...command_options import check_device, check_options
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from .generate import check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
 from .options import CHECK, DEVICE, LIST, ONLY, PLOT, chosen, find_device, known, show_cases

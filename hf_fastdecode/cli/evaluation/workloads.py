@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS, check_point, parse_points, problem_prompts
+from ...bench.generate.cases import SAMPLING
+from ...bench.workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
 from ...command_options import check_options
 from ...errors import CommandError, one_line
 from ...evals.prompts import SHOTS
@@ -28,7 +29,7 @@ from .options import ModelOptions
 
 if TYPE_CHECKING:
     from ...bench.workloads.calls import Timing
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
     from ...measurement.runner import Case
 
 C = TypeVar("C", bound="Case")
@@ -223,7 +224,9 @@ class _Prepared:
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
 
-    def run(self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]) -> list[Row]:
+    def run(
+        self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
+    ) -> list[Measurement]:
         """Rows of the cases and ways, those of an earlier run or measured now."""
         from ...measurement.rows import provenance
         from ...measurement.runner import run
@@ -235,7 +238,7 @@ class _Prepared:
 @contextmanager
 def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
     """Within, the model is loaded and libraries are quiet."""
-    from ...measurement.out_file import check_out
+    from ...measurement.runner import check_out
 
     check_out(out)
     with exit_on_interrupt():

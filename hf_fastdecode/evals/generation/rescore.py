@@ -16,7 +16,7 @@ from tqdm import tqdm
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import CommandError
-from ...measurement.draw import told
+from ...measurement.draw import memory_and_logit_errors
 from ..jsonl import JsonlWriter, read_jsonl
 from ..prompts import PromptFormat
 from ..records import Sample
@@ -101,7 +101,7 @@ def rescored(
     found: list[Sample] = []
     for start in range(0, len(samples), at_once):
         part = texts[start : start + at_once]
-        with told(
+        with memory_and_logit_errors(
             model,
             lambda: CommandError(
                 "the logits of a sample do not fit into memory; try --dtype bfloat16 or --device cpu"

@@ -42,14 +42,7 @@ Panel = Callable[[Any], list[Mark]]
 def draw_against_latency(found: Report, path: Path) -> Path | None:
     """Draw accuracy against latency, accuracy within a time budget, and latency against n, for each device.
 
-    Without accuracy: latency against n, of all samples and of a step.
-
-    Args:
-        found: The report.
-        path: Of the PNG file.
-
-    Returns:
-        The path; None where nothing was timed.
+    Without accuracy: latency against n, of all samples and of a step. Returns None where nothing was timed.
     """
     accuracy = found.accuracy
     panels: list[Panel] = []
@@ -68,15 +61,7 @@ def draw_against_latency(found: Report, path: Path) -> Path | None:
 
 
 def draw_against_n(found: Report, path: Path) -> Path | None:
-    """Draw accuracy against n, a curve for each ranker.
-
-    Args:
-        found: The report.
-        path: Of the PNG file.
-
-    Returns:
-        The path; None where no sample was judged.
-    """
+    """Draw accuracy against n, a curve for each ranker; returns None where no sample was judged."""
     return None if found.accuracy is None else _draw([_rankers_panel(found.accuracy)], found.title, path)
 
 

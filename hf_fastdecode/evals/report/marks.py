@@ -51,7 +51,7 @@ class Mark:
         axis: Where.
         point: In data coordinates.
         text: The number.
-        colour: Of the text.
+        colour: Colour of the text.
         sides: Where it may stand, best first.
         needed: Whether it must stand somewhere, even upon a line.
     """
@@ -75,13 +75,10 @@ def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str,
 
 
 def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
-    """Write marks beside their points, where they cover neither another mark nor a line.
+    """Write marks beside their points, where they cover neither another mark nor a line; the first ones choose first.
 
     Marks that are not needed are left out where there is no such place, or where another point would be nearer.
-
-    Args:
-        figure: With everything else in it.
-        marks: Those that come first choose first.
+    Everything else must be drawn before.
     """
     figure.draw_without_rendering()  # settles the layout, from which follows where things are
     taken: list[Any] = []

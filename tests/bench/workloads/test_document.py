@@ -97,9 +97,9 @@ def test_a_given_text_keeps_its_words(tokens):
 @pytest.mark.parametrize(
     ("tokens", "prose", "message"),
     [
-        (60, None, "--tokens 60 leave no room for 5 solved questions and a fact to ask about, which take about "),
+        (60, None, "`tokens=60` leave no room for 5 solved questions and a fact to ask about, which take about "),
         (None, "Too short.", "the document's tokens leave no room for 5 solved questions and a fact to ask about"),
-        (5000, PROSE, r"solved questions has \d+ tokens, fewer than --tokens 5000; pass a longer document, or leave"),
+        (5000, PROSE, r"solved questions has \d+ tokens, fewer than `tokens=5000`; pass a longer document, or leave"),
     ],
 )
 def test_texts_that_are_too_short_are_refused(tokens, prose, message):

@@ -68,7 +68,7 @@ def test_points_and_counts():
 
 @pytest.mark.parametrize("text", ["", "8", "8x", "x8", "0x2", "2x-1", "2x2,", "²x2", "2x2x2"])
 def test_points_of_another_form_are_refused(text):
-    with pytest.raises(CommandError, match="--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got"):
+    with pytest.raises(CommandError, match="`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got"):
         parse_points(text)
 
 

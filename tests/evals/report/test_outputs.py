@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hf_fastdecode.evals.report import figures, report, report_text, write_report
 from hf_fastdecode.evals.report.page import page
-from hf_fastdecode.evals.report.tables import curve_rows
+from hf_fastdecode.evals.report.write import curve_rows
 
 from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
 

@@ -24,7 +24,7 @@ from hf_fastdecode.bench.ops.flashinfer_ways import (
 from hf_fastdecode.bench.ops.inputs import make_inputs
 from hf_fastdecode.bench.ops.measure import OpBench
 from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
-from hf_fastdecode.measurement.status import NotAvailableError
+from hf_fastdecode.measurement.runner import NotAvailableError
 
 CPU = torch.device("cpu")
 CASES = [
@@ -298,7 +298,7 @@ def test_what_flashinfer_refuses_is_left_out_or_told(stand_in, monkeypatch):
 
 def test_a_refusal_is_a_result(monkeypatch):
     bench = OpBench(CPU)
-    bench._ceilings = Ceilings(1e9, 1e10)
+    bench.ceilings = Ceilings(1e9, 1e10)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(OP_WAYS, "flashinfer-decode", OpWay(decode_calls))
     row = bench.measure(CASES[1], "flashinfer-decode")

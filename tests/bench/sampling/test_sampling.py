@@ -23,7 +23,7 @@ CASE = SamplingCase(2, 200, "top_k50-top_p0.95")
 @pytest.fixture
 def bench():
     made = SamplingBench(CPU)
-    made._ceilings = Ceilings(1e9, 1e10)
+    made.ceilings = Ceilings(1e9, 1e10)
     return made
 
 

@@ -21,8 +21,8 @@ from hf_fastdecode.bench.generate.check import check_way, logits_error
 from hf_fastdecode.bench.generate.measure import GenerateBench
 from hf_fastdecode.bench.generate.replaced_attention import no_attention, replaced_attention
 from hf_fastdecode.bench.generate.ways import find_way, using
+from hf_fastdecode.measurement.runner import NotAvailableError
 from hf_fastdecode.measurement.shapes import random_model
-from hf_fastdecode.measurement.status import NotAvailableError
 
 CPU = torch.device("cpu")
 CASE = GenerateCase("tiny", 120, 4, 8, "float32")
@@ -72,7 +72,7 @@ def test_what_cannot_run_here_says_why(bench):
     for mode in ("graph", "compile"):
         for way in (mode, f"{mode}-no-attention"):
             assert fresh.measure(CASE, way)["status"] == f"not run: mode={mode!r} needs a CUDA device, got cpu"
-    assert fresh._loaded is None  # which may have taken gigabytes
+    assert fresh._model.held is None  # which may have taken gigabytes
     with pytest.raises(ValueError, match=r"an option of a way is one of .*, got 'nosuch' in 'shared\+nosuch=1'"):
         bench.measure(CASE, "shared+nosuch=1")
 
@@ -118,7 +118,7 @@ def test_out_of_memory_and_errors_are_results(bench, monkeypatch):
 
         return call
 
-    model = bench._model(CASE, find_way("stock"))
+    model = bench._model.of(CASE, find_way("stock"))
     monkeypatch.setattr(model, "generate", fail(torch.OutOfMemoryError("on purpose")))
     assert bench.measure(CASE, "stock")["status"] == "out of memory"
     monkeypatch.setattr(model, "generate", fail(RuntimeError("on purpose")))

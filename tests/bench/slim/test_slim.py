@@ -18,7 +18,7 @@ CASE = SLIM_SETS["tiny"][0]
 @pytest.fixture
 def bench():
     made = SlimBench(torch.device("cpu"))
-    made._ops._ceilings = Ceilings(1e9, 1e10)
+    made._ops.ceilings = Ceilings(1e9, 1e10)
     return made
 
 

@@ -1,6 +1,6 @@
 """The constants of the dispatcher's cost model, fitted to rows of operators.
 
-``python -m hf_fastdecode.bench.calibrate ROWS.csv`` prints what to paste into ``attention/launch/costs.py``, and how
+``python -m tools.calibrate ROWS.csv`` prints what to paste into ``attention/launch/costs.py``, and how
 well the model then tells the time and the winner.
 """
 
@@ -16,12 +16,12 @@ from typing import Annotated
 import torch
 import typer
 
-from ..attention.forest import Forest
-from ..attention.launch.costs import Candidate, Costs, estimated_costs
-from ..attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
-from ..measurement.rows import Row, read_rows
-from .ops.cases import NodeSpec
-from .ops.inputs import make_forest
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.launch.costs import Candidate, Costs, estimated_costs
+from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
+from hf_fastdecode.bench.ops.cases import NodeSpec
+from hf_fastdecode.bench.ops.inputs import make_forest
+from hf_fastdecode.measurement.rows import Measurement, read_rows
 
 # A way's rows, in some variants, are a candidate's times; plain decoding reads nodes and suffixes alike.
 _WAYS = {("ours", "kernels"): KERNELS, ("recipe", ""): LIBRARY, ("plain", ""): PLAIN}
@@ -59,7 +59,7 @@ class Measured:
         return predict(self.forest, self.suffix, self.heads, costs)[self.candidate] / self.seconds
 
 
-def measured(rows: Sequence[Row]) -> list[Measured]:
+def measured(rows: Sequence[Measurement]) -> list[Measured]:
     """What the rows of ``bench ops`` say of the candidates; rows that are not ``ok``, and other ways, are left out."""
     found = []
     for row in rows:
@@ -166,10 +166,10 @@ def report(points: Sequence[Measured], costs: Costs) -> str:
             losses[case] = chosen.seconds / min(point.seconds for point in ways)
     if losses:
         right = sum(loss == 1 for loss in losses.values())
-        dearest = max(losses, key=lambda case: losses[case])
+        worst = max(losses, key=lambda case: losses[case])
         lines.append(
             f"the predicted winner is the measured one in {right} of {len(losses)} cases; "
-            f"the dearest choice takes {losses[dearest]:.2f}x the best one's time ({dearest})"
+            f"the worst choice takes {losses[worst]:.2f}x the best one's time ({worst})"
         )
     return "\n".join(lines)
 

@@ -31,7 +31,7 @@ IDS = [f"{case.name}-{case.dtype}" for case in CASES]
 @pytest.fixture
 def bench(monkeypatch):
     made = OpBench(CPU)
-    made._ceilings = Ceilings(1e9, 1e10)
+    made.ceilings = Ceilings(1e9, 1e10)
     return made
 
 
