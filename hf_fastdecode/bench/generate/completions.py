@@ -39,7 +39,7 @@ class CompletionBench:
         self._timed: dict[tuple[GenerateCase, tuple[int, ...], str], dict[str, Any]] = {}
 
     def measure(self, case: CompletionCase, way_name: str) -> dict[str, Any]:
-        """The columns of one way's row.
+        """The columns of a way's measurement.
 
         ``ms_per_step``: mean over the steps of the span. ``kv_floor_ms``: what reading the keys and values of a step
         takes at the rate of a copy, measured in the same run; of a slim model those of the ordinary one.

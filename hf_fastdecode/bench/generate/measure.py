@@ -45,7 +45,7 @@ class GenerateBench:
         self._checked: dict[tuple[str, str], str | None] = {}
 
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
-        """The columns of one way's row.
+        """The columns of a way's measurement.
 
         ``first_call_s``: seconds of the first call of the way, with what it captures and compiles. ``prefill_s``:
         seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:

@@ -33,7 +33,7 @@ class OpBench:
 
     @torch.no_grad()
     def measure(self, case: OpCase, way_name: str) -> dict[str, Any]:
-        """The columns of one way's row.
+        """The columns of a way's measurement.
 
         ``us_p20``, ``us_p50``, ``us_p80``: microseconds of a call. ``bytes``, ``flops``: what it must move and compute
         at least. ``floor_us``: what that takes at the measured ceilings; ``over_floor``: the time over it.

@@ -60,13 +60,13 @@ class SamplingBench:
 
     @torch.no_grad()
     def measure(self, case: SamplingCase, way: str) -> dict[str, Any]:
-        """The columns of one way's row.
+        """The columns of a way's measurement.
 
         ``us_p20``, ``us_p50``, ``us_p80``: microseconds of a call, for ``fast`` in a CUDA graph, for ``hf`` from an
         idle device to an idle device, as `generate` calls it. ``bytes``: of the logits, read once. ``floor_us``: what
         that takes at the measured bandwidth; ``over_floor``: the time over it. ``tb_per_s``: the rate that the time
-        means. ``error_ratio``: error of the kernel's log-probabilities over PyTorch's. A row whose ``status`` is not
-        ``ok`` has no times, and the status says why.
+        means. ``error_ratio``: error of the kernel's log-probabilities over PyTorch's. A measurement whose ``status``
+        is not ``ok`` has no times, and the status says why.
         """
         size = case.bytes(getattr(torch, case.dtype).itemsize)
         floor = size / self.ceilings.bytes_per_s

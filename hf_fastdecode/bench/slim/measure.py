@@ -65,17 +65,13 @@ class SlimBench:
 
     @torch.no_grad()
     def measure(self, case: SlimCase, way: str) -> dict[str, Any]:
-        """The columns of one way's row.
+        """The columns of a way's measurement.
 
         ``us_p20``, ``us_p50``, ``us_p80``: microseconds of a call with a cold L2 cache. ``bytes``: what it must move
         at least. ``floor_us``: what that takes at the measured bandwidth; ``over_floor``: the time over it;
         ``bandwidth_share``: the floor over the time. ``error_ratio``: times PyTorch's own error. ``variant``: what
-        ran, for slim ways the launch parameters. A row whose ``status`` is not ``ok`` has no times, and the status
-        says why.
-
-        Args:
-            case: The step.
-            way: A way; for slim ones, launch parameters that differ may follow, as in ``slim-k:tile=32,stages=4``.
+        ran, for slim ways the launch parameters; those that differ may follow a way's name, as in
+        ``slim-k:tile=32,stages=4``. A measurement whose ``status`` is not ``ok`` has no times; the status says why.
         """
         result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
         size = case.bytes(way, getattr(torch, case.cache_dtype(way)).itemsize)

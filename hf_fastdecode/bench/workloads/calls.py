@@ -42,7 +42,7 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> Batch:
-        """From the tokens of each row."""
+        """A batch of the tokens of each row."""
         width = max(map(len, prompts))
         ids = [[pad] * (width - len(own)) + list(own) for own in prompts]
         mask = [[0] * (width - len(own)) + [1] * len(own) for own in prompts]
@@ -50,12 +50,12 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.input_ids.shape[0]
 
     @property
     def width(self) -> int:
-        """Tokens of a row, with padding."""
+        """Tokens of a row with its padding."""
         return self.input_ids.shape[1]
 
 
@@ -105,14 +105,14 @@ def guarded(measure: Callable[[], Measured]) -> Measured:
 def measure_calls(
     model: PreTrainedModel, batch: Batch, enable: dict[str, Any] | None, timing: Timing, *, must_share: bool = True
 ) -> Measured:
-    """Time calls, prefill apart from decode, after a warm-up.
+    """Time calls after a warm-up, prefill and decode separately.
 
     Args:
         model: A causal language model.
-        batch: On its device.
+        batch: The rows, on the model's device.
         enable: Options of `hf_fastdecode.enable`; None for stock transformers.
-        timing: How.
-        must_share: Whether an enabled model's call that shares nothing says nothing.
+        timing: How calls are timed.
+        must_share: Whether calls of an enabled model must share context.
 
     Raises:
         NotAvailableError: A call ran stock that must be shared.
@@ -134,7 +134,7 @@ def measure_calls(
 
 
 def dtype_of(model: PreTrainedModel) -> str:
-    """That of the parameters, such as ``float32``."""
+    """The dtype of the parameters, such as ``float32``."""
     return str(model.dtype).removeprefix("torch.")
 
 
