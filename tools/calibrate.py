@@ -166,10 +166,10 @@ def report(points: Sequence[Measured], costs: Costs) -> str:
             losses[case] = chosen.seconds / min(point.seconds for point in ways)
     if losses:
         right = sum(loss == 1 for loss in losses.values())
-        worst = max(losses, key=lambda case: losses[case])
+        farthest = max(losses, key=lambda case: losses[case])
         lines.append(
             f"the predicted winner is the measured one in {right} of {len(losses)} cases; "
-            f"the worst choice takes {losses[worst]:.2f}x the best one's time ({worst})"
+            f"the worst choice takes {losses[farthest]:.2f}x the best one's time ({farthest})"
         )
     return "\n".join(lines)
 
