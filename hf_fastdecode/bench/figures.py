@@ -6,27 +6,36 @@ from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from ..measurement.figures import add_legend, add_title, new_figure, plain_numbers, powers_of_two, save, style_axis
+from ..measurement.figures import (
+    COLOURS,
+    add_legend,
+    add_title,
+    new_figure,
+    plain_numbers,
+    powers_of_two,
+    save,
+    style_axis,
+)
 from ..measurement.rows import Measurement
 from ..measurement.runner import failed
 from .generate.table import CEILING, paired, stock_kv_bytes, where_measured
 from .ops.table import is_part, one_node
 
 STYLES: dict[str, tuple[str, str]] = {
-    "ours": ("#1b7f5c", "hf_fastdecode"),
+    "ours": (COLOURS["shared"], "hf_fastdecode"),
     "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
     "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
     "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
     "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
     "sketch": ("#c46a8d", "sketch: two Triton launches"),
-    "plain": ("#9aa0a6", "plain flash decode, a copy a row"),
-    "stock": ("#9aa0a6", "transformers"),
-    "stock-static": ("#5f6368", "transformers, static cache, compiled"),
+    "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
+    "stock": (COLOURS["stock"], "transformers"),
+    "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
     "generate_batch": ("#c2a5a5", "transformers generate_batch"),
-    "shared": ("#1b7f5c", "hf_fastdecode"),
-    "eager": ("#8fc7ae", "hf_fastdecode, eager"),
-    "graph": ("#3fa37a", "hf_fastdecode, graph"),
-    "compile": ("#0b5a3e", "hf_fastdecode, compile"),
+    "shared": (COLOURS["shared"], "hf_fastdecode"),
+    "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
+    "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
+    "compile": (COLOURS["compile"], "hf_fastdecode, compile"),
     "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
     "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
 }
@@ -270,7 +279,7 @@ def draw_stock_beside_shared(rows: Sequence[Measurement], path: Path) -> Path:
     pairs = paired(rows)
     labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]
     figure, (left, right) = new_figure(2, 2, (12, 4.2))
-    width, grey, green = 0.38, STYLES["stock"][0], STYLES["shared"][0]
+    width, grey, green = 0.38, COLOURS["stock"], COLOURS["shared"]
     for index, (stock, shared, _) in enumerate(pairs):
         fits = stock["status"] == "ok"
         before = stock_kv_bytes(stock, shared) / 2**30

@@ -9,6 +9,16 @@ from typing import Any
 
 from .rows import partial_of
 
+COLOURS = {
+    "stock": "#9aa0a6",
+    "stock-static": "#5f6368",
+    "shared": "#1b7f5c",
+    "eager": "#8fc7ae",
+    "graph": "#3fa37a",
+    "compile": "#0b5a3e",
+}
+"""The colours of ways that several figures show."""
+
 
 def new_figure(count: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     """A figure for files, without a window, and the axes of its panels.

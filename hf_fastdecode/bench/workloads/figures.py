@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...measurement.figures import add_legend, add_title, new_figure, plain_numbers, powers_of_two, save, style_axis
+from ...measurement.figures import (
+    COLOURS,
+    add_legend,
+    add_title,
+    new_figure,
+    plain_numbers,
+    powers_of_two,
+    save,
+    style_axis,
+)
 from ...measurement.rows import Measurement
 from .cases import LEVELS, WAYS
 
 _COLOURS: Final = {
-    **{"none": "#9aa0a6", "few-shot": "#8a5fb5", "problem": "#3b6fb6", "two-level": "#1b7f5c"},
-    **{"stock": "#9aa0a6", "shared": "#1b7f5c"},
+    **{"none": COLOURS["stock"], "few-shot": "#8a5fb5", "problem": "#3b6fb6", "two-level": COLOURS["shared"]},
+    **{"stock": COLOURS["stock"], "shared": COLOURS["shared"]},
 }
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 

@@ -7,7 +7,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...measurement.figures import add_legend, add_title, new_figure, plain_numbers, powers_of_two, save, style_axis
+from ...measurement.figures import (
+    COLOURS,
+    add_legend,
+    add_title,
+    new_figure,
+    plain_numbers,
+    powers_of_two,
+    save,
+    style_axis,
+)
 from ..metrics import Ranker
 from .accuracy import SHOWN, Accuracy
 from .build import Report
@@ -17,16 +26,15 @@ from .marks import Mark, log_limits, marks_of, percents, place_marks, unit_of
 AGAINST_LATENCY: Final = "accuracy-latency.png"
 AGAINST_N: Final = "accuracy-n.png"
 
-# The colours of the benches' pictures, so that a way looks the same everywhere.
 _COLOURS: Final = {
-    ("shared", "eager"): "#8fc7ae",
-    ("shared", "graph"): "#3fa37a",
-    ("shared", "compile"): "#0b5a3e",
-    ("stock", "eager"): "#9aa0a6",
+    ("shared", "eager"): COLOURS["eager"],
+    ("shared", "graph"): COLOURS["graph"],
+    ("shared", "compile"): COLOURS["compile"],
+    ("stock", "eager"): COLOURS["stock"],
     ("stock", "graph"): "#7d8288",
-    ("stock", "compile"): "#5f6368",
+    ("stock", "compile"): COLOURS["stock-static"],
 }
-_ALONE: Final = {"shared": "#1b7f5c", "stock": "#80868b"}
+_ALONE: Final = {"shared": COLOURS["shared"], "stock": "#80868b"}
 _RANKERS: Final[dict[Ranker, tuple[str, str]]] = {
     "oracle": ("#1b7f5c", "-"),
     "mean_logp": ("#3b6fb6", "-"),
