@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...attention.kv import Scoring
 from ...attention.launch.kernel_call import node_addresses
 from ...attention.launch.plan import HeadShape, LaunchPlan
 from ...attention.partial import Partial, empty_partial, merge
-from ...attention.kv import Scoring
 from ...kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
 from ...kernels.forest_decode.schedule import Schedule
 from .inputs import OpInputs

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ...attention.kv import SuffixLengths
+from ...attention.kv import Scoring, SuffixLengths
 from ...attention.launch.dispatch import KERNELS, Choices, Heads
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import StepTables
-from ...attention.kv import Scoring
 from ...attention.torch_operators import decode_ops
 from ...kernels.forest_decode.limits import refusal
 from .baselines import TwoCalls, attend_to_copies, bifurcated
