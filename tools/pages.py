@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from hf_fastdecode.measurement.tables import replace_between
+
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 
 
@@ -21,7 +23,7 @@ def replace_table(page: Path, tool: str, table: str) -> None:
         ValueError: The page has no such place.
     """
     between = re.compile(rf"(<!-- table of {re.escape(tool)} -->\n).*?(<!-- end of the table -->)", re.DOTALL)
-    text, count = between.subn(lambda found: found[1] + table + found[2], page.read_text(encoding="utf-8"))
+    text, count = replace_between(page.read_text(encoding="utf-8"), between, lambda _: table)
     if count != 1:
         raise ValueError(f"{page} must have one place for the table of {tool}, got {count}")
     page.write_text(text, encoding="utf-8")

@@ -22,7 +22,7 @@ from hf_fastdecode.evals.metrics import Ranker, build_pools, pass_at_ranker
 from hf_fastdecode.evals.records import read_samples, read_verdicts
 from hf_fastdecode.evals.settings import SAMPLES, SETTINGS, VERDICTS
 from hf_fastdecode.files import read_rows, write_rows
-from hf_fastdecode.measurement.rows import Row
+from hf_fastdecode.measurement.rows import Measurement
 from hf_fastdecode.model_names import EMBEDDED
 
 from .pages import DOCS, replace_table
@@ -102,7 +102,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def table(found: list[Row]) -> str:
+def table(found: list[Measurement]) -> str:
     """The rows in Markdown: percentages, and changes in points."""
     head = ["model", "prompts", "of KV's bytes", "tasks", "same samples", *METRICS]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -122,10 +122,10 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replace_rows(known: Sequence[Row], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def replace_rows(known: Sequence[Measurement], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows that were measured in the places of earlier ones of the same model, dtype and way; all others are kept."""
 
-    def case(row: Row | dict[str, Any]) -> tuple[Any, ...]:
+    def case(row: Measurement | dict[str, Any]) -> tuple[Any, ...]:
         return row["model"], row["dtype"], row["way"]
 
     measured = {case(row): row for row in found}

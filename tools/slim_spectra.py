@@ -20,7 +20,6 @@ from torch.nn.init import orthogonal_
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_fastdecode.bench.markdown import head, line
 from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
 from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, fit_layer, share_name
 from hf_fastdecode.conversion.fit.rope import Rotation
@@ -28,7 +27,8 @@ from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
 from hf_fastdecode.conversion.layers.plan_choice import AUTO, pick
 from hf_fastdecode.files import read_rows, write_rows
-from hf_fastdecode.measurement.rows import Row, provenance
+from hf_fastdecode.measurement.rows import Measurement, provenance
+from hf_fastdecode.measurement.tables import head, line
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED
@@ -148,7 +148,7 @@ def _rope(tokens: int) -> Rotation:
     return Rotation.from_repeated(cos[0], sin[0])
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Measurement]) -> str:
     """A line per cache, a column per spectrum; `auto` stands below, once per dtype of the weights."""
     exact, stored = ([row for row in rows if row["weights"] == dtype] for dtype in (EXACT, STORED))
     caches = list(dict.fromkeys(row["cache"] for row in exact if row["cache"] != AUTO))
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *_choices(stored, ", all weights in bf16")]) + "\n"
 
 
-def _choices(rows: Sequence[Row], where: str = "") -> list[str]:
+def _choices(rows: Sequence[Measurement], where: str = "") -> list[str]:
     own = _of(rows, AUTO)
     sizes = [f"{int(row['bytes_per_token']):,}" for row in own]
     return [
@@ -175,16 +175,16 @@ def _choices(rows: Sequence[Row], where: str = "") -> list[str]:
     ]
 
 
-def _of(rows: Sequence[Row], cache: str) -> list[Row]:
+def _of(rows: Sequence[Measurement], cache: str) -> list[Measurement]:
     return [row for row in rows if row["cache"] == cache]
 
 
-def _power(row: Row) -> str:
+def _power(row: Measurement) -> str:
     digits, exponent = f"{float(row['condition']):.1e}".split("e")
     return f"{digits}e{int(exponent)}"
 
 
-def _multiple(row: Row) -> str:
+def _multiple(row: Measurement) -> str:
     ratio = float(row["error_ratio"])
     if ratio == 0:
         return "**exact**"
@@ -192,7 +192,7 @@ def _multiple(row: Row) -> str:
     return f"**{shown}**" if ratio <= TOLERANCE else shown
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Measurement], path: Path) -> None:
     """Draw errors against bytes, a line per spectrum, with the choices of `auto` and its tolerance.
 
     Args:
@@ -227,7 +227,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _points(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+def _points(rows: Sequence[Measurement]) -> tuple[list[int], list[float]]:
     return [int(row["bytes_per_token"]) for row in rows], [float(row["error_ratio"]) for row in rows]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 
-from .generate_cases import GenerateCase
-from .op_cases import OpCase, shared
+from .generate.cases import GenerateCase
+from .ops.cases import OpCase, shared
 
 _K = 1024
 
@@ -26,7 +26,7 @@ class PaperTable:
         scaled: How the setting differs from the paper's.
         ways: Ways measured unless others are asked for.
         cases: Its settings.
-        unit: Of `published`.
+        unit: Unit of `published`.
         published: What the paper reports for its method, by context and samples.
     """
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
-
-from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 from ..errors import CommandError
-from ..measurement.continuations import continuation
-from ..measurement.drawing_errors import told
+from ..measurement import draw as measurement
+from ..measurement.draw import Drawn, continuation, memory_and_logit_errors
 from ..model_names import max_positions
 from .memory import memory_error
 from .sampling import Sampling
@@ -28,7 +22,7 @@ class Completion:
     """One completion.
 
     Attributes:
-        prompt: Index of its prompt.
+        prompt: Index of the prompt.
         sample: Index among the samples of its prompt.
         text: Without special tokens, up to the stop string if one ended it.
         tokens: Number of tokens drawn, with the one that ended it.
@@ -45,34 +39,13 @@ class Completion:
     finish: str
 
 
-@dataclass(frozen=True)
-class Draw:
-    """What one `generate` call gave.
-
-    Attributes:
-        sequences: ``[prompts * n, prompt_length + steps]`` int64.
-        prompt_length: With padding.
-        log_probs: ``[prompts * n, steps]`` float32.
-        cache: The keys and values at the end.
-        first_token_s: Seconds until the logits of the first token.
-        total_s: Seconds of the call.
-    """
-
-    sequences: Tensor
-    prompt_length: int
-    log_probs: Tensor
-    cache: Any
-    first_token_s: float
-    total_s: float
-
-
 def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
     Raises:
         CommandError: A prompt has no tokens, one that the model does not know, or no room for the completion.
     """
-    # One line tells of a prompt that is too long, so the tokenizer need not warn of it.
+    # The error names a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
     limit = max_positions(model.config)
     for index, own in enumerate(ids):
@@ -100,29 +73,20 @@ def draw(
     stop: Sequence[str] = (),
     tokenizer: Any = None,
     on_step: Callable[[int], None] = lambda _: None,
-) -> Draw:
-    """Run `model.generate` from a seed and leave torch's generators as they were.
+) -> Drawn:
+    """Draw samples of prompts, and keep the cache.
 
     Args:
-        model: Enabled or not.
-        inputs: From `encode`.
+        model: A causal language model, enabled or not.
+        inputs: The prompts, from `encode`.
         sampling: What to draw.
         stop: Strings that end a completion; they need the tokenizer.
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         on_step: Called at each step with the number of tokens drawn before it.
 
     Raises:
         CommandError: The rows do not fit into memory, or the model's logits are not finite.
     """
-    device = model.device
-    first_token: list[float] = []
-
-    def step(drawn: int) -> None:
-        if not first_token:
-            first_token.append(_now(device))
-        on_step(drawn)
-
-    log_probs = TokenLogProbs(step)
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         options = {
@@ -133,33 +97,28 @@ def draw(
         }
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(sampling.seed)
-        start = _now(device)
-        with told(model, lambda: memory_error(len(inputs["input_ids"]) * sampling.n, sampling, device)):
-            out = model.generate(
-                **inputs,
-                **options,
-                max_new_tokens=sampling.max_new_tokens,
-                num_return_sequences=sampling.n,
-                return_dict_in_generate=True,
-                logits_processor=LogitsProcessorList([log_probs]),
-            )
-            total = _now(device) - start
-            length = inputs["input_ids"].shape[1]
-            drawn = log_probs.of(out.sequences[:, length:])
-    return Draw(out.sequences, length, drawn, out[CACHE], first_token[0] - start, total)
+    rows = len(inputs["input_ids"]) * sampling.n
+    with memory_and_logit_errors(model, lambda: memory_error(rows, sampling, model.device)):
+        return measurement.draw(
+            model,
+            inputs,
+            seed=sampling.seed,
+            on_step=on_step,
+            keep_cache=True,
+            max_new_tokens=sampling.max_new_tokens,
+            num_return_sequences=sampling.n,
+            **options,
+        )
 
 
 def read_completions(
-    drawn: Draw, tokenizer: Any, sampling: Sampling, *, end_tokens: Sequence[int], stop: Sequence[str] = ()
+    drawn: Drawn, tokenizer: Any, sampling: Sampling, *, end_tokens: Sequence[int], stop: Sequence[str] = ()
 ) -> list[Completion]:
     """The completions in row order: the samples of the first prompt, then those of the next."""
     completions = []
-    for row, sequence in enumerate(drawn.sequences.tolist()):
-        ids = sequence[drawn.prompt_length :]
+    for row, (prompt, ids) in enumerate(zip(drawn.prompts.tolist(), drawn.tokens.tolist(), strict=True)):
         length, finish = _length(tokenizer, ids, end_tokens, stop)
-        text = continuation(tokenizer, sequence[: drawn.prompt_length], ids[:length])
+        text = continuation(tokenizer, prompt, ids[:length])
         cuts = [text.index(string) for string in stop if string in text]
         completions.append(
             Completion(
@@ -191,9 +150,3 @@ def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Seq
     if stop and stopped(length):
         return bisect.bisect_left(range(length), True, key=stopped), "stop"
     return length, "stop" if ended else "length"
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -25,8 +25,8 @@ from hf_fastdecode.evals.sandbox import SandboxError, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
-from ..measurement.continuations import end_tokens_of
-from .completions import Completion, Draw, draw, encode, read_completions
+from ..measurement.draw import Drawn, end_tokens_of
+from .completions import Completion, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
 from .memory import check_memory
 from .sampling import Sampling
@@ -169,7 +169,7 @@ def _warm_up(model: Any, inputs: dict[str, Tensor]) -> None:
 
 def _counted(
     model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
-) -> tuple[Draw, int]:
+) -> tuple[Drawn, int]:
     """A call, and the tokens that went through the embedding layer until its first logits."""
     until_first: list[int] = []
     with _embedded_tokens(model) as count:
@@ -198,7 +198,7 @@ def _embedded_tokens(model: Any) -> Iterator[Callable[[], int]]:
         handle.remove()
 
 
-def _side(path: str, reason: str, prompt_tokens: int, drawn: Draw) -> Side:
+def _side(path: str, reason: str, prompt_tokens: int, drawn: Drawn) -> Side:
     return Side(path, reason, prompt_tokens, cache_bytes(drawn.cache), drawn.first_token_s, drawn.total_s)
 
 

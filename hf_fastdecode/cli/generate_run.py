@@ -9,7 +9,7 @@ from typing import Any
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.generation.report import Report
 
-from ..measurement.continuations import end_tokens_of
+from ..measurement.draw import end_tokens_of
 from .completions import Completion, draw, encode, read_completions
 from .memory import check_memory
 from .sampling import Sampling

@@ -1,4 +1,4 @@
-"""Rows that say where they come from: every one carries the device, the versions, the commit and the command."""
+"""Measurements, the rows of CSV files: every one carries the device, the versions, the commit and the command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ..attention.torch_operators import BACKEND_VARIABLE
 if TYPE_CHECKING:
     import torch
 
-Row = dict[str, str]
+Measurement = dict[str, str]
+"""A line of results: its columns by name, as a CSV file has them."""
 
-# Options that say nothing about what is measured: where rows go, and what is done with them.
-_SILENT_OPTIONS = {"--out": 1, "--plot": 0}
+# Options that say nothing about what is measured, and how many words their values are.
+_SILENT_OPTIONS = {"out": 1, "plot": 0}
 
 
 def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:
-    """The columns that every row begins with.
+    """The columns that every measurement begins with.
 
     Args:
         device: Where it is measured.
@@ -54,10 +55,10 @@ def _arguments() -> list[str]:
     arguments: list[str] = []
     skip = 0
     for argument in sys.argv[1:]:
-        name, given, _ = argument.partition("=")
+        name, given, _ = argument.removeprefix("--").partition("=")
         if skip:
             skip -= 1
-        elif name in _SILENT_OPTIONS:
+        elif argument.startswith("--") and name in _SILENT_OPTIONS:
             skip = 0 if given else _SILENT_OPTIONS[name]
         else:
             arguments.append(argument)

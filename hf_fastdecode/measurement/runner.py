@@ -1,16 +1,33 @@
-"""The one runner: cases times ways, a row for each, written as they come, taken up again where a run broke off."""
+"""Runs cases times ways: a measurement of each, written when it is made; a run that broke off is resumed."""
 
 from __future__ import annotations
 
+import csv
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from ..files import read_rows, write_rows
-from .rows import Row
+from ..errors import CommandError, out_of_memory
+from ..files import partial_of, read_rows, write_rows
+from .rows import Measurement
+
+
+class NotAvailableError(Exception):
+    """A way cannot run here; the message says why."""
+
+
+def status_of(error: Exception) -> str:
+    """The status of a measurement that raised: memory and refusals are results, all else has failed."""
+    if out_of_memory(error):
+        return "out of memory"
+    # A mode that is asked for by name runs or raises so.
+    if isinstance(error, NotAvailableError) or (isinstance(error, ValueError) and " cannot run: " in str(error)):
+        return f"not run: {error}"
+    return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
 class Case(Protocol):
@@ -20,9 +37,28 @@ class Case(Protocol):
         """Columns that identify the case."""
 
 
+def check_out(out: Path) -> None:
+    """Refuse a file that rows cannot be written to, or that holds something else, before anything is measured."""
+    try:
+        if out.is_dir():
+            raise CommandError(f"`out` must be a CSV file, {str(out)!r} is a directory; name a file in it")
+        if out.exists() and not out.is_file():
+            raise CommandError(f"`out` must be a CSV file, {str(out)!r} is a device or a pipe; name a file")
+        if out.exists() and out.stat().st_size and not all("way" in row for row in read_rows(out) or [{}]):
+            raise CommandError(f"`out` {str(out)!r} exists and holds no measured rows; name another file")
+        partial = partial_of(out.resolve())
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise CommandError(f"`out` {str(out)!r} cannot be written: {error.strerror}; name another file") from error
+    except (UnicodeError, csv.Error) as error:
+        raise CommandError(f"`out` {str(out)!r} exists and is no CSV file ({error}); name another file") from error
+
+
 C = TypeVar("C", bound=Case)
 
-# A row is measured again, unless these and the case and the way are the same. Versions and device say what ran.
+# A measurement is made again, unless these, the case and the way are the same.
 _SAME_RUN = ("device", "torch", "transformers", "commit", "command")
 
 _SHOWN = (
@@ -39,29 +75,31 @@ def run(
     *,
     provenance: dict[str, Any],
     out: Path,
-) -> list[Row]:
-    """Measure every way of every case, and write each row to `out` when it is there.
+) -> list[Measurement]:
+    """Measure every way of every case, and write each measurement to `out` when it is made.
 
-    Rows that `out` already has from the same commit and command are kept and not measured again; others give way to
-    new ones of the same case, way and device, which is told, and else stay.
+    Measurements that `out` already has from the same commit and command are kept and not made again. Those of another
+    commit, command or version are replaced when the same case, way and device is measured again (a message says how
+    many); all others are kept.
 
     Args:
-        cases: The cases, in an order in which neighbours share what is dear to set up.
+        cases: The cases, ordered so that consecutive cases reuse expensive setup.
         ways: Names of the ways.
         measure: Gives the measured columns of a case and a way, ``status`` among them.
-        provenance: The columns that every row begins with.
+        provenance: The columns that every measurement begins with.
         out: The CSV file.
 
     Returns:
-        The rows of these cases and ways, as `read_rows` reads them.
+        The measurements of these cases and ways, as `read_rows` reads them.
     """
-    rows = {_key(row, cases[0]): row for row in (read_rows(out) if out.exists() else [])} if cases else {}
+    earlier = read_rows(out) if cases and out.exists() else []
+    made = {_key(measurement, cases[0]): measurement for measurement in earlier}
     asked = [(case, way, {**provenance, **case.columns(), "way": way}) for case in cases for way in ways]
     keys = [_key(head, case) for case, _, head in asked]
-    if others := len({key for key, (*_, head) in zip(keys, asked, strict=True) if _gives_way(rows.get(key), head)}):
+    if others := len({key for key, (*_, head) in zip(keys, asked, strict=True) if _is_replaced(made.get(key), head)}):
         print(
-            f"{others} of {len(asked)} rows are in {out} from another commit, command or version and give way to new "
-            "ones; name another --out to keep them",
+            f"{others} of {len(asked)} rows are in {out} from another commit, command or version and are replaced; "
+            "name another file to keep them",
             file=sys.stderr,
         )
     kept = 0
@@ -69,17 +107,17 @@ def run(
         with tqdm(total=len(asked), unit="row", dynamic_ncols=True, disable=None) as bar:
             for key, (case, way, head) in zip(keys, asked, strict=True):
                 bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
-                if not _is_done(rows.get(key), head):
-                    rows[key] = _as_read(head | measure(case, way))
-                    write_rows(out, list(rows.values()))
-                    tqdm.write(brief(rows[key]), file=sys.stderr)
+                if not _is_done(made.get(key), head):
+                    made[key] = _as_read(head | measure(case, way))
+                    write_rows(out, list(made.values()))
+                    tqdm.write(brief(made[key]), file=sys.stderr)
                 else:
                     kept += 1
                 bar.update()
     except KeyboardInterrupt:
-        if rows:
-            write_rows(out, list(rows.values()))  # once more, if that is what was broken off
-        done = sum(_is_done(rows.get(key), head) for key, (*_, head) in zip(keys, asked, strict=True))
+        if made:
+            write_rows(out, list(made.values()))  # once more, if that is what was broken off
+        done = sum(_is_done(made.get(key), head) for key, (*_, head) in zip(keys, asked, strict=True))
         print(
             f"interrupted: {done} of {len(asked)} rows are in {out}; run the same command again to go on",
             file=sys.stderr,
@@ -90,19 +128,19 @@ def run(
             f"{kept} of {len(asked)} rows are those of an earlier run, kept in {out}; delete it to measure again",
             file=sys.stderr,
         )
-    return [rows[key] for key in keys]
+    return [made[key] for key in keys]
 
 
-def failed(rows: Iterable[Row]) -> list[Row]:
-    """The rows that were not measured because a check was red or an error was raised."""
-    return [row for row in rows if row["status"].startswith(("wrong", "failed"))]
+def failed(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Those without numbers because a check was red or an error was raised."""
+    return [measurement for measurement in measurements if measurement["status"].startswith(("wrong", "failed"))]
 
 
-def brief(row: Row) -> str:
-    """One line of what a row found."""
-    named = {"case", "shape", "way"}
-    parts = [row[name] if name in named else f"{name}={_short(row[name])}" for name in _SHOWN if row.get(name)]
-    return "  ".join(parts + ([row["status"]] if row["status"] != "ok" else []))
+def brief(measurement: Measurement) -> str:
+    """A measurement in one line."""
+    shown = [(name, measurement[name]) for name in _SHOWN if measurement.get(name)]
+    parts = [value if name in ("case", "shape", "way") else f"{name}={_short(value)}" for name, value in shown]
+    return "  ".join(parts + ([measurement["status"]] if measurement["status"] != "ok" else []))
 
 
 def _short(value: str) -> str:
@@ -112,18 +150,20 @@ def _short(value: str) -> str:
         return value
 
 
-def _key(row: dict[str, Any], case: Case) -> tuple[Any, ...]:
-    return tuple(str(row.get(name, "")) for name in ("device", *case.columns(), "way"))
+def _key(measurement: dict[str, Any], case: Case) -> tuple[Any, ...]:
+    return tuple(str(measurement.get(name, "")) for name in ("device", *case.columns(), "way"))
 
 
-def _is_done(row: Row | None, head: dict[str, Any]) -> bool:
-    return row is not None and not failed([row]) and all(row.get(name) == str(head[name]) for name in _SAME_RUN)
+def _is_done(measurement: Measurement | None, head: dict[str, Any]) -> bool:
+    if measurement is None or failed([measurement]):
+        return False
+    return all(measurement.get(name) == str(head[name]) for name in _SAME_RUN)
 
 
-def _gives_way(row: Row | None, head: dict[str, Any]) -> bool:
-    """Whether a measurement that another run made is lost when the row is measured anew."""
-    return row is not None and not failed([row]) and not _is_done(row, head)
+def _is_replaced(measurement: Measurement | None, head: dict[str, Any]) -> bool:
+    """Whether a measurement of another run is lost when this one is made."""
+    return measurement is not None and not failed([measurement]) and not _is_done(measurement, head)
 
 
-def _as_read(row: dict[str, Any]) -> Row:
-    return {name: "" if value is None else str(value) for name, value in row.items()}
+def _as_read(measurement: dict[str, Any]) -> Measurement:
+    return {name: "" if value is None else str(value) for name, value in measurement.items()}

@@ -11,71 +11,32 @@ if TYPE_CHECKING:
     from ..patches.slim_layers import SlimLayer
 
 MAX_POSITIONS = 131072
-"""Of every named shape."""
+"""The positions of every named shape."""
+
+
+def _shape(
+    vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    """The fields of a Llama's config."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # CodeLlama-7B's
-    "7b-mha": {
-        "vocab_size": 32016,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    # Mistral-7B's
-    "7b-gqa": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    # Llama-3.1-8B's
-    "8b-gqa": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    # CodeLlama-13B's
-    "13b-mha": {
-        "vocab_size": 32016,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    },
-    # Llama-3.2-1B's
-    "1b-gqa": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "tiny-mha": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    },
+    "7b-mha": _shape(32016, 4096, 11008, 32, 32, 32),  # CodeLlama-7B's
+    "7b-gqa": _shape(32000, 4096, 14336, 32, 32, 8),  # Mistral-7B's
+    "8b-gqa": _shape(128256, 4096, 14336, 32, 32, 8),  # Llama-3.1-8B's
+    "13b-mha": _shape(32016, 5120, 13824, 40, 40, 40),  # CodeLlama-13B's
+    "1b-gqa": _shape(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True),  # Llama-3.2-1B's
+    "tiny": _shape(512, 128, 256, 2, 4, 2),
+    "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
 }
 
 
@@ -86,8 +47,8 @@ def random_model(
 
     Args:
         shape: One of `SHAPES`.
-        device: Where its weights are.
-        dtype: Of weights.
+        device: The device of its weights.
+        dtype: Their dtype.
         slim: What each layer of a slim model caches; None for an ordinary model.
 
     Raises:
@@ -123,7 +84,7 @@ def random_model(
 
 
 def parameters(shape: str) -> int:
-    """Weights of a named shape; none are made."""
+    """The number of weights of a named shape; none are made."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -27,6 +27,10 @@ class Times(NamedTuple):
     p50: float
     p80: float
 
+    def in_us(self) -> dict[str, float]:
+        """Microseconds as columns of a measurement."""
+        return {f"us_{name}": 1e6 * seconds for name, seconds in self._asdict().items()}
+
 
 def percentiles(samples: Sequence[float]) -> Times:
     """The three percentiles of measured seconds, by the nearest rank."""
@@ -43,13 +47,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def idle_time(device: torch.device) -> float:
+    """`time.perf_counter` once the device is idle."""
+    synchronize(device)
+    return time.perf_counter()
+
+
 def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, from an idle device to an idle device."""
-    synchronize(device)
-    start = time.perf_counter()
+    start = idle_time(device)
     call()
-    synchronize(device)
-    return time.perf_counter() - start
+    return idle_time(device) - start
 
 
 def wall_samples(

@@ -7,10 +7,10 @@ import pytest
 
 from hf_fastdecode.attention.launch.costs import Candidate, Costs
 from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
-from hf_fastdecode.bench.calibrate import fit, literal, main, measured, report
-from hf_fastdecode.bench.op_cases import OP_SETS
-from hf_fastdecode.bench.op_inputs import make_forest
+from hf_fastdecode.bench.ops.cases import OP_SETS
+from hf_fastdecode.bench.ops.inputs import make_forest
 from hf_fastdecode.files import write_rows
+from tools.calibrate import fit, literal, main, measured, report
 
 KNOWN = Costs(
     kernels=Candidate(launch=6e-6, bandwidth=3.1e12, suffix_bandwidth=4.2e12, rate=3.5e14),
@@ -112,9 +112,9 @@ def test_the_report_by_hand(points):
     assert lines[2] == "plain: no rows, not fitted"
     assert lines[3] == (
         f"the predicted winner is the measured one in 0 of 1 cases; "
-        f"the dearest choice takes 4.00x the best one's time ({case})"
+        f"the worst choice takes 4.00x the best one's time ({case})"
     )
-    assert " in 1 of 1 cases; the dearest choice takes 1.00x " in report([kernels, library], KNOWN)
+    assert " in 1 of 1 cases; the worst choice takes 1.00x " in report([kernels, library], KNOWN)
 
 
 def test_the_literal_is_the_costs():

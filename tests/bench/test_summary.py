@@ -2,7 +2,10 @@
 
 import pytest
 
-from hf_fastdecode.bench import RESULTS, clients_table, profile_tables, summary
+from hf_fastdecode.bench import RESULTS, programs_table, summary
+from hf_fastdecode.bench.figures import draw_stock_beside_shared
+from hf_fastdecode.bench.generate import table as generate
+from hf_fastdecode.bench.ops.table import fixed_parts_table
 from hf_fastdecode.files import read_rows, write_rows
 
 
@@ -48,20 +51,20 @@ def test_a_table_names_what_did_not_fit(tmp_path):
 def test_what_stock_would_hold_of_a_tree():
     stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
     shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}
-    assert summary._stock_kv(stock, shared) == 7 * 6 * 109
+    assert generate.stock_kv_bytes(stock, shared) == 7 * 6 * 109
 
 
 def test_what_stock_would_hold_where_rows_end_early():
     stock = {"shape": "x", "context": 100, "samples": 4, "new_tokens": 10, "finish": "4-10", "status": "out of memory"}
     shared = {"floor_kv_bytes": 7 * (100 + 4 + 6 + 8 + 10)}
-    assert summary._stock_kv(stock, shared) == 7 * 4 * 109
+    assert generate.stock_kv_bytes(stock, shared) == 7 * 4 * 109
 
 
 def test_trees_beside_stock():
     tree = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "ok"}
     tree |= {"way": "graph", "ms_per_step": 1.25, "kv_bytes": 2**30 * 200 / 50, "floor_kv_bytes": 2**30 * 200 / 50}
     tree = {name: str(value) for name, value in tree.items()}
-    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.1 GiB |" in summary.trees_table([tree])
+    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.1 GiB |" in generate.trees_table([tree])
 
 
 def operator_row(way: str, rows: int, context: int, us: float, **changes):
@@ -78,7 +81,7 @@ def test_what_does_not_grow_with_the_context():
     rows += [operator_row("ours", 1, 1024 * k, 5 + k, suffix=256) for k in (2, 8)]
     rows += [operator_row("ours", 1, 4096, 0, suffix=256, status="out of memory", us_p50="")]
     rows += [operator_row("ours", 1, 4096, 9, nodes="2x2048", suffix=128)]
-    lines = profile_tables.fixed_parts_table(rows).splitlines()[2:]
+    lines = fixed_parts_table(rows).splitlines()[2:]
     # A token's key and value are 4 * 2 * 128 bytes, and 4 * 512 * 8 * 128 operations of 512 rows.
     assert lines == [
         "| ours | 1 | 8/2 | 64 | 2,048 to 16,384 | 5.0 us | 0.50 us | 2.10 TB/s | 0% |",
@@ -92,7 +95,7 @@ def test_a_step_apart_from_its_attention():
         case | {"way": way, "ms_per_step": ms}
         for way, ms in (("graph", "3.5"), ("compile", "2"), ("graph-no-attention", "3"), ("stock", "9"))
     ]
-    lines = profile_tables.steps_apart_table(rows).splitlines()[2:]
+    lines = generate.steps_apart_table(rows).splitlines()[2:]
     assert lines == ["| tiny | 1,000 | 6 | graph | 3.50 ms | 3.00 ms | 0.50 ms | 250 us |"]
 
 
@@ -100,7 +103,7 @@ def test_first_calls_beside_later_ones():
     row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph"}
     row |= {"first_call_s": "7", "total_s": "0.64"}
     row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
-    assert "| x | 100 | 6 | 10 | graph | 7.0 s | 0.6 s |" in summary.first_calls_table([row])
+    assert "| x | 100 | 6 | 10 | graph | 7.0 s | 0.6 s |" in generate.first_calls_table([row])
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(11.9, "11.9 → 10.0 (none)"), (12.0, "12.0 → 10.0 (1.2x)")])
@@ -108,11 +111,11 @@ def test_factors_of_programs_below_a_bound_are_none(seconds, shown):
     row = {"program": "p", "model": "embedded", "setting": "s", "prefilled_tokens": "5", "status": "ok"}
     row |= {"device": "d", "torch": "1", "transformers": "2"}
     rows = [row | {"way": "stock", "generate_s": seconds}, row | {"way": "enabled", "generate_s": 10.0}]
-    assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in clients_table.programs_table(rows)
+    assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in programs_table.programs_table(rows)
 
 
 def test_the_picture_is_drawn(tmp_path):
-    summary.draw(read_rows(RESULTS / "generate.csv"), tmp_path / "picture.png")
+    draw_stock_beside_shared(read_rows(RESULTS / "generate.csv"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_fastdecode.bench import RESULTS
-from hf_fastdecode.bench.generate_cases import GenerateCase
-from hf_fastdecode.bench.markdown import ops_table
-from hf_fastdecode.bench.op_ways import OP_WAYS, OpWay
+from hf_fastdecode.bench.generate.cases import GenerateCase
+from hf_fastdecode.bench.ops.table import ops_table
+from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.bench.paper_tables import PAPER_TABLES
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.cli.bench.generate import check_models

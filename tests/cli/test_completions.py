@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.cli.completions import Draw, TokenLogProbs, draw, encode, read_completions
+from hf_fastdecode.cli.completions import draw, encode, read_completions
 from hf_fastdecode.cli.sampling import Sampling
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.measurement.continuations import end_tokens_of
+from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
+from hf_fastdecode.measurement.draw import Drawn, end_tokens_of
 
 PROMPTS = ["assert length('red') == 3", "def add(a, b):\n    return"]
 
@@ -27,7 +28,7 @@ def read(prompt: str, *completions: str, stop: tuple[str, ...] = (), n: int = 1)
     width = max(map(len, completions))
     rows = [[ord(letter) for letter in prompt + completion.ljust(width, "~")] for completion in completions]
     log_probs = -torch.arange(1.0, width + 1).repeat(len(rows), 1)
-    drawn = Draw(torch.tensor(rows), len(prompt), log_probs, None, 0.0, 0.0)
+    drawn = Drawn(torch.tensor(rows), len(prompt), log_probs, None, 0.0, [], 0.0)
     return read_completions(drawn, Letters(), Sampling(n=n), end_tokens=[ord("$")], stop=stop)
 
 

@@ -47,7 +47,7 @@ def test_an_interrupted_run_goes_on_where_it_broke_off(tmp_path, capsys):
     assert len(read_rows(out)) == 3
     said = capsys.readouterr().err
     assert f"interrupted: 3 of 4 rows are in {out}; run the same command again to go on\n" in said
-    assert "kept" not in said and "give way" not in said
+    assert "kept" not in said and "replaced" not in said
     with pytest.raises(KeyboardInterrupt):
         run(CASES, WAYS, Measure(stop=0), provenance=HERE, out=out)
     assert "interrupted: 3 of 4 rows are in " in capsys.readouterr().err
@@ -73,8 +73,8 @@ def test_rows_of_another_commit_command_or_version_are_measured_again(tmp_path, 
     rows = run(CASES[:1], WAYS, again, provenance=HERE | {changed: "other"}, out=out)
     told = capsys.readouterr().err.splitlines()
     assert told[0] == (
-        f"2 of 2 rows are in {out} from another commit, command or version and give way to new ones; "
-        "name another --out to keep them"
+        f"2 of 2 rows are in {out} from another commit, command or version and are replaced; "
+        "name another file to keep them"
     )
     assert again.asked == ALL[:2]
     assert [row[changed] for row in rows] == ["other", "other"]

@@ -1,12 +1,18 @@
-"""The cases and ways of the workloads as data, without torch."""
+"""The cases, ways and prompts of the workloads as data, without torch."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-SAMPLING: Final = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
-"""How samples of problems are drawn: arguments of `generate`."""
+from ...errors import CommandError
+from ...evals.prompts import prompt_format
+from ...evals.records import Task
+from ...evals.tasks import TaskSet
+
+APPS: Final = "apps"
+
 GREEDY: Final = {"do_sample": False}
 """How answers are drawn."""
 
@@ -37,23 +43,14 @@ LEVELS: Final = {
 """By name; the single level of the paper is ``few-shot``."""
 
 WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
-"""Of asking questions, by name."""
+"""Ways of asking questions, by name."""
 
 
 @dataclass(frozen=True)
 class HierCase:
     """A call: `samples` of each of the first `problems`.
 
-    Attributes:
-        model: Its name.
-        dtype: Of the parameters.
-        task: Name of the tasks.
-        shots: Solved examples before each problem.
-        problems: How many.
-        samples: Of each.
-        shared_tokens: That all prompts begin with.
-        prompt_tokens: Of the longest prompt.
-        new_tokens: Of each sample.
+    `shared_tokens` begin all prompts, `prompt_tokens` are those of the longest, `new_tokens` those of each sample.
     """
 
     model: str
@@ -67,22 +64,16 @@ class HierCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """What tells it from others in a row."""
+        """Columns that identify the case."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class QuestionsCase:
-    """A call: so many questions, a row each.
+    """A call with a row for each question.
 
-    Attributes:
-        model: Its name.
-        dtype: Of the parameters.
-        document: Name of the text.
-        facts: In the text, that are asked about; with more questions they come again.
-        prefix_tokens: That all rows begin with: the text and the solved questions.
-        questions: Rows.
-        new_tokens: Of each answer.
+    There are `facts` to ask about, which come again with more questions; all rows begin with `prefix_tokens`, the text
+    and the solved questions; `new_tokens` are those of each answer.
     """
 
     model: str
@@ -94,5 +85,65 @@ class QuestionsCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """What tells it from others in a row."""
+        """Columns that identify the case."""
         return asdict(self)
+
+
+def parse_points(text: str) -> list[tuple[int, int]]:
+    """Problems and samples from ``4x8,8x16``, in the order given.
+
+    Raises:
+        CommandError: A point is not of that form.
+    """
+    points = []
+    for part in (part.strip() for part in text.split(",")):
+        point = re.fullmatch("(0*[1-9][0-9]*)x(0*[1-9][0-9]*)", part)
+        if point is None:
+            raise CommandError(f"`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
+        points.append((int(point[1]), int(point[2])))
+    return list(dict.fromkeys(points))
+
+
+def check_point(problems: int, samples: int, available: int) -> None:
+    """Refuse a point at which levels of sharing do not differ, or that asks for problems that there are not.
+
+    Raises:
+        CommandError: There are not so many problems, or fewer than 2 problems or samples.
+    """
+    if problems < 2 or samples < 2:
+        raise CommandError(
+            f"`points={problems}x{samples}`: levels of sharing differ from 2 problems and 2 samples on; ask for more"
+        )
+    if problems > available:
+        raise CommandError(
+            f"`points={problems}x{samples}` asks for {problems} problems, there are {available}; ask for fewer, or "
+            "name a larger `data`"
+        )
+
+
+def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
+    """A prompt for each problem: MBPP's few-shot one (Austin et al. 2021), for APPS its own (Hendrycks et al. 2021).
+
+    APPS has no tasks set apart as examples: its first problems with a solution are, and problems with starter code are
+    left out, as in Hydragen, appendix D.4.
+
+    Raises:
+        CommandError: There are not so many examples, no problem is left, or the tasks are not in MBPP's form.
+    """
+    if tasks.name != APPS:
+        form = prompt_format(tasks, "austin", shots=shots)
+        return [form.prompt(task) for task in tasks.tasks]
+    plain = [task for task in tasks.tasks if not task.setup]
+    examples = [task for task in plain if task.reference][:shots]
+    problems = [task for task in plain if task not in examples]
+    if len(examples) < shots or not problems:
+        raise CommandError(
+            f"{tasks.origin} has {len(plain)} problems without starter code, too few for {shots} solved examples and "
+            "a problem; name a larger `data` or lower `shots`"
+        )
+    shown = "".join(f"{_asked(task)}{(task.reference or '').strip()}\n\n" for task in examples)
+    return [shown + _asked(task) for task in problems]
+
+
+def _asked(task: Task) -> str:
+    return f"QUESTION:\n{task.description.strip()}\n\nUse Standard Input format\n\nANSWER:\n"

@@ -1,17 +1,18 @@
-"""A long text with facts in it and questions about them, of a given number of tokens (Hydragen, section 4.3)."""
+"""A long text of a given number of tokens, facts that no model can know hidden in it, and questions about them.
+
+As in Hydragen, section 4.3 and appendix D.3.
+"""
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from hf_fastdecode.errors import CommandError
-
-from .facts import Fact, make_facts, make_prose
+from ...errors import CommandError
 
 MOST_FACTS: Final = 256
 """Facts that are asked about, as in the paper; with more questions, they come again."""
@@ -20,15 +21,42 @@ _SENTENCE: Final = re.compile(r".*?[.!?][\"'”’)\]]*(?:\s+|$)|.+$", re.DOTALL
 _PARAGRAPH: Final = 6  # sentences
 _TASK: Final = "Answer the questions about the text above.\n\n"
 
+_STARTS: Final = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s st t tr v w z".split()
+_MIDDLES: Final = "a e i o u ai ea oa".split()
+_LINKS: Final = "l ll m n nd r rn s st th v x".split()
+_NAME_ENDS: Final = "a an en ia in is o on or us".split()
+_PLACE_ENDS: Final = "burg by ford ham holm mere stead ton wick worth".split()
+_COLOURS: Final = "amber black blue brown copper cream crimson gold green grey indigo ivory".split()
+_COLOURS_TOO: Final = "lilac olive orange pink purple red silver tan teal violet white yellow".split()
+
+_TIMES: Final = ("Early in the day", "In the evening", "After the rain", "Before noon", "In the autumn", "At dusk")
+_PEOPLE: Final = (
+    *("an old miller", "the postman", "a young teacher", "two fishermen", "the gardener", "a tired traveller"),
+    *("the bell ringer", "some children", "a quiet woman", "the carpenter"),
+)
+_ACTIONS: Final = (
+    *("walked slowly past", "stopped to rest beside", "told a long story about", "looked for a while at"),
+    *("carried a basket to", "waited for the others near", "spoke with a friend about", "went back to"),
+)
+_SIGHTS: Final = (
+    *("the stone bridge", "the empty market", "the mill by the river", "a field of barley", "the harbour wall"),
+    *("the long road to the hills", "an orchard", "the town square", "the last house of the street"),
+)
+_REMARKS: Final = ("", ", and nobody minded", ", as on most days", ", while the wind rose", ", and then went home")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence of a text, a question about it, and the answer, a word or a number of the sentence."""
+
+    sentence: str
+    question: str
+    answer: str
+
 
 @dataclass(frozen=True)
 class LongDocument:
-    """What all rows begin with, and what they ask.
-
-    Attributes:
-        prefix: The text, then solved questions.
-        facts: Those that are asked about; at least one.
-    """
+    """What all rows begin with, a text and solved questions, and the facts to ask about, at least one."""
 
     prefix: str
     facts: tuple[Fact, ...]
@@ -47,7 +75,7 @@ def make_document(
 
     Args:
         count: Tokens of a text.
-        tokens: Of the prefix; None for all of the given prose.
+        tokens: Tokens of the prefix; None for all of the given prose.
         shots: Solved questions, about facts of the text too.
         seed: The same seed makes the same facts, order and prose.
         prose: In place of prose that is made.
@@ -65,10 +93,10 @@ def make_document(
     facts = facts[: _fitting(count, facts, room)]
     if len(facts) <= shots:
         least = count(solved) + 2 * sum(count(fact.sentence + " ") for fact in make_facts(shots + 1, seed))
-        given = f"--tokens {tokens}" if tokens is not None else "the document's tokens"
+        given = f"`tokens={tokens}`" if tokens is not None else "the document's tokens"
         raise CommandError(
             f"{given} leave no room for {shots} solved questions and a fact to ask about, which take about {least} "
-            "tokens; ask for more, or for fewer --shots"
+            "tokens; ask for more, or for fewer `shots`"
         )
     order = Random(seed).sample(facts, len(facts))
 
@@ -81,7 +109,7 @@ def make_document(
     if fitting == len(pieces) and prose is not None and count(prefix(fitting)) < tokens:
         raise CommandError(
             f"the document with {len(facts)} facts and {shots} solved questions has {count(prefix(fitting))} tokens, "
-            f"fewer than --tokens {tokens}; pass a longer document, or leave --tokens out"
+            f"fewer than `tokens={tokens}`; pass a longer document, or leave `tokens` out"
         )
     return LongDocument(prefix(max(0, fitting)), tuple(facts[shots:]))
 
@@ -130,3 +158,54 @@ def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
 
 def _at(behind: Sequence[int], number: int) -> tuple[int, int]:
     return bisect.bisect_left(behind, number), bisect.bisect_right(behind, number)
+
+
+def make_facts(count: int, seed: int) -> list[Fact]:
+    """So many facts, each about a name of its own: colours of dogs, codes of lockers, villages.
+
+    The same seed makes the same facts, and fewer are the first of more.
+    """
+    random = Random(seed)
+    names: dict[str, None] = {}
+    facts: list[Fact] = []
+    while len(facts) < count:
+        name = _word(random, _NAME_ENDS)
+        if name in names:
+            continue
+        names[name] = None
+        facts.append((_dog, _locker, _village)[len(facts) % 3](name, random))
+    return facts
+
+
+def _dog(name: str, random: Random) -> Fact:
+    colour = random.choice([*_COLOURS, *_COLOURS_TOO])
+    return Fact(
+        f"The dog named {name} has fur that is {colour}.",
+        f"What colour is the fur of the dog named {name}?",
+        colour,
+    )
+
+
+def _locker(name: str, random: Random) -> Fact:
+    code = str(random.randrange(1000, 10000))
+    return Fact(f"The locker of {name} opens with the code {code}.", f"Which code opens the locker of {name}?", code)
+
+
+def _village(name: str, random: Random) -> Fact:
+    place = _word(random, _PLACE_ENDS)
+    return Fact(f"A cousin of {name} lives in {place}.", f"Where does a cousin of {name} live?", place)
+
+
+def _word(random: Random, ends: list[str]) -> str:
+    return (
+        random.choice(_STARTS) + random.choice(_MIDDLES) + random.choice(_LINKS) + random.choice(ends)
+    ).capitalize()
+
+
+def make_prose(seed: int) -> Iterator[str]:
+    """Sentences without end, which state nothing that is asked."""
+    random = Random(seed)
+    while True:
+        choices = (_TIMES, _PEOPLE, _ACTIONS, _SIGHTS, _REMARKS)
+        time, who, did, what, remark = (random.choice(words) for words in choices)
+        yield f"{time} {who} {did} {what}{remark}."

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.errors import CommandError
-
+from ...errors import CommandError
 from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls
-from .cases import LEVELS, HierCase, Level
-from .points import check_point
+from .cases import LEVELS, HierCase, Level, check_point
 
 CHECKED_TOKENS: Final = 8
 
@@ -26,12 +24,12 @@ class HierBench:
     Args:
         model: A causal language model; it is left as it was.
         prompts: Tokens of each problem's prompt; neighbours begin alike.
-        name: Of the model, for the rows.
-        task: Name of the tasks, for the rows.
-        shots: Solved examples in the prompts, for the rows.
+        name: Name of the model, a column.
+        task: Name of the tasks, a column.
+        shots: Solved examples in the prompts, a column.
         timing: How calls are timed and tokens are drawn.
-        mode: Of `hf_fastdecode.enable`.
-        sampler: Of `hf_fastdecode.enable`.
+        mode: Option of `hf_fastdecode.enable`.
+        sampler: Option of `hf_fastdecode.enable`.
         check: Measure a level only if its greedy tokens are stock's; in float32.
 
     Raises:
@@ -60,7 +58,7 @@ class HierBench:
         if limit is not None and longest + timing.new_tokens > limit:
             raise CommandError(
                 f"a prompt of {longest} tokens with {timing.new_tokens} new ones is longer than the {limit} positions "
-                "of this model; lower --shots or --new-tokens"
+                "of this model; lower `shots` or `new_tokens`"
             )
 
     def case(self, problems: int, samples: int) -> HierCase:
@@ -81,7 +79,7 @@ class HierBench:
         )
 
     def measure(self, case: HierCase, level_name: str) -> dict[str, Any]:
-        """The measured columns of a level's row, see `Measured`."""
+        """The measured columns of a level, see `Measured`."""
         return guarded(lambda: self._measured(case, LEVELS[level_name])).columns
 
     def _measured(self, case: HierCase, level: Level) -> Measured:

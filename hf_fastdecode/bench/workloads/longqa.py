@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.errors import CommandError
-from hf_fastdecode.measurement.continuations import continuation, end_tokens_of
+from hf_fastdecode.measurement.draw import continuation, end_tokens_of
 
 from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, guarded, measure_calls
@@ -24,10 +24,10 @@ class QuestionsBench:
         model: A causal language model; it is left as it was.
         tokenizer: Its tokenizer.
         document: Text, solved questions and facts to ask about.
-        name: Of the model, for the rows.
-        document_name: Of the text, for the rows.
+        name: Name of the model, a column.
+        document_name: Name of the text, a column.
         timing: How calls are timed; tokens are drawn greedily.
-        mode: Of `hf_fastdecode.enable`.
+        mode: Option of `hf_fastdecode.enable`.
 
     Raises:
         CommandError: A prompt leaves no room for the answer.
@@ -59,7 +59,7 @@ class QuestionsBench:
         if limit is not None and longest + timing.new_tokens > limit:
             raise CommandError(
                 f"text and question of {longest} tokens with {timing.new_tokens} new ones are longer than the {limit} "
-                "positions of this model; lower --tokens or --new-tokens"
+                "positions of this model; lower `tokens` or `new_tokens`"
             )
 
     def case(self, questions: int) -> QuestionsCase:
@@ -67,7 +67,7 @@ class QuestionsBench:
         return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
 
     def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:
-        """The measured columns of a way's row, see `Measured`; and ``correct``: answers that are right."""
+        """The measured columns of a way, see `Measured`; and ``correct``: answers that are right."""
         measured = guarded(lambda: self._measured(case, way))
         if measured.tokens is None:
             return measured.columns

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.completion_cases import CompletionCase, spans
-from ...bench.generate_cases import WAYS, GenerateCase, PromptTree
+from ...bench.generate.cases import WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
 from ..checks import check_choice, check_device, check_dtype, check_enable_options
@@ -87,8 +86,8 @@ def completions(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.completions import CompletionBench
-        from ...bench.completions_table import completions_table
+        from ...bench.generate.completions import CompletionBench
+        from ...bench.generate.table import completions_table
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.generate_cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ...model_names import EMBEDDED, load_config, max_positions
 from ..checks import check_choice, check_device, check_dtype, check_enable_options
@@ -36,7 +36,7 @@ from .report import chosen, find_device, report, show_cases
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
 
 
 def generate(
@@ -131,16 +131,18 @@ def generate(
     with exit_on_interrupt():
         check_models(cases, device, place)
     rows = run_generate(cases, ways, place, check, repeats, out)
-    report(rows, out, _tables, plot=plot)
+    from ...bench.generate.table import generate_tables
+
+    report(rows, out, generate_tables, plot=plot)
 
 
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
-) -> list[Row]:
+) -> list[Measurement]:
     """Measure whole calls into `out`."""
     with exit_on_interrupt():
-        from ...bench.generate import GenerateBench
-        from ...bench.generate_ways import find_way
+        from ...bench.generate.measure import GenerateBench
+        from ...bench.generate.ways import find_way
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
@@ -184,13 +186,6 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
             if device == "auto":
                 raise CommandError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")
             note(f"{size}; --shape embedded and tiny are meant for one")
-
-
-def _tables(rows: list[Row]) -> str:
-    from ...bench.markdown import finish_table, generate_table
-
-    text = generate_table(rows)
-    return f"{text}\n{finish_table(rows)}" if any(row.get("finish") for row in rows) else text
 
 
 def parse_point(text: str) -> tuple[int, int]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...attention.torch_operators import BACKEND_VARIABLE
-from ...bench.op_cases import OP_SETS, OpCase, with_dtype
-from ...bench.sampling_cases import SAMPLING_SETS, SAMPLING_WAYS
-from ...bench.slim_cases import SLIM_SETS, SLIM_WAYS
+from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
+from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
+from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
 from ...errors import CommandError
-from ...measurement.out_file import check_out
-from ...measurement.show import show as show_table
+from ...measurement.runner import check_out
+from ...measurement.tables import show as show_table
 from ..checks import check_choice, check_device, check_dtype
 from ..interrupts import exit_on_interrupt
 from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
@@ -24,7 +24,7 @@ from .report import C, chosen, find_device, refuse_red, report, show_cases
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
 
 OP_WAY_NAMES = (
     "ours",
@@ -94,7 +94,7 @@ def ops(
     check_backend()
     check_out(out)
     place = find_device(device)
-    from ...bench.markdown import ops_table
+    from ...bench.ops.table import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
 
@@ -107,10 +107,12 @@ def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str
     return [case for name in names for case in known[name]]
 
 
-def run_ops(cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path) -> list[Row]:
+def run_ops(
+    cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
+) -> list[Measurement]:
     """Measure operators into `out`."""
     with exit_on_interrupt():
-        from ...bench.ops import OpBench
+        from ...bench.ops.measure import OpBench
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
@@ -154,8 +156,8 @@ def sampling(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.sampling import SamplingBench
-        from ...bench.sampling_table import sampling_table
+        from ...bench.sampling.measure import SamplingBench
+        from ...bench.sampling.table import sampling_table
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 
@@ -198,8 +200,8 @@ def slim(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.slim_ops import SlimBench
-        from ...bench.slim_table import slim_table
+        from ...bench.slim.measure import SlimBench
+        from ...bench.slim.table import slim_table
         from ...measurement.rows import provenance
         from ...measurement.runner import run
 

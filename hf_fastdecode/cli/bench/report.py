@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ...errors import CommandError
-from ...measurement.show import show
+from ...measurement.tables import show
 from ..checks import pick_device
 from ..console import FailedCheck
 
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
     from ...measurement.runner import Case
 
 C = TypeVar("C", bound="Case")
@@ -54,9 +54,9 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plot: bool) -> None:
+def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:
     """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
-    from ...bench.plots import plot as draw
+    from ...bench.figures import plot as draw
 
     refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
@@ -74,7 +74,10 @@ def report(rows: list[Row], out: Path, table: Callable[[list[Row]], str], *, plo
 
 
 def report_workload(
-    rows: list[Row], out: Path, table: Callable[[Sequence[Row]], str], draw: Callable[[Sequence[Row], Path], Path]
+    rows: list[Measurement],
+    out: Path,
+    table: Callable[[Sequence[Measurement]], str],
+    draw: Callable[[Sequence[Measurement], Path], Path],
 ) -> None:
     """Show measurements of a workload as a table and draw them; raises `FailedCheck` if nothing is right."""
     refuse_red(rows, out)
@@ -88,7 +91,7 @@ def report_workload(
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
 
 
-def refuse_red(rows: Sequence[Row], out: Path) -> None:
+def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
     """Raise `FailedCheck` if a check was red or something was raised."""
     from ...measurement.runner import failed
 
@@ -96,7 +99,7 @@ def refuse_red(rows: Sequence[Row], out: Path) -> None:
         raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")
 
 
-def noisy(rows: Sequence[Row]) -> str:
+def noisy(rows: Sequence[Measurement]) -> str:
     """One line that names the rows whose times differ much from call to call, the worst first; empty without any."""
     found: list[tuple[float, str]] = []
     for row in rows:
@@ -114,7 +117,7 @@ def noisy(rows: Sequence[Row]) -> str:
     return f"noisy: {', '.join(names[:_MOST_NAMED])}{more}; measure again on an idle machine, with another --out"
 
 
-def _named(row: Row, rows: Sequence[Row]) -> str:
+def _named(row: Measurement, rows: Sequence[Measurement]) -> str:
     """The case and way of a row, with what of the case differs among the rows."""
     if "case" in row:
         return f"{row['case']} {row['way']}"

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ...bench.generate_cases import WAYS
-from ...bench.op_cases import OpCase
+from ...bench.generate.cases import WAYS
+from ...bench.ops.cases import OpCase
 from ...bench.paper_tables import PAPER_TABLES
 from ...errors import CommandError
-from ...measurement.out_file import check_out
+from ...measurement.runner import check_out
 from ..checks import check_choice, check_device, check_enable_options
 from ..interrupts import exit_on_interrupt
 from ..options import Check, Device, ListCases, Only, Plot, Repeats, repeatable
@@ -70,14 +70,15 @@ def tables(
         if place is None:
             show_cases(cases[name])
             continue
-        from ...bench.markdown import ops_table, paper_table
+        from ...bench.generate.table import generate_table
+        from ...bench.ops.table import ops_table
 
         if _of_operators(name):
             rows = run_ops(cases[name], ways, place, check, file)
             report(rows, file, ops_table, plot=plot)
         else:
             rows = run_generate(cases[name], ways, place, check, repeats, file)
-            report(rows, file, partial(paper_table, published=setting.published, unit=setting.unit), plot=plot)
+            report(rows, file, partial(generate_table, published=setting.published, unit=setting.unit), plot=plot)
 
 
 def _file(out: Path, name: str) -> Path:

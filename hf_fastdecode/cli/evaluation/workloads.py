@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.workloads.cases import GREEDY, LEVELS, SAMPLING, WAYS
-from ...bench.workloads.points import check_point, parse_points
-from ...bench.workloads.problems import problem_prompts
+from ...bench.generate.cases import SAMPLING
+from ...bench.workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
 from ...errors import CommandError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
@@ -26,7 +25,7 @@ from .options import ModelOptions, TaskFile
 
 if TYPE_CHECKING:
     from ...bench.workloads.calls import Timing
-    from ...measurement.rows import Row
+    from ...measurement.rows import Measurement
     from ...measurement.runner import Case
 
 C = TypeVar("C", bound="Case")
@@ -108,9 +107,9 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
+        from ...bench.workloads.figures import draw_levels
         from ...bench.workloads.hier import HierBench
-        from ...bench.workloads.outcome import levels_table
-        from ...bench.workloads.pictures import draw_levels
+        from ...bench.workloads.tables import levels_table
 
         bench = HierBench(
             found.model,
@@ -179,9 +178,9 @@ def longqa(
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
         from ...bench.workloads.document import make_document
+        from ...bench.workloads.figures import draw_questions
         from ...bench.workloads.longqa import QuestionsBench
-        from ...bench.workloads.outcome import questions_table
-        from ...bench.workloads.pictures import draw_questions
+        from ...bench.workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
@@ -215,7 +214,9 @@ class _Prepared:
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
 
-    def run(self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]) -> list[Row]:
+    def run(
+        self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
+    ) -> list[Measurement]:
         """Rows of the cases and ways, those of an earlier run or measured now."""
         from ...measurement.rows import provenance
         from ...measurement.runner import run
@@ -227,7 +228,7 @@ class _Prepared:
 @contextmanager
 def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
     """Within, the model is loaded and libraries are quiet."""
-    from ...measurement.out_file import check_out
+    from ...measurement.runner import check_out
 
     check_out(out)
     with exit_on_interrupt():

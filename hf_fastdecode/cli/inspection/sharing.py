@@ -26,7 +26,7 @@ _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest wh
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One context length and number of samples.
 
     Attributes:
@@ -70,7 +70,7 @@ class Sharing:
     new_tokens: int
     can_share: bool | None
     reason: str
-    rows: list[Row]
+    rows: list[Measurement]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionaries, with bytes as integers and ratios beside them."""
@@ -122,7 +122,7 @@ def count_sharing(
         for count in samples:
             halfway = new_tokens // 2
             rows.append(
-                Row(
+                Measurement(
                     context=context,
                     samples=count,
                     kv_bytes=sizes.kv_bytes(count, context, new_tokens, dtype.itemsize),

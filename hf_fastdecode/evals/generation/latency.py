@@ -10,11 +10,10 @@ from math import nan
 from typing import Any, Final, cast
 
 import numpy as np
-import torch
 
-from hf_fastdecode.api import explain
-from hf_fastdecode.errors import out_of_memory
-
+from ...api import explain
+from ...errors import out_of_memory
+from ...measurement.calls import begin_peak, peak_over
 from ..prompts import PromptFormat
 from ..records import Latency, Mode, Task
 from ..settings import Drawing
@@ -43,17 +42,17 @@ def measure_latency(
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        form: Of the prompts.
+        form: The format of the prompts.
         tasks: A call is timed for each.
         n: Samples of a call.
         drawing: How to draw; its way and mode are what is compared.
-        device: In words, for the row.
-        seed: Of each call.
+        device: The device in words, for the measurement.
+        seed: Seed of each call.
 
     Returns:
-        A row; its status says why where there are no numbers. The way ``shared`` is what `enable` does, so that calls
-        from which it gains nothing run stock in it too, such as one sample of one prompt. Peak memory is what a CUDA
-        device allocated over what it held before the call, else unknown.
+        A measurement; its status says why where there are no numbers. The way ``shared`` is what `enable` does: calls
+        that gain nothing from it, such as one sample of one prompt, run stock. Peak memory is what a CUDA device
+        allocated over what it held before the call, else unknown.
     """
     asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
     row = Latency(drawing.way, cast(Mode, asked), n, device)
@@ -67,10 +66,10 @@ def measure_latency(
             for number, task in enumerate(tasks):
                 if number == 0 or on_gpu:
                     draw_rows(model, tokenizer, form, [task], n, warm_up, seed=seed)
-                before = _reset_peak(model.device)
+                before = begin_peak(model.device)
                 runs.append(draw_rows(model, tokenizer, form, [task], n, drawing, seed=seed))
-                if before is not None:
-                    peaks.append(torch.cuda.max_memory_allocated(model.device) - before)
+                if (peak := peak_over(model.device, before)) is not None:
+                    peaks.append(peak)
             if drawing.way == "shared" and (call := explain(model).last_call) is not None:
                 row = replace(row, mode=cast(Mode, call.mode))
     except RuntimeError as error:
@@ -79,12 +78,12 @@ def measure_latency(
         runs.clear()
         gc.collect()
         return replace(row, status="out of memory")
-    ends = [sorted(at - run.started for at in run.finished_at) for run in runs]
+    ends = [sorted(at - run.call.started for at in run.finished_at) for run in runs]
     first, median, last = ([own[at] for own in ends] for at in (0, (n - 1) // 2, n - 1))
-    steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.step_times)]
+    steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.call.step_times)]
     return replace(
         row,
-        prefill_s=_percentile([run.step_times[0] - run.started for run in runs], 50),
+        prefill_s=_percentile([run.call.first_token_s for run in runs], 50),
         ms_per_step_p50=_percentile(steps, 50),
         ms_per_step_p90=_percentile(steps, 90),
         first_sample_s=_percentile(first, 50),
@@ -100,14 +99,6 @@ def measure_latency(
 
 def _short(drawing: Drawing) -> Drawing:
     return replace(drawing, max_new_tokens=min(_WARM_UP_TOKENS, drawing.max_new_tokens))
-
-
-def _reset_peak(device: torch.device) -> int | None:
-    """Bytes that a CUDA device holds, from where its peak counts from now on; None on others."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

@@ -16,7 +16,7 @@ from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import CommandError
 from ...files import JsonlWriter, json_lines, read_jsonl, write_text
-from ...measurement.drawing_errors import told
+from ...measurement.draw import memory_and_logit_errors
 from ..prompts import PromptFormat
 from ..records import Sample, Task
 from .weights import model_digest
@@ -87,7 +87,7 @@ def rescored(
     found: list[Sample] = []
     for start in range(0, len(samples), at_once):
         part = texts[start : start + at_once]
-        with told(
+        with memory_and_logit_errors(
             model,
             lambda: CommandError(
                 'the logits of a sample do not fit into memory; try `dtype="bfloat16"` or `device="cpu"`'

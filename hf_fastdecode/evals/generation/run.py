@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...errors import CommandError
-from ...measurement.drawing_errors import told
+from ...measurement.draw import memory_and_logit_errors
 from ..prompts import PromptFormat
 from ..records import Task
 from ..settings import RunSettings, claim_folder
@@ -67,7 +67,7 @@ def generate_samples(
         )
         for unit in left:
             chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)
-            with told(model, lambda: no_memory):
+            with memory_and_logit_errors(model, lambda: no_memory):
                 rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
             file.write(samples_of(rows, model, tokenizer, form, chosen, first=unit.first))
             bar.update(_samples([unit]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .build import Report, report
 from .latency import read_latency
-from .terminal import report_text
+from .words import report_text
 from .write import write_report
 
 __all__ = [

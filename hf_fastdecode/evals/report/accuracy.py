@@ -36,15 +36,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class TaskCounts:
-    """The pool of one task in numbers.
-
-    Attributes:
-        task_id: Of the task.
-        samples: Judged samples.
-        passed: Of these, those that passed.
-        distinct: Groups of duplicates.
-        distinct_passed: Of these, those that pass.
-    """
+    """The pool of one task: judged samples, those that passed, groups of duplicates, and groups that pass."""
 
     task_id: str
     samples: int
@@ -99,15 +91,7 @@ def measure_accuracy(
     statuses: Counter[str],
     seed: int = 0,
 ) -> Accuracy:
-    """Curves of rankers over the tasks of some pools.
-
-    Args:
-        pools: One a task, at least one.
-        rankers: Whose curves.
-        ns: Numbers of samples, up to the smallest pool.
-        m: Candidates that are run.
-        statuses: Verdicts by status.
-        seed: Of the bootstrap and of Monte Carlo estimates.
+    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one.
 
     Raises:
         ValueError: A number is out of bounds, or a log-probability is missing.

@@ -24,7 +24,7 @@ class Report:
     """What a run folder shows.
 
     Attributes:
-        settings: Of the report, and those of the run where ``settings.json`` has them.
+        settings: Settings of the report, and those of the run where ``settings.json`` has them.
         accuracy: None where no sample was judged.
         latency: Rows of ``latency.csv``; none where nothing was timed.
         notes: What a reader must know to trust the numbers, one sentence each.
@@ -69,11 +69,11 @@ def report(
     - ``settings.json``: an object with the settings of the run; ``model`` and ``task`` stand in titles.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
         m: Candidates that a ranking may run; None to leave rankings out, as for samples without log-probabilities.
         ks: Numbers of samples to show; by default the powers of two up to the smallest pool, its size, and the n that
             were timed.
-        seed: Of the bootstrap and of Monte Carlo estimates.
+        seed: Seed of the bootstrap and of Monte Carlo estimates.
         deduplicate: What makes samples duplicates.
 
     Raises:

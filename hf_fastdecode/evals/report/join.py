@@ -12,14 +12,7 @@ from .accuracy import Accuracy
 
 @dataclass(frozen=True)
 class Line:
-    """Latency against n, in one way and mode on one device.
-
-    Attributes:
-        device: Where.
-        way: Of the rows.
-        mode: Of the rows.
-        rows: Those with numbers, by n.
-    """
+    """Latency against n, in one way and mode on one device: the measurements with numbers, by n."""
 
     device: str
     way: Way

@@ -1,4 +1,4 @@
-"""Axes of pictures: plain numbers on logarithmic scales, numbers beside points, units of time."""
+"""Marks of figures: numbers beside points, percents, limits and units of axes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,6 @@ def unit_of(seconds: Iterable[float]) -> tuple[float, str]:
     return (1.0, "s") if max(seconds, default=0.0) >= 10 else (1e3, "ms")
 
 
-def plain_numbers(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis (such as ``axes.xaxis``), also where it spans less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-
-    low, high = axis.get_view_interval()
-    span = high / low
-    if span < 3:
-        axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    else:
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if span < 300 else (1,)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def percents(axis: Any) -> None:
     """Shares as percents (of ``axes.yaxis``), in steps whose numbers are short, so that none is rounded."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -66,7 +51,7 @@ class Mark:
         axis: Where.
         point: In data coordinates.
         text: The number.
-        colour: Of the text.
+        colour: Colour of the text.
         sides: Where it may stand, best first.
         needed: Whether it must stand somewhere, even upon a line.
     """
@@ -90,13 +75,10 @@ def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str,
 
 
 def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
-    """Write marks beside their points, where they cover neither another mark nor a line.
+    """Write marks beside their points, where they cover neither another mark nor a line; the first ones choose first.
 
     Marks that are not needed are left out where there is no such place, or where another point would be nearer.
-
-    Args:
-        figure: With everything else in it.
-        marks: Those that come first choose first.
+    Everything else must be drawn before.
     """
     figure.draw_without_rendering()  # settles the layout, from which follows where things are
     taken: list[Any] = []

@@ -42,16 +42,7 @@ pre {{ background: #f5f5f5; padding: 0.6rem; overflow-x: auto; font-size: 0.82re
 
 
 def write_page(found: Report, pictures: Mapping[str, Path], path: Path) -> Path:
-    """Write the page.
-
-    Args:
-        found: The report.
-        pictures: PNG files by what they show.
-        path: Of the HTML file.
-
-    Returns:
-        The path.
-    """
+    """Write the page; `pictures` are PNG files by what they show."""
     text = page(found, {name: picture.read_bytes() for name, picture in pictures.items()})
     return write_text(path, text)
 

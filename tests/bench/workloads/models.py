@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from hf_fastdecode.assets import MODEL_PATH
+from hf_fastdecode.bench.generate.cases import SAMPLING
 from hf_fastdecode.bench.workloads.calls import Timing
-from hf_fastdecode.bench.workloads.cases import GREEDY, SAMPLING
+from hf_fastdecode.bench.workloads.cases import GREEDY
 
 from ...tiny_models import VOCABULARY, tiny_model
 

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.bench.workloads.document import MOST_FACTS, is_right, make_document
-from hf_fastdecode.bench.workloads.facts import Fact, make_facts
+from hf_fastdecode.bench.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.errors import CommandError
 
 READINGS = {
@@ -98,9 +97,9 @@ def test_a_given_text_keeps_its_words(tokens):
 @pytest.mark.parametrize(
     ("tokens", "prose", "message"),
     [
-        (60, None, "--tokens 60 leave no room for 5 solved questions and a fact to ask about, which take about "),
+        (60, None, "`tokens=60` leave no room for 5 solved questions and a fact to ask about, which take about "),
         (None, "Too short.", "the document's tokens leave no room for 5 solved questions and a fact to ask about"),
-        (5000, PROSE, r"solved questions has \d+ tokens, fewer than --tokens 5000; pass a longer document, or leave"),
+        (5000, PROSE, r"solved questions has \d+ tokens, fewer than `tokens=5000`; pass a longer document, or leave"),
     ],
 )
 def test_texts_that_are_too_short_are_refused(tokens, prose, message):

@@ -12,6 +12,7 @@ from hf_fastdecode.bench.workloads import calls, hier
 from hf_fastdecode.bench.workloads.cases import LEVELS
 from hf_fastdecode.bench.workloads.hier import HierBench
 from hf_fastdecode.errors import CommandError
+from hf_fastdecode.measurement import calls as measurement
 
 from .models import OWN, QUICK, SHARED, problem_tokens
 
@@ -75,9 +76,9 @@ def test_a_case_says_what_its_prompts_share(bench, case):
 @pytest.mark.parametrize(
     ("point", "message"),
     [
-        ((1, 4), "--points 1x4: levels of sharing differ from 2 problems and 2 samples on"),
-        ((2, 1), "--points 2x1: levels of sharing differ from 2 problems and 2 samples on"),
-        ((4, 2), "--points 4x2 asks for 4 problems, there are 3; ask for fewer"),
+        ((1, 4), "`points=1x4`: levels of sharing differ from 2 problems and 2 samples on"),
+        ((2, 1), "`points=2x1`: levels of sharing differ from 2 problems and 2 samples on"),
+        ((4, 2), "`points=4x2` asks for 4 problems, there are 3; ask for fewer"),
     ],
 )
 def test_points_that_say_nothing_are_refused(bench, point, message):
@@ -160,9 +161,11 @@ def test_where_calls_are_captured_decoding_is_what_is_over_one_token(monkeypatch
         return [0.5 * lengths[-1]]
 
     monkeypatch.setattr(bench.model, "generate", counted)
-    monkeypatch.setattr(calls, "_reset_peak", lambda device: 10)
-    monkeypatch.setattr(calls.torch.cuda, "max_memory_allocated", lambda device: 25)
-    monkeypatch.setattr(calls, "wall_samples", lambda call, *args, **kwargs: [call() is None or 0.5 * lengths[-1]])
+    monkeypatch.setattr(calls, "begin_peak", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 25)
+    monkeypatch.setattr(
+        measurement, "wall_samples", lambda call, *args, **kwargs: [call() is None or 0.5 * lengths[-1]]
+    )
     row = calls.measure_calls(
         bench.model, bench._batch(case, LEVELS[level]), bench._enable(case, LEVELS[level]), QUICK
     )

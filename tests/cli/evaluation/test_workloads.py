@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench.workloads import hier, longqa, pictures
+from hf_fastdecode.bench.workloads import figures, hier, longqa
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
 
@@ -110,9 +110,9 @@ def test_facts_are_hidden_in_a_given_text(tmp_path):
 
 
 def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
-    figures = []
-    finish = pictures._finish
-    monkeypatch.setattr(pictures, "_finish", lambda figure, *args: figures.append(figure) or finish(figure, *args))
+    drawn = []
+    finish = figures._finish
+    monkeypatch.setattr(figures, "_finish", lambda figure, *args: drawn.append(figure) or finish(figure, *args))
     measure = longqa.QuestionsBench.measure
 
     def measured(bench, case, way):
@@ -122,7 +122,7 @@ def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
     done = run(LONGQA, "--out", tmp_path / "rows.csv")
     assert done.exit_code == 0, done.stderr
     assert "3 questions, stock: out of memory\n" in done.stdout
-    for axis in figures[0].axes:
+    for axis in drawn[0].axes:
         lines = {line.get_label(): line.get_xdata().tolist() for line in axis.lines}
         assert lines["hf_fastdecode"] == [1, 3]
         assert lines["stock transformers"] == [1]
@@ -145,8 +145,8 @@ def test_bars_are_as_high_as_the_rows_say(tmp_path):
         return path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "_finish", keep)
-        pictures.draw_levels(rows, tmp_path / "picture.png")
+        patch.setattr(figures, "_finish", keep)
+        figures.draw_levels(rows, tmp_path / "picture.png")
     time, memory = found[0].axes
     assert [(bar.get_y(), bar.get_height()) for bar in time.patches] == [(0, 1.5), (1.5, 0.5), (0, 1.5), (1.5, 0.25)]
     assert [bar.get_height() for bar in memory.patches] == [3.0, 3.0]

@@ -34,7 +34,7 @@ def test_both_ways_draw_the_same_samples(small, drawn_once):
     ]
     assert all(abs(one.sum_logp - other.sum_logp) < 1e-3 for one, other in zip(shared, stock))
     assert len({one.completion for one in shared}) > len(small.tasks)
-    assert drawn.started < drawn.step_times[0] < min(drawn.finished_at) < max(drawn.finished_at)
+    assert drawn.call.started < drawn.call.step_times[0] < min(drawn.finished_at) < max(drawn.finished_at)
 
 
 def test_mean_log_probabilities_are_those_of_teacher_forcing(small, drawn_once):
@@ -45,7 +45,7 @@ def test_mean_log_probabilities_are_those_of_teacher_forcing(small, drawn_once):
         (forced,) = rescored(small.model, small.tokenizer, small.form, task, [sample])
         prompt = small.form.prompt(task)
         ids = small.tokenizer(prompt + sample.completion).input_ids[len(small.tokenizer(prompt).input_ids) :]
-        if ids == drawn.tokens[row, : sample.tokens].tolist():  # a text may have been drawn as other tokens
+        if ids == drawn.call.tokens[row, : sample.tokens].tolist():  # a text may have been drawn as other tokens
             assert abs(sample.mean_logp - forced.mean_logp) < 1e-4
             compared += 1
     assert compared >= len(samples) // 2
@@ -86,7 +86,7 @@ def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, mo
 
 def test_kept_tokens_hold_the_completion_and_no_more(small, drawn_once):
     drawn, samples = drawn_once
-    for row, sample in zip(drawn.tokens.tolist(), samples):
+    for row, sample in zip(drawn.call.tokens.tolist(), samples):
         assert sample.completion in small.tokenizer.decode(row[: sample.tokens])
         if sample.tokens:
             assert sample.completion not in small.tokenizer.decode(row[: sample.tokens - 1])
@@ -123,7 +123,7 @@ def test_processed_log_probabilities_are_those_of_the_drawing(small):
     """After temperature 0.5 and a nucleus of 0.8, by one pass over prompt and tokens."""
     drawing = Drawing(temperature=0.5, top_p=0.8, max_new_tokens=12, processed=True)
     drawn, samples = drawn_samples(small, drawing, count=4)
-    prompts, tokens = drawn.prompts, drawn.tokens
+    prompts, tokens = drawn.call.prompts, drawn.call.tokens
     mask = torch.cat([prompts != small.tokenizer.pad_token_id, torch.ones_like(tokens).bool()], dim=1).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():

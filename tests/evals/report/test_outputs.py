@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_fastdecode.evals.report import pictures, report, report_text, write_report
+from hf_fastdecode.evals.report import figures, report, report_text, write_report
 from hf_fastdecode.evals.report.page import page
-from hf_fastdecode.evals.report.tables import curve_rows
+from hf_fastdecode.evals.report.write import curve_rows
 
 from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
 
@@ -29,16 +29,14 @@ def found(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """Figures in place of files, with their axes by title."""
-    figures = []
+    kept = []
 
-    def keep(path, write):
-        import matplotlib.pyplot as plt
-
-        figures.append({axis.get_title(): axis for axis in plt.gcf().axes if axis.get_visible()})
+    def keep(figure, path):
+        kept.append({axis.get_title(): axis for axis in figure.axes if axis.get_visible()})
         return path
 
-    monkeypatch.setattr(pictures, "write_whole", keep)
-    return figures
+    monkeypatch.setattr(figures, "save", keep)
+    return kept
 
 
 def lines_of(axis):
@@ -129,7 +127,7 @@ def test_notes_and_devices_are_escaped(tmp_path):
 
 
 def test_what_the_panels_show(found, drawn, tmp_path):
-    pictures.draw_against_latency(found, tmp_path / "a.png")
+    figures.draw_against_latency(found, tmp_path / "a.png")
     (axes,) = drawn
     assert list(axes) == [
         "pass@n against latency",
@@ -164,7 +162,7 @@ def test_no_number_covers_another(tmp_path, drawn):
         for row in latency(ns)
     ]
     found = report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=rows))
-    pictures.draw_against_latency(found, tmp_path / "a.png")
+    figures.draw_against_latency(found, tmp_path / "a.png")
     for name in ("pass@n against latency", "pass@top3 against latency"):
         texts = drawn[0][name].texts
         boxes = [text.get_window_extent() for text in texts]
@@ -181,7 +179,7 @@ def test_no_number_covers_another(tmp_path, drawn):
 def test_shares_are_labelled_exactly(tmp_path, drawn):
     # Values between 95 % and 98.75 %, where ticks in quarters of 10 % would be rounded.
     tasks = {str(task): [(f"x{n}", -float(n), task % 20 > 0 or n == 1) for n in range(2)] for task in range(80)}
-    pictures.draw_against_n(report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks))), tmp_path)
+    figures.draw_against_n(report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks))), tmp_path)
     (axis,) = drawn[0].values()
     axis.figure.draw_without_rendering()
     low, high = axis.get_ylim()
@@ -192,7 +190,7 @@ def test_shares_are_labelled_exactly(tmp_path, drawn):
 
 
 def test_rankers_against_n(found, drawn, tmp_path):
-    pictures.draw_against_n(found, tmp_path / "a.png")
+    figures.draw_against_n(found, tmp_path / "a.png")
     (axis,) = drawn[0].values()
     assert list(lines_of(axis)) == [
         "pass@n",
@@ -207,7 +205,7 @@ def test_rankers_against_n(found, drawn, tmp_path):
 def test_each_device_has_its_panels(tmp_path, drawn):
     rows = [*latency(), *latency(device="H200", modes=("eager", "compile"))]
     found = report(write_run(tmp_path, samples=samples(), verdicts=verdicts(), latency=rows))
-    pictures.draw_against_latency(found, tmp_path / "a.png")
+    figures.draw_against_latency(found, tmp_path / "a.png")
     assert len(drawn[0]) == 8
     assert set(lines_of(drawn[0]["latency against n on H200"])) == {
         "hf_fastdecode, eager",
@@ -219,10 +217,10 @@ def test_each_device_has_its_panels(tmp_path, drawn):
 
 def test_latency_alone(tmp_path, drawn):
     found = report(write_run(tmp_path, latency=latency()))
-    pictures.draw_against_latency(found, tmp_path / "a.png")
+    figures.draw_against_latency(found, tmp_path / "a.png")
     assert list(drawn[0]) == ["latency against n", "time of a step against n"]
     assert lines_of(drawn[0]["time of a step against n"])["transformers, eager"] == [(1, 20.0), (2, 40.0), (4, 80.0)]
-    assert pictures.draw_against_n(found, tmp_path / "b.png") is None
+    assert figures.draw_against_n(found, tmp_path / "b.png") is None
     assert [row["n"] for row in curve_rows(found)] == [1, 2, 4, 8]
 
 

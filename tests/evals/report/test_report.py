@@ -211,7 +211,7 @@ def test_numbers_out_of_bounds(run):
 
 
 def test_metrics_are_json_with_nulls(tmp_path):
-    from hf_fastdecode.evals.report.tables import write_metrics
+    from hf_fastdecode.evals.report.write import write_metrics
 
     tasks = {"1": [("x", -1.0, True)]}
     found = report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=latency((1,))))

@@ -1,0 +1,310 @@
+"""Figures of operators and of `generate`: latency against context and samples, throughput, the share of the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from ..measurement.figures import (
+    COLOURS,
+    add_legend,
+    add_title,
+    new_figure,
+    plain_numbers,
+    powers_of_two,
+    save,
+    style_axis,
+)
+from ..measurement.rows import Measurement
+from ..measurement.runner import failed
+from .generate.table import CEILING, paired, stock_kv_bytes, where_measured
+from .ops.table import is_part, one_node
+
+STYLES: dict[str, tuple[str, str]] = {
+    "ours": (COLOURS["shared"], "hf_fastdecode"),
+    "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
+    "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
+    "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
+    "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
+    "sketch": ("#c46a8d", "sketch: two Triton launches"),
+    "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
+    "stock": (COLOURS["stock"], "transformers"),
+    "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
+    "generate_batch": ("#c2a5a5", "transformers generate_batch"),
+    "shared": (COLOURS["shared"], "hf_fastdecode"),
+    "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
+    "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
+    "compile": (COLOURS["compile"], "hf_fastdecode, compile"),
+    "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
+    "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
+}
+"""The colour and name of each way in every figure."""
+_PLAIN_STYLE = ("#444444", "")
+_COLUMNS = 4
+
+Picture = Callable[[Sequence[Measurement], Path], Path | None]
+"""Draws rows to a file, or finds nothing to draw."""
+
+
+class RedCheckError(ValueError):
+    """Measurements whose check was red are not drawn."""
+
+
+def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
+    """Draw all figures that measurements of operators or of `generate` give.
+
+    Args:
+        rows: Measurements of one command.
+        stem: What the files' names begin with.
+
+    Returns:
+        The files written; none where no line can be drawn.
+
+    Raises:
+        RedCheckError: A check was red, so that the run says nothing.
+    """
+    if red := failed(rows):
+        raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
+    if not rows:
+        return []
+    pictures = _OPS if "case" in rows[0] else _COMPLETIONS if "from_token" in rows[0] else _GENERATE
+    found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in pictures.items()]
+    return [path for path in found if path is not None]
+
+
+def _op_lines(x: str, other: str) -> Picture:
+    """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
+        rows = [row for row in rows if one_node(row)]
+        shortest = min((int(row["suffix"]) for row in rows), default=0)
+        rows = [row for row in rows if int(row["suffix"]) == shortest]
+        panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (title, own) in zip(axes, panels.items()):
+            axis.set_title(title, fontsize=9)
+            for way, points in _lines(own, x, "us_p50"):
+                if not is_part(way):
+                    axis.plot(*points, **_look(way))
+            floor = sorted({(int(row[x]), float(row["floor_us"])) for row in own if not is_part(row["way"])})
+            axis.plot(*zip(*floor), "k--", linewidth=1, label="floor: bytes or arithmetic")
+        head = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
+        return _finish(figure, axes, x, "microseconds a layer", head, path)
+
+    return draw
+
+
+def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
+    """A map for each head layout: the floor over our time, by context and n."""
+    rows = [row for row in rows if row["way"] == "ours" and row["status"] == "ok" and one_node(row)]
+    panels: dict[Any, list[Measurement]] = {}
+    for row in rows:
+        panels.setdefault((row["heads"], row["kv_heads"], row["suffix"]), []).append(row)
+    panels = {key: own for key, own in panels.items() if len(own) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, ((heads, kv_heads, suffix), own) in zip(axes, panels.items()):
+        contexts = sorted({int(row["context"]) for row in own})
+        samples = sorted({int(row["rows"]) for row in own})
+        shares = [[float("nan")] * len(contexts) for _ in samples]
+        for row in own:
+            at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
+            shares[at[0]][at[1]] = 1 / float(row["over_floor"])
+            share = shares[at[0]][at[1]]
+            colour = "black" if share > 0.7 else "white"
+            axis.text(at[1], at[0], f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+        axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
+        axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
+        axis.set_yticks(range(len(samples)), [str(n) for n in samples])
+        axis.set_xlabel("context, tokens")
+        axis.set_ylabel("n, samples")
+        axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
+    add_title(
+        figure,
+        f"hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product), {_where(rows)}",
+    )
+    return save(figure, path)
+
+
+def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Picture:
+    """A number of whole calls against `x`: a line of panels for each model, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
+        rows = [row for row in rows if not row.get("finish")]
+        panels = _panels(rows, x, other, lambda row: row["shape"])
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (panel, own) in zip(axes, panels.items()):
+            axis.set_title(panel, fontsize=9)
+            for way, points in _lines(own, x, y):
+                axis.plot(*points, **_look(way))
+        return _finish(figure, axes, x, name, f"{title}, {_where(rows)}; where a line ends, memory did", path)
+
+    return draw
+
+
+def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None:
+    """Milliseconds of a step against the tokens of a completion, a panel for each model and number of samples."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    panels: dict[str, list[Measurement]] = {}
+    for row in measured:
+        name = f"{row['shape']}, n = {row['samples']}, prompt of {int(row['context']):,}"
+        panels.setdefault(name, []).append(row)
+    panels = {name: own for name, own in panels.items() if len({row["to_token"] for row in own}) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, (name, own) in zip(axes, panels.items()):
+        axis.set_title(name, fontsize=9)
+        for way in dict.fromkeys(row["way"] for row in own):
+            axis.plot(*_points(own, way), **_look(way))
+        ways = {row["way"] for row in own}
+        for ceiling in sorted(way for way in ways if way.endswith(CEILING)):
+            _, steps = _points(own, ceiling)
+            floors = {_middle(row): float(row["kv_floor_ms"]) for row in own}
+            base = sum(steps) / len(steps)
+            xs = sorted(floors)
+            axis.plot(xs, [base + floors[x] for x in xs], "k--", linewidth=1, label="no attention + reading the KV")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("tokens of a completion", fontsize=8)
+        axis.set_ylabel("ms a step", fontsize=8)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    add_title(figure, where_measured(measured))
+    return save(figure, path)
+
+
+def _middle(row: Measurement) -> float:
+    return (int(row["from_token"]) + int(row["to_token"])) / 2
+
+
+def _points(rows: Sequence[Measurement], way: str) -> tuple[list[Any], list[Any]]:
+    found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
+    return [x for x, _ in found], [y for _, y in found]
+
+
+_OPS: dict[str, Picture] = {
+    "latency-context": _op_lines("context", "rows"),
+    "latency-n": _op_lines("rows", "context"),
+    "floor": _floor_share,
+}
+_COMPLETIONS: dict[str, Picture] = {"steps": _growing_completions}
+_GENERATE: dict[str, Picture] = {
+    "latency-context": _generate_lines("context", "samples", "ms_per_step", "ms a step", "generate, time of a step"),
+    "latency-n": _generate_lines("samples", "context", "ms_per_step", "ms a step", "generate, time of a step"),
+    "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
+}
+
+_NAMES = {"context": "context", "rows": "n", "samples": "n"}
+
+
+def _panels(
+    rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
+) -> dict[str, list[Measurement]]:
+    """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
+
+    Panels come in the order of lines, so that a line of the figure is one model or head layout.
+    """
+    found: dict[str, dict[int, list[Measurement]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
+    panels = {}
+    for name, by_value in found.items():
+        values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
+        last, most = len(values) - 1, min(_COLUMNS, len(values))
+        for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
+            panels[f"{name}; {_NAMES[other]} {value:,}"] = by_value[value]
+    return panels
+
+
+def _lines(rows: Sequence[Measurement], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
+    ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
+    lines = []
+    for way in ways:
+        points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
+        if points:
+            lines.append((way, ([at for at, _ in points], [value for _, value in points])))
+    return lines
+
+
+def _look(way: str) -> dict[str, Any]:
+    base = way.removesuffix(CEILING)
+    colour, name = STYLES.get(base, _PLAIN_STYLE)
+    if way.endswith(CEILING):
+        return {"color": colour, "linestyle": ":", "linewidth": 1.4, "label": f"{name or base}: ceiling, no attention"}
+    return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}
+
+
+def _figure(panels: Sized) -> tuple[Any, list[Any]]:
+    """A figure with lines of up to four panels."""
+    count = len(panels)
+    columns = 3 if count % 3 == 0 and count % _COLUMNS else min(_COLUMNS, count)
+    lines = -(-count // columns)
+    return new_figure(count, columns, (max(5.5, 3.6 * columns), 3.1 * lines + 0.8))
+
+
+def _finish(figure: Any, axes: list[Any], x: str, y: str, title: str, path: Path) -> Path:
+    named = {"context": "context, tokens", "rows": "n, samples", "samples": "n, samples"}
+    for axis in axes:
+        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.set_xlabel(named[x], fontsize=8)
+        axis.set_ylabel(y, fontsize=8)
+        style_axis(axis)
+        plain_numbers(axis.yaxis)
+    add_title(figure, title)
+    add_legend(figure, fontsize=8)
+    return save(figure, path)
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def _where(rows: Sequence[Measurement]) -> str:
+    return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
+
+
+def draw_stock_beside_shared(rows: Sequence[Measurement], path: Path) -> Path:
+    """Draw KV memory and the time of the whole call, stock beside shared, on logarithmic axes."""
+    pairs = paired(rows)
+    labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]
+    figure, (left, right) = new_figure(2, 2, (12, 4.2))
+    width, grey, green = 0.38, COLOURS["stock"], COLOURS["shared"]
+    for index, (stock, shared, _) in enumerate(pairs):
+        fits = stock["status"] == "ok"
+        before = stock_kv_bytes(stock, shared) / 2**30
+        after = float(shared["kv_bytes"]) / 2**30
+        left.bar(index - width / 2, before, width, color=grey, hatch=None if fits else "///", edgecolor="white")
+        left.bar(index + width / 2, after, width, color=green)
+        left.text(index, max(before, after) * 1.08, f"{before / after:.0f}x", ha="center", fontsize=9)
+        if fits:
+            before_s, after_s = float(stock["total_s"]), float(shared["total_s"])
+            right.bar(index - width / 2, before_s, width, color=grey)
+            right.text(index, before_s * 1.05, f"{before_s / after_s:.1f}x", ha="center", fontsize=9)
+        else:
+            right.text(index - width / 2, 0.5, "out of memory", rotation=90, ha="center", va="bottom", fontsize=8)
+        right.bar(index + width / 2, float(shared["total_s"]), width, color=green)
+    left.set_yscale("log")
+    left.set_title("KV cache, GiB (hatched: did not fit)")
+    right.set_title(f"generate, {rows[0]['new_tokens']} new tokens, seconds")
+    for axes in (left, right):
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.margins(y=0.15)
+    right.margins(y=0.12)
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=grey, label="stock transformers"), Patch(color=green, label="hf_fastdecode")]
+    right.legend(handles=handles, frameon=False, loc="upper left")
+    figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']}, random weights", fontsize=10, color="#555")
+    return save(figure, path, dpi=110)

@@ -1,0 +1,1 @@
+"""Whole calls of `generate` and growing completions: cases, ways, check, time and table."""

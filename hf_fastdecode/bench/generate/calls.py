@@ -1,0 +1,177 @@
+"""The calls that are measured: a model, prompts for a case, and functions that generate so many tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_fastdecode as fd
+
+from ...cache.accounting import KVSizes
+from ...measurement.calls import collect
+from ...measurement.runner import NotAvailableError
+from ...measurement.shapes import SHAPES, random_model
+from ...patches.slim_layers import SlimLayer
+from ..slim.cases import RANK_DIVISOR
+from .cases import SAMPLING, GenerateCase
+from .ways import GenerateWay
+
+_FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
+
+
+def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None = None) -> PreTrainedModel:
+    """The model of a shape: random weights, ``embedded`` for the one that the package carries, or a checkpoint.
+
+    Every sample of it runs to the end, so that steps are comparable.
+
+    Args:
+        shape: Name of the shape.
+        device: Where it runs.
+        dtype: Dtype of its weights.
+        slim: Plan of every layer of a slim model with random weights; None for an ordinary model.
+
+    Raises:
+        OSError: There is no such checkpoint.
+        NotAvailableError: The shape has no slim form.
+    """
+    if slim is not None:
+        fields = SHAPES.get(shape, {})
+        if not fields or fields["num_key_value_heads"] != fields["num_attention_heads"]:
+            raise NotAvailableError(
+                "slim ways need a named shape with as many KV heads as query heads, since each head's values are made "
+                f"of all keys, got {shape}; choose 7b-mha, 13b-mha or tiny-mha"
+            )
+        rank = fields["hidden_size"] // RANK_DIVISOR if slim == "k+r" else 0
+        return random_model(shape, device, dtype, SlimLayer(slim, rank))
+    if shape in SHAPES:
+        return random_model(shape, device, dtype)
+    if shape == "embedded":
+        model = fd.load_embedded(dtype=dtype, device=device)[0]
+    else:
+        folder = Path(shape).expanduser()
+        model = AutoModelForCausalLM.from_pretrained(folder if folder.is_dir() else shape, dtype=dtype)
+        model = model.to(device).eval()
+    end = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
+    return model
+
+
+class LatestModel:
+    """Loads models on a device, and keeps the latest until another is asked for."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.held: tuple[tuple[str, str, str | None], PreTrainedModel] | None = None
+
+    def of(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
+        """The model of a case and a way, see `load`."""
+        key = case.shape, case.dtype, way.slim
+        if self.held is None or self.held[0] != key:
+            self.held = None
+            collect()
+            self.held = key, load(case.shape, self.device, getattr(torch, case.dtype), way.slim)
+        return self.held[1]
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
+    config = copy.copy(model.config)
+    config.slim_layers = None
+    return KVSizes.from_config(config).bytes_per_token(model.dtype.itemsize)
+
+
+class RowsFinish(StoppingCriteria):
+    """Ends each row after its own number of drawn tokens, `lengths`.
+
+    It calls itself an end-of-sequence criterion, so that finished rows are padded and may be compacted away; it is
+    asked about all rows to the end.
+    """
+
+    def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
+        self.prompt_length = prompt_length
+        self.lengths = torch.tensor(lengths, device=device)
+        self.eos_token_id = torch.tensor([-1], device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``."""
+        return input_ids.shape[1] - self.prompt_length >= self.lengths
+
+
+def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
+    """Random ids ``[1, context]``; of a tree ``[problems, context]``, no two of which go on alike after what all
+    share."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(_FIRST_ID, model.config.vocab_size, (1, case.context), generator=generator)
+    if case.tree is not None:
+        shared, problems = case.tree.shared, case.tree.problems
+        own = torch.randint(_FIRST_ID, model.config.vocab_size, (problems, case.tree.own), generator=generator)
+        own[:, 0] = _FIRST_ID + torch.arange(problems)
+        ids = torch.cat([ids[:, :shared].expand(problems, -1), own], 1)
+    return ids.to(model.device)
+
+
+def caller(
+    model: PreTrainedModel, case: GenerateCase, way: GenerateWay, *, stopping: StoppingCriteria | None = None
+) -> Callable[..., Any]:
+    """A function that generates so many tokens for a case's samples, with a way's arguments and a further criterion.
+
+    Raises:
+        NotAvailableError: The way does not take this case.
+    """
+    if way.beams and (case.finish or case.tree is not None):
+        raise NotAvailableError("beams are of one prompt, and run to the end")
+    ids = prompt(model, case)
+    extra: dict[str, Any] = {}
+    criteria = [stopping] if stopping is not None else []
+    if case.finish:
+        extra["pad_token_id"] = 0
+        criteria.append(RowsFinish(case.context, case.lengths(), model.device))
+    if criteria:
+        extra["stopping_criteria"] = StoppingCriteriaList(criteria)
+
+    def call(new_tokens: int, return_dict: bool = False) -> Any:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            return_dict_in_generate=return_dict,
+            **way.call_arguments(case.samples // len(ids)),
+            **extra,
+        )
+
+    return call
+
+
+def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
+    """The same through transformers' continuous batching.
+
+    Raises:
+        NotAvailableError: The model does not have it, or rows would have to finish apart.
+    """
+    if not hasattr(model, "generate_batch") or case.finish:
+        raise NotAvailableError("generate_batch does not take this case")
+    ids = prompt(model, case)
+    prompts = ids.repeat_interleave(case.samples // len(ids), 0).tolist()
+
+    def call(new_tokens: int) -> Any:
+        config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLING)
+        found = model.generate_batch(prompts, generation_config=config)
+        drawn = [len(output.generated_tokens) for output in found.values()]
+        if drawn != [new_tokens] * case.samples:
+            raise RuntimeError(f"generate_batch drew {sorted(set(drawn))} tokens for {len(drawn)} samples")
+        return found
+
+    return call

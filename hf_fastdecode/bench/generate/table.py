@@ -1,0 +1,252 @@
+"""Measured calls of `generate` and growing completions as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ...measurement.rows import Measurement
+from ...measurement.shapes import SHAPES
+from ...measurement.tables import by, cell, markdown
+from .cases import GenerateCase, PromptTree
+
+CEILING = "-no-attention"
+"""Ends the name of a way that is a ceiling."""
+# The way that stands for this package where only one is shown: the default, else the fastest mode measured.
+_OURS = ("shared", "compile", "graph", "eager")
+_SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
+
+
+def where_measured(rows: Sequence[Measurement]) -> str:
+    """Device, dtype and versions."""
+    first = rows[0]
+    return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+
+
+def cases_of(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
+    """The measurements of each case by way, in the order given."""
+    return by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
+
+
+def generate_table(
+    rows: Sequence[Measurement], *, published: Mapping[tuple[int, int], float] | None = None, unit: str = ""
+) -> str:
+    """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
+
+    Args:
+        rows: The measurements.
+        published: A paper's own numbers by context and samples, shown behind ours.
+        unit: The unit of `published`.
+    """
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
+    names = ["model", "context", "n", "new tokens", *ways, *(f"{way}, of ceiling" for way in ceilings if way in ways)]
+    if published:
+        names.append(f"published: {unit}")
+    lines = []
+    for case in cases_of(rows):
+        first = next(iter(case.values()))
+        cells = [_model(first), *_point(first), first["new_tokens"]]
+        cells += [cell(case.get(way), _step) for way in ways]
+        cells += [_share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
+        if published:
+            value = published.get((int(first["context"]), int(first["samples"])))
+            cells.append("" if value is None else f"{value:g}")
+        lines.append(cells)
+    once = [
+        row for row in rows if row["status"] == "ok" and row.get("ms_per_step_p20", "") == row.get("ms_per_step_p80")
+    ]
+    of = (
+        "of one timed call each"
+        if len(once) == len(rows)
+        else "medians, some of one timed call"
+        if once
+        else "medians"
+    )
+    return markdown(names, lines, f"{where_measured(rows)}; ms/step, {of}.")
+
+
+def finish_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of decoding when rows finish one after another, beside all rows running to the end, if measured."""
+    pairs: dict[tuple[str, ...], dict[bool, Measurement]] = {}
+    for row in rows:
+        if row.get("finish"):
+            first, _, last = row["finish"].partition("-")
+            key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "way"))
+            pairs.setdefault(key, {})[first == last] = row
+    lines = []
+    for (shape, context, samples, _, way), pair in pairs.items():
+        if len(pair) < 2:
+            continue
+        whole, apart = _decoding(pair[True]), _decoding(pair[False])
+        ratio = f"{apart / whole:.2f}" if whole and apart else ""
+        shown = [f"{seconds:.2f} s" if seconds else "" for seconds in (whole, apart)]
+        lines.append([shape, f"{int(context):,}", samples, way, *shown, ratio])
+    return markdown(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"], lines) if lines else ""
+
+
+def generate_tables(rows: Sequence[Measurement]) -> str:
+    """Both tables, the second where rows finish one after another."""
+    return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
+
+
+def first_calls_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of each way's first call, beside those of a later one."""
+    lines = [
+        [
+            *(_model(row), *_point(row), row["new_tokens"], row["way"]),
+            *(f"{float(row[name]):.1f} s" for name in ("first_call_s", "total_s")),
+        ]
+        for row in rows
+    ]
+    names = ["model", "context", "n", "new tokens", "way", "first call", "later calls"]
+    return markdown(names, lines, f"{where_measured(rows)}.")
+
+
+def stock_beside_shared(rows: Sequence[Measurement]) -> str:
+    """One line for each case, stock → ours, and a step of ours compiled where that was measured."""
+    compiled = any(row["way"] == "compile" for row in rows)
+    steps = ["a step", "compiled"] if compiled else ["a step"]
+    lines = []
+    for stock, shared, ways in paired(rows):
+        step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
+        if compiled:
+            step.append(cell(ways.get("compile"), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
+        cells = [
+            *(stock["shape"], *_point(stock)),
+            _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
+            *step,
+            _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
+            f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
+            f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
+        ]
+        lines.append(cells)
+    names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
+    ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; medians.")
+
+
+def trees_table(rows: Sequence[Measurement]) -> str:
+    """One line for each tree of prompts: a step of it, and its KV cache beside stock's, which has no nodes."""
+    lines = []
+    for row in rows:
+        sizes = float(row["kv_bytes"]), stock_kv_bytes({**row, "status": "computed"}, row)
+        cells = [row["shape"], row["samples"], row["way"], f"{float(row['ms_per_step']):.1f} ms"]
+        lines.append([*cells, *(f"{size / 2**30:.1f} GiB" for size in sizes)])
+    return markdown(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"], lines)
+
+
+def beams_table(rows: Sequence[Measurement]) -> str:
+    """One line for each beam search, stock → with a shared-context cache."""
+    columns = (
+        ("prefill_s", "s", 1.0),
+        ("ms_per_step", "ms", 1.0),
+        ("total_s", "s", 1.0),
+        ("peak_bytes", "GiB", 2**-30),
+    )
+    lines = []
+    for ways in cases_of(rows):
+        both = ways["stock-beams"], ways["beams"]
+        changes = [
+            " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both) for column, unit, scale in columns
+        ]
+        lines.append([both[1]["shape"], *_point(both[1]), *changes])
+    names = ["model", "context", "beams", "time to first token", "a step", "whole call", "memory over the weights"]
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; medians.")
+
+
+def steps_apart_table(rows: Sequence[Measurement]) -> str:
+    """A step of each mode beside the same loop without attention, and what attention takes in a layer."""
+    lines = []
+    for ways in cases_of(rows):
+        for mode, row in ways.items():
+            ceiling = ways.get(mode + CEILING)
+            if ceiling is None or {row["status"], ceiling["status"]} != {"ok"}:
+                continue
+            step, without = float(row["ms_per_step"]), float(ceiling["ms_per_step"])
+            layers = SHAPES[row["shape"]]["num_hidden_layers"]
+            times = [f"{value:.2f} ms" for value in (step, without, step - without)]
+            lines.append([row["shape"], *_point(row), mode, *times, f"{1e3 * (step - without) / layers:.0f} us"])
+    return markdown(["model", "context", "n", "mode", "a step", "without attention", "attention", "of a layer"], lines)
+
+
+def completions_table(rows: Sequence[Measurement]) -> str:
+    """Milliseconds of a step in each way, a line for each span, beside what reading the keys and values takes."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = []
+    for case in by(rows, *_SPAN):
+        first = next(iter(case.values()))
+        floor = next((row["kv_floor_ms"] for row in case.values() if row["kv_floor_ms"]), "")
+        cells = [first["shape"], *_point(first), f"{int(first['from_token']):,} to {int(first['to_token']):,}"]
+        cells.append(f"{float(floor):.2f}" if floor else "")
+        lines.append([*cells, *(cell(case.get(way), _step) for way in ways)])
+    names = ["model", "context", "n", "tokens of a completion", "reading keys and values", *ways]
+    return markdown(names, lines, f"{where_measured(rows)}; ms, means over the steps of one call.")
+
+
+def steps_and_memory_table(rows: Sequence[Measurement]) -> str:
+    """A line for each case and way: a step, and the most memory over the weights, or why there is none."""
+    times = {"ms_per_step": "a step", "kv_floor_ms": "reading keys and values"}
+    times = {name: title for name, title in times.items() if name in rows[0]}
+    lines = []
+    for row in rows:
+        found = [row["status"], *[""] * len(times)]
+        if row["status"] == "ok":
+            found = [*(f"{float(row[name]):.2f} ms" for name in times), f"{float(row['peak_bytes']) / 2**30:.1f} GiB"]
+        lines.append([row["shape"], *_point(row), row["way"], *found])
+    names = ["model", "context", "n", "way", *times.values(), "memory over the weights"]
+    return markdown(names, lines, f"{where_measured(rows)}; means over the steps of one call.")
+
+
+def paired(rows: Sequence[Measurement]) -> list[tuple[Measurement, Measurement, dict[str, Measurement]]]:
+    """Stock, ours, and all ways by name, for each case in order; cases without both are left out."""
+    found = []
+    for ways in cases_of(rows):
+        ours = next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
+        if ours is not None and "stock" in ways:
+            found.append((ways["stock"], ours, ways))
+    return found
+
+
+def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
+    """Bytes of a stock cache at the end: measured, or where it did not fit, what its tokens would take.
+
+    Every row is as long as the longest one, whose last token is drawn and not stored.
+    """
+    if stock["status"] == "ok":
+        return float(stock["kv_bytes"])
+    context, samples, new = (int(stock[name]) for name in ("context", "samples", "new_tokens"))
+    tree = PromptTree.of_row(stock["shape"])
+    drawn = sum(GenerateCase(stock["shape"], context, samples, new, finish=stock.get("finish", "")).lengths())
+    per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + drawn)
+    return samples * (context + new - 1) * per_token
+
+
+def _change(stock: Measurement, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
+    before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
+    return f"{before} → {shown(float(shared[column]))}"
+
+
+def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
+    """Throughput of a way over that of its ceiling."""
+    if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
+        return ""
+    return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
+
+
+def _decoding(row: Measurement) -> float | None:
+    if not row.get("ms_per_step"):
+        return None
+    return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
+
+
+def _model(row: Measurement) -> str:
+    return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
+
+
+def _point(row: Measurement) -> tuple[str, str]:
+    """Context and samples."""
+    return f"{int(row['context']):,}", row["samples"]
+
+
+def _step(row: Measurement) -> str:
+    return f"{float(row['ms_per_step']):.2f}"

@@ -1,0 +1,1 @@
+"""Drawing the tokens of one step: cases, check, time and table."""

@@ -1,0 +1,72 @@
+"""Sampling cases as data: the tokens of one step drawn from logits, and the named sets of them.
+
+Nothing here needs torch, so that the command line can list the sets at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+GREEDY = "greedy"
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "top_p0.95": {"top_p": 0.95},
+    "top_k50": {"top_k": 50},
+    "top_k50-top_p0.95": {"top_k": 50, "top_p": 0.95},
+    "min_p0.05": {"min_p": 0.05},
+    GREEDY: {},
+}
+"""What `generate` is given beside the temperature, by name; ``greedy`` is ``do_sample=False``."""
+
+SAMPLING_WAYS = ("fast", "hf")
+
+
+@dataclass(frozen=True)
+class SamplingCase:
+    """One step: a token for each row.
+
+    Attributes:
+        rows: Sequences being decoded.
+        vocabulary: Logits of a row.
+        settings: A name in `SETTINGS`.
+        temperature: Divisor of the logits; greedy decoding has none.
+        dtype: Dtype of the logits.
+    """
+
+    rows: int
+    vocabulary: int
+    settings: str
+    temperature: float = 0.8
+    dtype: str = "bfloat16"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.settings == GREEDY
+
+    def bytes(self, itemsize: int) -> int:
+        """What must move at least: every logit once."""
+        return self.rows * self.vocabulary * itemsize
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return {
+            "case": f"n{self.rows}-v{self.vocabulary}-{self.settings}",
+            "rows": self.rows,
+            "vocabulary": self.vocabulary,
+            "settings": self.settings,
+            "temperature": "" if self.greedy else self.temperature,
+            "dtype": self.dtype,
+        }
+
+
+SAMPLING_SETS: dict[str, tuple[SamplingCase, ...]] = {
+    "grid": tuple(
+        SamplingCase(rows, vocabulary, settings)
+        for vocabulary, rows, settings in product((32_000, 128_256, 152_064), (1, 128, 1024), SETTINGS)
+    ),
+    "tiny": tuple(SamplingCase(rows, 300, settings) for rows, settings in product((1, 3), SETTINGS)),
+}
+"""Named sets: ``grid`` is every vocabulary, number of rows and setting; ``tiny`` is for a CPU."""

@@ -1,0 +1,86 @@
+"""Slim attention cases as data: one decode step of one layer over a slim cache, and the ways of doing it.
+
+Nothing here needs torch, so that the command line can list the cases at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+RANK_DIVISOR = 8
+"""Numbers per cached key for each V-coordinate of ``slim-k+r``."""
+
+_EIGHT_BITS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+SLIM_WAYS = (
+    *("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches"),
+    *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
+)
+"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
+Those in 8 bits, and ``slim-k-two-launches``, are read by the kernel for GPUs without clusters."""
+
+
+@dataclass(frozen=True)
+class SlimCase:
+    """One decode step of one multi-head attention layer.
+
+    Attributes:
+        rows: Sequences being decoded.
+        context: Cached tokens of each row.
+        heads: Query heads, as many as KV heads.
+        head_dim: Numbers per head.
+        dtype: Dtype of the cache.
+    """
+
+    rows: int
+    context: int
+    heads: int = 32
+    head_dim: int = 128
+    dtype: str = "float16"
+
+    @property
+    def columns_of_keys(self) -> int:
+        """Numbers per cached key of all heads."""
+        return self.heads * self.head_dim
+
+    def rank(self, way: str) -> int:
+        """V-coordinates of a slim way."""
+        return self.columns_of_keys // RANK_DIVISOR if way.startswith("slim-k+r") else 0
+
+    def cache_dtype(self, way: str) -> str:
+        """Name in torch of the dtype that a way caches."""
+        return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
+
+    def bytes(self, way: str, itemsize: int) -> int:
+        """Least bytes that must move: the cache once, with scales of 2 bytes for an `itemsize` of 1, and the averages.
+
+        Without RoPE's tables: the kernel for clusters reads those of each tile's first token only.
+        """
+        tokens = self.rows * self.context
+        if not way.startswith("slim"):
+            return 2 * (tokens + self.rows) * self.columns_of_keys * itemsize
+        width = self.columns_of_keys + self.rank(way)
+        scales = 0
+        if itemsize == 1:
+            scales = 2 * (self.heads + -(-self.rank(way) // self.head_dim))
+        return tokens * (width * itemsize + scales) + self.rows * self.heads * width * 4
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return {
+            "case": f"n{self.rows}-m{self.context}",
+            "rows": self.rows,
+            "context": self.context,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+        }
+
+
+SLIM_SETS: dict[str, tuple[SlimCase, ...]] = {
+    "grid": tuple(SlimCase(rows, context) for rows, context in product((1, 8), (32_768, 131_072))),
+    "tiny": (SlimCase(1, 40, heads=2, head_dim=32), SlimCase(2, 20, heads=2, head_dim=32)),
+}
+"""Named sets: ``grid`` is for a GPU; ``tiny`` is for a CPU."""
