@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-class CommandError(ValueError):
-    """Something that the user can set right, in one line: the value, the bound and the remedy."""
+class InputError(ValueError):
+    """Something that the caller can set right, in one line: the value, the bound and the remedy.
+
+    Messages name arguments in backticks, with a value or without: `dtype`, `dtype="bfloat16"`. The command line shows
+    its options in their place (`cli.arguments`).
+    """
 
 
 def one_line(error: BaseException, width: int = 400) -> str:

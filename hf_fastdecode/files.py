@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, Self
 
 from filelock import FileLock, Timeout
 
-from .errors import CommandError
+from .errors import InputError
 
 _BLOCK: Final = 1 << 16
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -123,7 +123,7 @@ class JsonlWriter:
         path: The file; it is made, with its folder, if need be.
 
     Raises:
-        CommandError: The file ends in something other than a JSON object; it is left as it is.
+        InputError: The file ends in something other than a JSON object; it is left as it is.
     """
 
     def __init__(self, path: Path):
@@ -138,7 +138,7 @@ class JsonlWriter:
             self._file.truncate(start)
         elif last:
             self._file.close()
-            raise CommandError(f"{path} does not end in a JSON object; name another file to write to")
+            raise InputError(f"{path} does not end in a JSON object; name another file to write to")
 
     def write(self, records: Iterable[Any]) -> None:
         """Append a batch of mappings or dataclasses; when this returns, the disk has it.
@@ -176,7 +176,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of `JsonlWriter`; empty lines and a last line that was cut off are skipped.
 
     Raises:
-        CommandError: Another line is not a JSON object.
+        InputError: Another line is not a JSON object.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -186,7 +186,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if found is not None:
                 yield found
             elif line.endswith(b"\n"):
-                raise CommandError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}; mend it")
+                raise InputError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}; mend it")
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -213,7 +213,7 @@ class Record:
         """A string field, or the default where it is missing or null; without a default it is required.
 
         Raises:
-            CommandError: It is missing, or not a string.
+            InputError: It is missing, or not a string.
         """
         value = self.fields.get(name)
         if value is None and default is not None:
@@ -231,9 +231,9 @@ class Record:
             raise self.error(f"field {name!r} must be a list of texts, got {self._shown(name)}")
         return tuple(value)
 
-    def error(self, message: str) -> CommandError:
+    def error(self, message: str) -> InputError:
         """An error that says where in the file it is."""
-        return CommandError(f"{self.place}: {message}")
+        return InputError(f"{self.place}: {message}")
 
     def _shown(self, name: str) -> str:
         if name not in self.fields:
@@ -245,29 +245,29 @@ def read_bytes(path: Path) -> bytes:
     """A file's content, decompressed if its name ends in `.gz`.
 
     Raises:
-        CommandError: It cannot be read, or is not gzipped.
+        InputError: It cannot be read, or is not gzipped.
     """
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except IsADirectoryError as error:
-        raise CommandError(f"{path} is a folder; name a file of JSON lines") from error
+        raise InputError(f"{path} is a folder; name a file of JSON lines") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CommandError(f"{path} is not a whole gzip file ({error}); decompress it or copy it again") from error
+        raise InputError(f"{path} is not a whole gzip file ({error}); decompress it or copy it again") from error
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}; name a file of JSON lines") from error
+        raise InputError(f"cannot read {path}: {error.strerror}; name a file of JSON lines") from error
 
 
 def parse_records(content: bytes, path: Path) -> list[Record]:
     """The records of a file that others wrote: one array if it begins with a bracket, else one object per line.
 
     Raises:
-        CommandError: It is not UTF-8, not JSON, holds something other than objects, or nothing.
+        InputError: It is not UTF-8, not JSON, holds something other than objects, or nothing.
     """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is not UTF-8 text (byte {error.start}); name a file of JSON lines") from error
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); name a file of JSON lines") from error
     if text.lstrip().startswith("["):
         items = _parsed(text, str(path))
         placed = [(f"{path} item {number}", item) for number, item in enumerate(items, 1)]
@@ -275,12 +275,10 @@ def parse_records(content: bytes, path: Path) -> list[Record]:
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         placed = [(f"{path} line {number}", _parsed(line, f"{path} line {number}")) for number, line in lines]
     if not placed:
-        raise CommandError(f"{path} holds no records; name a file of JSON lines")
+        raise InputError(f"{path} holds no records; name a file of JSON lines")
     for place, item in placed:
         if not isinstance(item, dict):
-            raise CommandError(
-                f"{place}: expected a JSON object, got {type(item).__name__}; name a file of JSON lines"
-            )
+            raise InputError(f"{place}: expected a JSON object, got {type(item).__name__}; name a file of JSON lines")
     return [Record(item, place) for place, item in placed]
 
 
@@ -288,7 +286,7 @@ def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{place}: not JSON ({error}); name a file of JSON lines") from error
+        raise InputError(f"{place}: not JSON ({error}); name a file of JSON lines") from error
 
 
 def write_rows(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_fastdecode import files
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.files import JsonlWriter, exclusive, write_text, write_whole
 
 
@@ -87,9 +87,9 @@ with exclusive(Path({str(path)!r}), ValueError("held")):
 
     def ask() -> None:
         try:
-            with exclusive(path, CommandError("held")):
+            with exclusive(path, InputError("held")):
                 pass
-        except CommandError as error:
+        except InputError as error:
             refused.append(str(error))
 
     other_path = path.with_name("b.jsonl")

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import errors
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.model_names import check_model, config_file, load_config, local_folder
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
@@ -22,13 +22,13 @@ def test_what_a_name_stands_for(tmp_path: Path):
     assert config_file("embedded") == MODEL_PATH / "config.json"
     assert config_file("org/name") is None
     check_model("shape:tiny")
-    with pytest.raises(CommandError, match="there is no shape 'huge'; choose one of 7b-mha,"):
+    with pytest.raises(InputError, match="there is no shape 'huge'; choose one of 7b-mha,"):
         check_model("shape:huge")
     for name, message in (
         ("", "a model's name is empty"),
         ("a" * 5000, "cannot be a path .* name a folder or a Hub id"),
     ):
-        with pytest.raises(CommandError, match=message):
+        with pytest.raises(InputError, match=message):
             check_model(name)
 
 
@@ -45,7 +45,7 @@ def test_what_a_name_stands_for(tmp_path: Path):
 def test_files_that_are_no_config(tmp_path: Path, content: str, message: str):
     file = tmp_path / "config.json"
     file.write_text(content)
-    with pytest.raises(CommandError, match=message) as error:
+    with pytest.raises(InputError, match=message) as error:
         load_config(str(file))
     assert "\n" not in str(error.value)
 
@@ -58,9 +58,9 @@ def test_a_config_file_and_its_folder(tmp_path: Path):
 
 
 def test_paths_that_are_not_there(tmp_path: Path):
-    with pytest.raises(CommandError, match=r"there is no file or folder \./missing; name one"):
+    with pytest.raises(InputError, match=r"there is no file or folder \./missing; name one"):
         load_config("./missing")
-    with pytest.raises(CommandError, match=r"config\.json; name a folder saved with save_pretrained"):
+    with pytest.raises(InputError, match=r"config\.json; name a folder saved with save_pretrained"):
         load_config(str(tmp_path))
 
 
@@ -83,10 +83,10 @@ def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pyte
         raise answer
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", raise_answer)
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         load_config("org/name")
 
 
 def test_no_hub_id():
-    with pytest.raises(CommandError, match="'two words' is no path, and no Hugging Face Hub id either"):
+    with pytest.raises(InputError, match="'two words' is no path, and no Hugging Face Hub id either"):
         load_config("two words")

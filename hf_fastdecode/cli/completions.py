@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import CommandError
+from ..errors import InputError
 from ..measurement import draw as measurement
 from ..measurement.draw import Drawn, continuation, memory_and_logit_errors
 from ..model_names import max_positions
@@ -43,21 +43,21 @@ def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: i
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
     Raises:
-        CommandError: A prompt has no tokens, one that the model does not know, or no room for the completion.
+        InputError: A prompt has no tokens, one that the model does not know, or no room for the completion.
     """
     # The error names a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
     limit = max_positions(model.config)
     for index, own in enumerate(ids):
         if not own:
-            raise CommandError(f"prompt {index} is empty; a completion needs at least one token to follow")
+            raise InputError(f"prompt {index} is empty; a completion needs at least one token to follow")
         if limit is not None and len(own) + max_new_tokens > limit:
-            raise CommandError(
+            raise InputError(
                 f"prompt {index} has {len(own)} tokens, and with {max_new_tokens} new ones that is more than the "
                 f"{limit} positions of this model (max_position_embeddings); shorten one of them"
             )
         if (last := max(own)) >= (vocabulary := vocabulary_of(model)):
-            raise CommandError(
+            raise InputError(
                 f"prompt {index} has token {last}, and the model knows tokens 0 to {vocabulary - 1}; its tokenizer "
                 "is that of another model"
             )
@@ -85,7 +85,7 @@ def draw(
         on_step: Called at each step with the number of tokens drawn before it.
 
     Raises:
-        CommandError: The rows do not fit into memory, or the model's logits are not finite.
+        InputError: The rows do not fit into memory, or the model's logits are not finite.
     """
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..errors import CommandError, one_line
+from ..errors import InputError, one_line
 from .arguments import in_options
 from .interrupts import INTERRUPTED, exit_on_interrupt
 
@@ -87,7 +87,7 @@ def _open_streams() -> None:
         null = os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
         setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
     if "stdout" in closed:
-        raise CommandError("stdout is closed; send it to a file, or to /dev/null")
+        raise InputError("stdout is closed; send it to a file, or to /dev/null")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
@@ -120,7 +120,7 @@ def _report_error(error: BaseException, words: Sequence[str]) -> int:
 
 
 def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
-    if isinstance(error, CommandError):
+    if isinstance(error, InputError):
         return in_options(str(error)), 2
     if isinstance(error, FailedCheck):
         return in_options(str(error)), 1
@@ -173,7 +173,7 @@ def bad_input(containing: str = "") -> Iterator[None]:
     except ValueError as error:
         if containing not in str(error):
             raise
-        raise CommandError(str(error)) from error
+        raise InputError(str(error)) from error
 
 
 def forced_options() -> AbstractContextManager[None]:

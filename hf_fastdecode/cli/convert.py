@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ..errors import CommandError, one_line
+from ..errors import InputError, one_line
 from .checks import check_choice, check_dtype
 from .console import FailedCheck, note, quiet_libraries
 from .interrupts import exit_on_interrupt
@@ -122,9 +122,9 @@ def convert_checkpoint(
     check_dtype(dtype)
     check_choice("format", [form], ("slim", "full"))
     if target is None and not dry_run:
-        raise CommandError("name the folder to make, or give --dry-run to measure only")
+        raise InputError("name the folder to make, or give --dry-run to measure only")
     if dry_run and (resume or verify):
-        raise CommandError(
+        raise InputError(
             f"--dry-run writes nothing that --{'resume' if resume else 'verify'} could read; leave one out"
         )
     if form == "full":
@@ -134,7 +134,7 @@ def convert_checkpoint(
         unused |= {"--transcript": transcript is not None and not verify}
         if name := next(filter(unused.get, unused), None):
             needs = " without --verify" if name in ("--tolerance", "--calibration", "--transcript") else ""
-            raise CommandError(f"{name} does nothing with --format full{needs}; leave it out")
+            raise InputError(f"{name} does nothing with --format full{needs}; leave it out")
     shard_bytes = _size(max_shard_size)
     with quiet_libraries():
         with exit_on_interrupt():
@@ -171,7 +171,7 @@ def convert_checkpoint(
             )
             if settings.target is not None:
                 if settings.target.expanduser().exists():
-                    raise CommandError(f"{target} exists; name another folder, or remove it first")
+                    raise InputError(f"{target} exists; name another folder, or remove it first")
                 staging = unfinished(settings.target.expanduser())
             if resume and staging is not None and not os.path.lexists(staging):
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
@@ -182,11 +182,11 @@ def convert_checkpoint(
                 f"else delete {staging}"
             ) from error
         except ValueError as error:
-            raise CommandError(one_line(error)) from error
+            raise InputError(one_line(error)) from error
         except OSError as error:
             if staging is None or not staging.exists():
                 raise
-            raise CommandError(
+            raise InputError(
                 f"cannot write {error.filename or target}: {error.strerror or error}; fix that and continue with "
                 f"--resume, or delete {staging}, which holds what is converted"
             ) from error
@@ -214,5 +214,5 @@ def _size(text: str) -> int:
     """Bytes."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not int(match[1]):
-        raise CommandError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+        raise InputError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
     return int(match[1]) * _UNITS[match[2]]

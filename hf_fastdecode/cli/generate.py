@@ -13,7 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from ..assets import few_shot_prompt
-from ..errors import CommandError
+from ..errors import InputError
 from ..model_names import config_file
 from .checks import check_device, check_dtype, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
@@ -84,18 +84,18 @@ def generate(
     """
     sampling = drawing.sampling()
     if explain and how.stock:
-        raise CommandError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
+        raise InputError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):
-        raise CommandError("--stop got an empty string, which would end every completion at once; leave it out")
+        raise InputError("--stop got an empty string, which would end every completion at once; leave it out")
     stops = [given_text(string, "--stop") for string in stops]
     options = how.arguments()
     check_dtype(dtype)
     check_device(device)
     config_file(model)
     if shots is not None and not task_id:
-        raise CommandError(f"--shots {shots} is for the prompt of a --task-id; give one, or leave --shots out")
+        raise InputError(f"--shots {shots} is for the prompt of a --task-id; give one, or leave --shots out")
     if task_id and (prompt or prompt_file):
-        raise CommandError("--task-id is a prompt, and another was given; leave one out")
+        raise InputError("--task-id is a prompt, and another was given; leave one out")
     if task_id:
         examples = SHOTS if shots is None else shots
         texts = [few_shot_prompt(task, examples) for task in pick_tasks(task_id, examples)]
@@ -125,19 +125,17 @@ def generate(
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
     """The prompts, verbatim: those on the command line, or one from each file, or one from stdin."""
     if prompts and files:
-        raise CommandError("--prompt and --prompt-file were both given; leave one out")
+        raise InputError("--prompt and --prompt-file were both given; leave one out")
     if prompts:
         texts, places = [given_text(prompt, "--prompt") for prompt in prompts], ["--prompt"] * len(prompts)
     elif files:
         texts, places = [_read(file) for file in files], [str(file) for file in files]
     elif stdin.isatty():
-        raise CommandError("there is no prompt; pass --prompt TEXT or --prompt-file FILE, or pipe text to stdin")
+        raise InputError("there is no prompt; pass --prompt TEXT or --prompt-file FILE, or pipe text to stdin")
     else:
         texts, places = [_read_stdin(stdin)], ["stdin"]
     if empty := [index for index, text in enumerate(texts) if not text]:
-        raise CommandError(
-            f"prompt {empty[0]} (from {places[empty[0]]}) is empty; a completion needs a text to follow"
-        )
+        raise InputError(f"prompt {empty[0]} (from {places[empty[0]]}) is empty; a completion needs a text to follow")
     return texts
 
 
@@ -154,23 +152,23 @@ def _read_stdin(stdin: TextIO) -> str:
     try:
         return _decode(stdin.buffer.read(), "stdin")
     except OSError as error:
-        raise CommandError(f"cannot read stdin: {error.strerror}; pass --prompt TEXT or --prompt-file FILE") from error
+        raise InputError(f"cannot read stdin: {error.strerror}; pass --prompt TEXT or --prompt-file FILE") from error
 
 
 def _read(file: Path) -> str:
     if file.is_dir():
-        raise CommandError(f"{file} is a folder; name a text file")
+        raise InputError(f"{file} is a folder; name a text file")
     try:
         return _decode(file.read_bytes(), str(file))
     except OSError as error:
-        raise CommandError(f"cannot read {file}: {error.strerror}; name a text file") from error
+        raise InputError(f"cannot read {file}: {error.strerror}; name a text file") from error
 
 
 def _decode(content: bytes, place: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CommandError(
+        raise InputError(
             f"{place} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it, such "
             "as with iconv -f latin1 -t utf-8"
         ) from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_fastdecode.cache.accounting import KVSizes
 
-from ..errors import CommandError
+from ..errors import InputError
 from .console import bytes_text
 from .sampling import Sampling
 
@@ -32,15 +32,15 @@ def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: b
     if model.device.type == "cpu":
         needed += _kv_bytes(model, prompts, length, sampling, shared)
     if needed > (memory := _memory(model.device)):
-        raise CommandError(
+        raise InputError(
             f"{_rows(rows, sampling)} need up to {bytes_text(needed)} of memory, {model.device} has "
             f"{bytes_text(memory)}; lower --n or --max-new-tokens"
         )
 
 
-def memory_error(rows: int, sampling: Sampling, device: torch.device) -> CommandError:
+def memory_error(rows: int, sampling: Sampling, device: torch.device) -> InputError:
     """The error for a call whose allocation failed."""
-    return CommandError(f"{_rows(rows, sampling)} do not fit in the memory of {device}; lower --n or --max-new-tokens")
+    return InputError(f"{_rows(rows, sampling)} do not fit in the memory of {device}; lower --n or --max-new-tokens")
 
 
 def _rows(rows: int, sampling: Sampling) -> str:

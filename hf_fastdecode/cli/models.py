@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.assets import MODEL_PATH, load_embedded
 
-from ..errors import CommandError, one_line, out_of_memory
+from ..errors import InputError, one_line, out_of_memory
 from ..generation.prompts.prompt_ids import has_no_vocabulary
 from ..measurement.shapes import SHAPES, random_model
 from ..model_names import EMBEDDED, SHAPE, load_config, local_folder
@@ -41,7 +41,7 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
         return _random_model(name.removeprefix(SHAPE), dtype, device)
     config = load_config(name)
     if config.is_encoder_decoder:
-        raise CommandError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
+        raise InputError(f"{name} is an encoder-decoder ({config.model_type}); generate takes decoder-only models")
     place = str(local_folder(name) or name)
     try:
         if name == EMBEDDED:
@@ -49,22 +49,22 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
         else:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
             if has_no_vocabulary(tokenizer):
-                raise CommandError(
+                raise InputError(
                     f"{name} has no tokenizer files; save the tokenizer beside the weights (tokenizer.save_pretrained)"
                 )
             model = _load_weights(name, place, dtype).to(device).eval()
-    except CommandError:
+    except InputError:
         raise
     except SafetensorError as error:
-        raise CommandError(
+        raise InputError(
             f"cannot load {name}: {_damaged(Path(place))} is cut off or no safetensors file ({one_line(error)}); copy "
             "or download it again"
         ) from error
     except Exception as error:  # files that are not what they say may raise anything
         if out_of_memory(error):
-            raise CommandError(f"{name} does not fit in the memory of {device}; try --dtype bfloat16") from error
+            raise InputError(f"{name} does not fit in the memory of {device}; try --dtype bfloat16") from error
         kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
-        raise CommandError(f"cannot load {name}: {kind}{one_line(error)}") from error
+        raise InputError(f"cannot load {name}: {kind}{one_line(error)}") from error
     _prepare(model, tokenizer)
     return model, tokenizer
 
@@ -73,7 +73,7 @@ def _random_model(shape: str, dtype: str, device: torch.device) -> tuple[Any, An
     chosen = ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     if len(tokenizer) > SHAPES[shape]["vocab_size"]:
-        raise CommandError(
+        raise InputError(
             f"shape {shape} has {SHAPES[shape]['vocab_size']} tokens, fewer than the {len(tokenizer)} of the embedded "
             "tokenizer; choose another"
         )
@@ -82,7 +82,7 @@ def _random_model(shape: str, dtype: str, device: torch.device) -> tuple[Any, An
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise CommandError(f"shape {shape} does not fit in the memory of {device}; name a smaller one") from error
+        raise InputError(f"shape {shape} does not fit in the memory of {device}; name a smaller one") from error
 
 
 def _load_weights(name: str, place: str, dtype: str) -> Any:
@@ -97,12 +97,12 @@ def _load_weights(name: str, place: str, dtype: str) -> Any:
         transformers_logging.set_verbosity(verbosity)
     if mismatched := sorted(found["mismatched_keys"]):
         weight, stored, expected = mismatched[0]
-        raise CommandError(
+        raise InputError(
             f"cannot load {name}: its config wants {weight} of shape {list(expected)}, the checkpoint holds "
             f"{list(stored)}{_more(mismatched)}; config.json and weights are of different models"
         )
     if missing := sorted(found["missing_keys"]):
-        raise CommandError(
+        raise InputError(
             f"cannot load {name}: the checkpoint lacks {missing[0]}{_more(missing)}, which its config wants; "
             "config.json and weights are of different models, or a file is missing"
         )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from ..errors import CommandError
+from ..errors import InputError
 from ..measurement.shapes import SHAPES
 from .checks import check_enable_options
 
@@ -124,7 +124,7 @@ def refuse_with_stock(**options: str) -> None:
     for name, value in options.items():
         if value != "auto":
             option = f"--{name.replace('_', '-')} {value}"
-            raise CommandError(f"{option} is for hf_fastdecode, and --stock runs without it; leave one out")
+            raise InputError(f"{option} is for hf_fastdecode, and --stock runs without it; leave one out")
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:

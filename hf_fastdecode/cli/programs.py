@@ -11,7 +11,7 @@ from typing import Any, Final
 import typer
 
 from ..assets import embedded_folder
-from ..errors import CommandError
+from ..errors import InputError
 from ..model_names import EMBEDDED
 from .interrupts import exit_on_interrupt
 from .options import HELP_NAMES
@@ -76,9 +76,9 @@ def check_installed() -> None:
     try:
         found = version("lm-eval")
     except PackageNotFoundError:
-        raise CommandError(f"lm-evaluation-harness is not installed; {_LM_EVAL}") from None
+        raise InputError(f"lm-evaluation-harness is not installed; {_LM_EVAL}") from None
     if Version(found) < Version(LEAST):
-        raise CommandError(f"lm-evaluation-harness must be at least {LEAST}, this is {found}; {_LM_EVAL}")
+        raise InputError(f"lm-evaluation-harness must be at least {LEAST}, this is {found}; {_LM_EVAL}")
 
 
 def with_model(words: Sequence[str], name: str) -> list[str]:
@@ -113,7 +113,7 @@ def serve(context: typer.Context) -> None:
 def run_server(words: Sequence[str]) -> None:
     """Run transformers' command line `serve` with these words."""
     if _BATCHING in words:
-        raise CommandError(
+        raise InputError(
             f"{_BATCHING} decodes without `generate`, which is what hf_fastdecode makes fast; leave it out, "
             "or run `transformers serve`"
         )
@@ -121,7 +121,7 @@ def run_server(words: Sequence[str]) -> None:
         from transformers.utils.import_utils import is_serve_available
 
         if not is_serve_available():
-            raise CommandError(f"transformers' server is not installed; {_SERVER}")
+            raise InputError(f"transformers' server is not installed; {_SERVER}")
         from transformers.cli.transformers import app
     if EMBEDDED in words:
         words = [str(embedded_folder()) if word == EMBEDDED else word for word in words]

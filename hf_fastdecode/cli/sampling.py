@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ..errors import CommandError
+from ..errors import InputError
 from .checks import check_count, check_sampling
 from .options import TEMPERATURE, TOP_P, MaxNewTokens, Seed, Temperature, TopP
 
@@ -16,7 +16,7 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one `generate` call draws; a value out of its bounds raises a CommandError.
+    """How one `generate` call draws; a value out of its bounds raises a InputError.
 
     With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """
@@ -34,9 +34,9 @@ class Sampling:
         check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=False)
         if self.top_k < 0:
-            raise CommandError(f"--top-k must be at least 0, got {self.top_k}; 0 turns it off")
+            raise InputError(f"--top-k must be at least 0, got {self.top_k}; 0 turns it off")
         if self.greedy and self.n > 1:
-            raise CommandError(f"greedy completions of a prompt are all equal, got n = {self.n}; use --n 1 or sample")
+            raise InputError(f"greedy completions of a prompt are all equal, got n = {self.n}; use --n 1 or sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class SamplingOptions:
         """The settings, with their defaults.
 
         Raises:
-            CommandError: A value is out of its bounds, or an option contradicts ``--greedy``.
+            InputError: A value is out of its bounds, or an option contradicts ``--greedy``.
         """
         given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
         if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
-            raise CommandError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
+            raise InputError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
         return Sampling(
             n=self.n if self.n is not None else 1 if self.greedy else SAMPLES,
             max_new_tokens=self.max_new_tokens,

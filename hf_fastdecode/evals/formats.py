@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 from ..files import Record, json_lines, parse_records, read_bytes, write_text
 from .prompts.stop_rules import parses
@@ -32,7 +32,7 @@ def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | N
         chosen: The tasks whose samples are returned; an array of arrays belongs to exactly these. None for all.
 
     Raises:
-        CommandError: The file cannot be read, or a sample is wrong; names the line.
+        InputError: The file cannot be read, or a sample is wrong; names the line.
     """
     content = read_bytes(path)
     if generations := _generations(content):
@@ -101,18 +101,18 @@ def _generations(content: bytes) -> list[list[str]]:
 
 def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path) -> list[Sample]:
     if len(generations) != len(tasks):
-        raise CommandError(
+        raise InputError(
             f"{path} holds generations of {len(generations)} tasks, which only their order tells, and {len(tasks)} "
             "tasks are chosen; choose theirs by `task`, `split`, `limit` or `task_ids`"
         )
     if not any(generations):
-        raise CommandError(f"{path} holds no sample")
+        raise InputError(f"{path} holds no sample")
     samples = []
     for number, (task, programs) in enumerate(zip(tasks, generations, strict=True), 1):
         for index, program in enumerate(programs):
             place = f"{path} item {number}, program {index + 1}"
             if not isinstance(program, str):
-                raise CommandError(f"{place}: expected a text, got {type(program).__name__}; write programs as texts")
+                raise InputError(f"{place}: expected a text, got {type(program).__name__}; write programs as texts")
             samples.append(Sample(task.task_id, index, _continuation(task, program, place)))
     return samples
 
@@ -131,7 +131,7 @@ def _continuation(task: Task, program: str, place: str) -> str:
         name = re.escape(task.entry_point)
         return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
     # In Java no class can be defined twice.
-    raise CommandError(
+    raise InputError(
         f"{place}: a Java program must begin with the task's stem; give what follows the stem as 'completion'"
     )
 
@@ -151,14 +151,12 @@ def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task],
             ``bigcode`` with whole programs.
 
     Raises:
-        CommandError: A sample has no task; or a task has no sample, in ``bigcode``'s form, which identifies tasks by
+        InputError: A sample has no task; or a task has no sample, in ``bigcode``'s form, which identifies tasks by
             position.
     """
     by_id = {task.task_id: task for task in tasks}
     if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
-        raise CommandError(
-            f"there is no task {strange[0]} for its samples; name the task set that they were made from"
-        )
+        raise InputError(f"there is no task {strange[0]} for its samples; name the task set that they were made from")
     if form == "bigcode":
         text = json.dumps(_in_task_order(samples, tasks))
     else:
@@ -185,7 +183,7 @@ def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[lis
     for sample in sorted(samples, key=lambda one: one.index):
         programs[sample.task_id].append(by_id[sample.task_id].program(sample.completion))
     if empty := [task_id for task_id, found in programs.items() if not found]:
-        raise CommandError(
+        raise InputError(
             f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
         )
     return list(programs.values())

@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from hf_fastdecode.api import enable
 from hf_fastdecode.assets import embedded_folder
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.generation.options import Options
 
 from ..model_names import EMBEDDED
@@ -31,7 +31,7 @@ class FastDecodeLM(HFLM):
         arguments: Further arguments of `HFLM`.
 
     Raises:
-        CommandError: `mode`, `sampler` or `reuse_prefix` has a value that `hf_fastdecode.enable` refuses.
+        InputError: `mode`, `sampler` or `reuse_prefix` has a value that `hf_fastdecode.enable` refuses.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FastDecodeLM(HFLM):
         try:
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
         except ValueError as error:
-            raise CommandError(f"`model_args`: {error}") from error
+            raise InputError(f"`model_args`: {error}") from error
         super().__init__(str(embedded_folder()) if pretrained == EMBEDDED else pretrained, **arguments)
         reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
         enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from ..errors import CommandError
+from ..errors import InputError
 from ..files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
 from .records import Sample, Task, Verdict
 from .sandbox import Limits, Sandbox
@@ -53,9 +53,9 @@ def judge(
         A verdict per sample, in their order.
 
     Raises:
-        CommandError: The file holds something other than results, or another process scores into it.
+        InputError: The file holds something other than results, or another process scores into it.
     """
-    with exclusive(path, CommandError(f"another process scores into {path}; wait for it, or name another `out`")):
+    with exclusive(path, InputError(f"another process scores into {path}; wait for it, or name another `out`")):
         workers = workers or usable_cpus()
         by_id = {task.task_id: task for task in tasks}
         programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
@@ -126,7 +126,7 @@ def _known(path: Path) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
         return
     for line in read_jsonl(path):
         if "status" not in line:
-            raise CommandError(f"{path} holds lines that are no results; name another `out`")
+            raise InputError(f"{path} holds lines that are no results; name another `out`")
         if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
             own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
             verdict = Verdict(*own)

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from ..errors import CommandError
+from ..errors import InputError
 from ..files import read_jsonl
 
 Language = Literal["python", "java", "javascript"]
@@ -156,16 +156,16 @@ SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
+    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a InputError."""
     return [_record(path, Sample, line) for line in read_jsonl(path)]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a CommandError."""
+    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a InputError."""
     verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
     for verdict in verdicts:
         if verdict.status not in get_args(Status):
-            raise CommandError(
+            raise InputError(
                 f"{path}: status must be one of {', '.join(get_args(Status))}, got {verdict.status!r} for sample "
                 f"{verdict.index} of task {verdict.task_id!r}; score the samples again"
             )
@@ -175,7 +175,7 @@ def read_verdicts(path: Path) -> list[Verdict]:
 def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) -> SampleOrVerdict:
     for field in fields(kind):
         if field.name not in line and field.default is MISSING:
-            raise CommandError(
+            raise InputError(
                 f"{path}: a {kind.__name__.lower()} must have the field {field.name!r}, got only "
                 f"{', '.join(sorted(line)) or 'none'}"
             )
@@ -183,7 +183,7 @@ def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) ->
     for name, value in given.items():
         wanted, is_right = _KINDS[name]
         if not is_right(value):
-            raise CommandError(f"{path}: {name} of a {kind.__name__.lower()} must be {wanted}, got {value!r}; mend it")
+            raise InputError(f"{path}: {name} of a {kind.__name__.lower()} must be {wanted}, got {value!r}; mend it")
     return kind(**given)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from filelock import FileLock
 
-from ..errors import CommandError
+from ..errors import InputError
 from ..files import write_json
 from .records import Way
 
@@ -109,7 +109,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
         provenance: Versions, which must not change within a run, and what else is kept for people.
 
     Raises:
-        CommandError: The folder holds a run with other settings or versions, settings that cannot be read, or samples
+        InputError: The folder holds a run with other settings or versions, settings that cannot be read, or samples
             or verdicts without settings.
     """
     path = folder / SETTINGS
@@ -118,7 +118,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
     with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
         if not path.exists():
             if kept := [*sample_files(folder), *folder.glob(VERDICTS)]:
-                raise CommandError(f"{folder} holds {kept[0].name} of no known run; name another `out`")
+                raise InputError(f"{folder} holds {kept[0].name} of no known run; name another `out`")
             content = {**settings.flat(), _FINGERPRINT: _digest(deciding), "provenance": provenance}
             write_json(path, content, indent=2)
             return
@@ -128,27 +128,27 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
     before = found["provenance"] | found
     for name, value in deciding.items():
         if before.get(name) != value:
-            raise CommandError(
+            raise InputError(
                 f"{folder} holds a run with another {_WORDS.get(name, name)} ({before.get(name)!r}, now {value!r}); "
                 "name another `out`, or use the run's own options to go on with it"
             )
-    raise CommandError(f"{path} was changed by hand; name another `out`")
+    raise InputError(f"{path} was changed by hand; name another `out`")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """What `claim_folder` wrote: the settings by name, a fingerprint and the provenance.
 
     Raises:
-        CommandError: The folder has none, or something else in their place.
+        InputError: The folder has none, or something else in their place.
     """
     path = folder / SETTINGS
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         int(found["n"]), found[_FINGERPRINT], dict(found["provenance"])
     except FileNotFoundError as error:
-        raise CommandError(f"{folder} is not the folder of a run: it has no {SETTINGS}; name another") from error
+        raise InputError(f"{folder} is not the folder of a run: it has no {SETTINGS}; name another") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path} is not the settings of a run; name another `out` or folder") from error
+        raise InputError(f"{path} is not the settings of a run; name another `out` or folder") from error
     return found
 
 

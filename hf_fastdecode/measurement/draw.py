@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from .._compat import CACHE
-from ..errors import CommandError, out_of_memory
+from ..errors import InputError, out_of_memory
 from ..generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
 from .timing import idle_time
 
@@ -130,7 +130,7 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
         memory_error: Makes the error to raise when memory runs out.
 
     Raises:
-        CommandError: The logits are not finite.
+        InputError: The logits are not finite.
     """
     try:
         yield
@@ -145,7 +145,7 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
             reason = f"its weight {culprit} holds NaN or infinity; get the checkpoint again"
         else:
             reason = f'numbers are too large for {str(model.dtype).removeprefix("torch.")}; try `dtype="float32"`'
-        raise CommandError(f"the model's logits are not finite: {reason}") from error
+        raise InputError(f"the model's logits are not finite: {reason}") from error
 
 
 def end_tokens_of(model: Any) -> list[int]:

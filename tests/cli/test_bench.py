@@ -19,7 +19,7 @@ from hf_fastdecode.cli.app import app
 from hf_fastdecode.cli.bench.generate import check_models
 from hf_fastdecode.cli.bench.ops import OP_WAY_NAMES
 from hf_fastdecode.cli.bench.report import noisy
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
 
@@ -305,7 +305,7 @@ def test_a_shape_for_gpus_runs_on_a_cpu_only_if_that_is_named(capsys):
     cases = [GenerateCase("tiny", 64, 2, 4), case, replace(case, samples=4)]
     check_models(cases, "cpu", cpu)
     assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
-    with pytest.raises(CommandError, match=r"8b-gqa: 8 billion .* name a smaller --shape, .* or pass --device cpu"):
+    with pytest.raises(InputError, match=r"8b-gqa: 8 billion .* name a smaller --shape, .* or pass --device cpu"):
         check_models(cases, "auto", cpu)
     check_models(cases[:1], "auto", cpu)
     assert capsys.readouterr().err == ""

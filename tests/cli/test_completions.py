@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_fastdecode.cli.completions import draw, encode, read_completions
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 from hf_fastdecode.measurement.draw import Drawn, end_tokens_of
 
@@ -120,7 +120,7 @@ def test_prompts_are_padded_on_the_left(loaded):
 
 def test_a_prompt_that_does_not_fit(loaded):
     model, tokenizer = loaded
-    with pytest.raises(CommandError, match=r"prompt 1 has 1000 tokens, and with 25 new ones .* the 1024 positions"):
+    with pytest.raises(InputError, match=r"prompt 1 has 1000 tokens, and with 25 new ones .* the 1024 positions"):
         encode(model, tokenizer, ["a", "=" * 1000], 25)
 
 

@@ -13,7 +13,7 @@ from hf_fastdecode.cli.console import FailedCheck
 from hf_fastdecode.cli.demo import DEFAULT_TASK
 from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.sandbox import SandboxError
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
@@ -104,8 +104,8 @@ def test_tasks_and_shots():
     first, other = embedded_tasks()[0], embedded_tasks()[7]
     assert [task["task_id"] for task in pick_tasks([DEFAULT_TASK], 3)] == [DEFAULT_TASK]
     assert pick_tasks([first["task_id"], other["task_id"]], 0) == [first, other]
-    with pytest.raises(CommandError, match="there is no task 99999; the embedded tasks have ids from"):
+    with pytest.raises(InputError, match="there is no task 99999; the embedded tasks have ids from"):
         pick_tasks([DEFAULT_TASK, 99999], 3)
     for shots in (-1, 1000):
-        with pytest.raises(CommandError, match=f"--shots must be between 0 and .* got {shots}"):
+        with pytest.raises(InputError, match=f"--shots must be between 0 and .* got {shots}"):
             pick_tasks([DEFAULT_TASK], shots)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_fastdecode.cli.generate import read_prompts
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 
 def stdin(content: bytes = b"", *, terminal: bool = False) -> io.TextIOWrapper:
@@ -45,12 +45,12 @@ def test_what_is_no_prompt(tmp_path: Path):
         (([], [], stdin()), "\\(from stdin\\) is empty"),
         (([], [], stdin(terminal=True)), "there is no prompt; pass --prompt"),
     ):
-        with pytest.raises(CommandError, match=message):
+        with pytest.raises(InputError, match=message):
             read_prompts(*arguments)
 
 
 def test_an_argument_is_utf8_whatever_the_locale():
     as_ascii = "é".encode().decode("ascii", "surrogateescape")
     assert read_prompts([as_ascii], [], stdin()) == ["é"]
-    with pytest.raises(CommandError, match="--prompt is not UTF-8 text"):
+    with pytest.raises(InputError, match="--prompt is not UTF-8 text"):
         read_prompts([b"a\xff".decode("ascii", "surrogateescape")], [], stdin())

@@ -12,7 +12,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.cli.inspection.report import inspect_model
 from hf_fastdecode.cli.inspection.sharing import Sharing
 from hf_fastdecode.cli.inspection.tables import sharing_text
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 LLAMA = {
     "hidden_size": 64,
@@ -171,7 +171,7 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
 
 
 def test_what_cannot_be_counted():
-    with pytest.raises(CommandError, match=r"cannot count the KV of tiny: layer 0 of deepseek_v3 .* stores latents"):
+    with pytest.raises(InputError, match=r"cannot count the KV of tiny: layer 0 of deepseek_v3 .* stores latents"):
         inspect("deepseek_v3")
-    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(InputError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
         inspect(dtype="int8")

@@ -16,23 +16,23 @@ from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.cli.generate_run import run_generate
 from hf_fastdecode.cli.models import load_model
 from hf_fastdecode.cli.sampling import Sampling
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model_names, "MODEL_PATH", tmp_path)
-    with pytest.raises(CommandError, match="reinstall the package"):
+    with pytest.raises(InputError, match="reinstall the package"):
         load_model("embedded", "auto", torch.device("cpu"))
 
 
 def test_models_that_do_not_load(tmp_path: Path, checkpoint: Path):
-    with pytest.raises(CommandError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'half'"):
+    with pytest.raises(InputError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'half'"):
         load_model(str(checkpoint), "half", torch.device("cpu"))
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    with pytest.raises(CommandError, match="cannot load"):
+    with pytest.raises(InputError, match="cannot load"):
         load_model(str(tmp_path), "auto", torch.device("cpu"))
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(CommandError, match="is an encoder-decoder \\(t5\\)"):
+    with pytest.raises(InputError, match="is an encoder-decoder \\(t5\\)"):
         load_model(str(tmp_path), "auto", torch.device("cpu"))
 
 
@@ -63,7 +63,7 @@ def broken(checkpoint: Path, folder: Path, config: dict, change: Callable[[dict]
 )
 def test_weights_that_are_not_those_of_the_config(checkpoint, tmp_path, config, lost, message, capfd):
     name = broken(checkpoint, tmp_path, config, lambda weights: [weights.pop(key) for key in lost])
-    with quiet_libraries(warnings=True), pytest.raises(CommandError, match=message):
+    with quiet_libraries(warnings=True), pytest.raises(InputError, match=message):
         load_model(name, "auto", torch.device("cpu"))
     assert capfd.readouterr().err == "", "transformers has a table"
 
@@ -82,7 +82,7 @@ def test_a_file_that_is_cut_off(checkpoint, tmp_path, length):
     name = broken(checkpoint, tmp_path, {}, lambda weights: None)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(CommandError, match=r"model\.safetensors is cut off or no safetensors file .* copy"):
+    with pytest.raises(InputError, match=r"model\.safetensors is cut off or no safetensors file .* copy"):
         load_model(name, "auto", torch.device("cpu"))
 
 
@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, value, greedy):
     name = broken(checkpoint, tmp_path, {}, lambda weights: weights["lm_head.weight"][3].fill_(value))
     model, tokenizer = load_model(name, "auto", torch.device("cpu"))
     for options in ({}, None):
-        with pytest.raises(CommandError, match=r"logits are not finite: its weight lm_head\.weight holds NaN"):
+        with pytest.raises(InputError, match=r"logits are not finite: its weight lm_head\.weight holds NaN"):
             run_generate(
                 model, tokenizer, ["a b " * 50], Sampling(n=1 if greedy else 3, greedy=greedy), options=options
             )
@@ -104,7 +104,7 @@ def test_a_tokenizer_of_another_model(checkpoint, tmp_path):
             weights[name] = weights[name][:50].clone()
 
     model, tokenizer = load_model(broken(checkpoint, tmp_path, {"vocab_size": 50}, cut), "auto", torch.device("cpu"))
-    with pytest.raises(CommandError, match=r"prompt 0 has token \d+, and the model knows tokens 0 to 49;"):
+    with pytest.raises(InputError, match=r"prompt 0 has token \d+, and the model knows tokens 0 to 49;"):
         run_generate(model, tokenizer, ["def add(a, b):"], Sampling(n=2))
 
 
@@ -135,5 +135,5 @@ def test_devices():
     assert pick_device("auto").type in ("cpu", "cuda")
     assert pick_device("cpu") == torch.device("cpu")
     for name in ("nonsense", "cuda:77", "meta"):
-        with pytest.raises(CommandError, match=f"'{name}'.*try auto or cpu"):
+        with pytest.raises(InputError, match=f"'{name}'.*try auto or cpu"):
             pick_device(name)

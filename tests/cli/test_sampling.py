@@ -6,7 +6,7 @@ import pytest
 
 from hf_fastdecode.cli.checks import parse_counts
 from hf_fastdecode.cli.sampling import Sampling, SamplingOptions
-from hf_fastdecode.errors import CommandError, one_line
+from hf_fastdecode.errors import InputError, one_line
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from hf_fastdecode.errors import CommandError, one_line
     ],
 )
 def test_out_of_bounds(option, value, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         Sampling(**{option: value})
 
 
@@ -44,12 +44,12 @@ def test_defaults_depend_on_greedy():
 @pytest.mark.parametrize("option", ["temperature", "top_p", "top_k"])
 def test_greedy_contradicts_sampling_options(option):
     flag = "--" + option.replace("_", "-")
-    with pytest.raises(CommandError, match=f"{flag} 1 has no effect with --greedy"):
+    with pytest.raises(InputError, match=f"{flag} 1 has no effect with --greedy"):
         SamplingOptions(greedy=True, **{option: 1}).sampling()
 
 
 def test_greedy_samples_are_all_equal():
-    with pytest.raises(CommandError, match="got n = 3; use --n 1"):
+    with pytest.raises(InputError, match="got n = 3; use --n 1"):
         SamplingOptions(greedy=True, n=3).sampling()
 
 
@@ -59,7 +59,7 @@ def test_counts_rise():
 
 @pytest.mark.parametrize("text", ["", "0", "4,,8", "1.5", "-2", "²", "many"])
 def test_counts_of_another_form_are_refused(text):
-    with pytest.raises(CommandError, match="--questions must be whole numbers of at least 1 with commas between, got"):
+    with pytest.raises(InputError, match="--questions must be whole numbers of at least 1 with commas between, got"):
         parse_counts("questions", text)
 
 

@@ -21,7 +21,7 @@ from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
 from hf_fastdecode.cli.console import OneLineErrors
 from hf_fastdecode.cli.programs import PASS_ON
 from hf_fastdecode.cli.programs import lm_eval as command
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.harness import MODEL_NAME, FastDecodeLM
 
 from .evaluation import write_task
@@ -114,7 +114,7 @@ def test_options_of_enable_are_model_args(arguments, reuse, mode):
 
 
 def test_other_options_are_refused_before_anything_is_loaded():
-    with pytest.raises(CommandError, match=r"--model_args: mode must be one of auto, .*, got 'fast'"):
+    with pytest.raises(InputError, match=r"--model_args: mode must be one of auto, .*, got 'fast'"):
         FastDecodeLM(pretrained="nosuch", mode="fast")
 
 

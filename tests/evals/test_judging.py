@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import pytest
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals import judging
 from hf_fastdecode.evals.judging import judge
 from hf_fastdecode.evals.records import Sample, Task, read_verdicts
@@ -126,7 +126,7 @@ def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeyp
             found.append("asked")
             try:
                 found.append(judge(TASKS, SAMPLES[:1], path, sandbox=NONE, workers=1, progress=False))
-            except CommandError as error:
+            except InputError as error:
                 found.append(str(error))
         return Result("pass")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.tasks import TaskSet, load_tasks
@@ -106,5 +106,5 @@ def test_chat_asks_and_begins_the_block(task: Task) -> None:
     ],
 )
 def test_formats_that_cannot_be(tasks: TaskSet, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         prompt_format(tasks, **options)

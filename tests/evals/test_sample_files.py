@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.formats import FORMS, export_samples, import_samples
 from hf_fastdecode.evals.records import Sample, Task
 
@@ -124,40 +124,40 @@ def test_a_whole_python_program_replaces_the_stems_function(stem: str, tmp_path:
 )
 def test_wrong_samples(record: object, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"task_id": 11, "completion": ""}, record)
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         import_samples(path, TASKS)
 
 
 def test_samples_of_tasks_that_are_not_chosen_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"task_id": 11, "completion": "a"}, {"task_id": 12, "completion": "b"})
     assert import_samples(path, TASKS, TASKS[1:]) == [Sample("12", 0, "b")]
-    with pytest.raises(CommandError, match="there is no task 12"):
+    with pytest.raises(InputError, match="there is no task 12"):
         import_samples(path, TASKS[:1], TASKS[:1])
 
 
 def test_wrong_files(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"task_id": 11, "completion": "a"}\n{"task_id"\n')
-    with pytest.raises(CommandError, match="line 2: not JSON"):
+    with pytest.raises(InputError, match="line 2: not JSON"):
         import_samples(path, TASKS)
     path.write_text('[["a"], ["b"')
-    with pytest.raises(CommandError, match=r"a\.jsonl: not JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl: not JSON"):
         import_samples(path, TASKS)
     for arrays in ([["a"]], [["a"], ["b"], ["c"]]):
-        with pytest.raises(CommandError, match=f"generations of {len(arrays)} tasks, .* 2 tasks are chosen; choose"):
+        with pytest.raises(InputError, match=f"generations of {len(arrays)} tasks, .* 2 tasks are chosen; choose"):
             import_samples(write(path, arrays), TASKS)
-    with pytest.raises(CommandError, match="holds no sample"):
+    with pytest.raises(InputError, match="holds no sample"):
         import_samples(write(path, [[], []]), TASKS)
-    with pytest.raises(CommandError, match="item 1, program 2: expected a text, got int"):
+    with pytest.raises(InputError, match="item 1, program 2: expected a text, got int"):
         import_samples(write(path, [["a", 3], []]), TASKS)
-    with pytest.raises(CommandError, match="line 1: a Java program must begin with the task's stem"):
+    with pytest.raises(InputError, match="line 1: a Java program must begin with the task's stem"):
         import_samples(write(path, {"task_id": 3, "solution": "class A { }"}), [JAVA])
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with pytest.raises(CommandError, match="there is no task 12 for its samples"):
+    with pytest.raises(InputError, match="there is no task 12 for its samples"):
         export_samples(path, SAMPLES, TASKS[:1])
-    with pytest.raises(CommandError, match="task 12 has no sample, and bigcode's form tells tasks by position"):
+    with pytest.raises(InputError, match="task 12 has no sample, and bigcode's form tells tasks by position"):
         export_samples(path, SAMPLES[:1], TASKS, "bigcode")
     assert not path.exists()

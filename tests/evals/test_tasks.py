@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_fastdecode.assets import embedded_tasks
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.tasks import TASK_NAMES, TaskIds, load_tasks
 from hf_fastdecode.evals.tasks.published import FILES
 
@@ -189,7 +189,7 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
     ],
 )
 def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:
-    with pytest.raises(CommandError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         load_tasks(name, data=write(content))
     assert "\n" not in str(caught.value)
 
@@ -209,21 +209,21 @@ def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:
     ],
 )
 def test_wrong_choices(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         load_tasks(**options)
 
 
 def test_broken_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines(FULL).encode())[:-9])
-    with pytest.raises(CommandError, match="is not a whole gzip file"):
+    with pytest.raises(InputError, match="is not a whole gzip file"):
         load_tasks("mbpp", data=path)
     path.write_bytes(b"no gzip")
-    with pytest.raises(CommandError, match="is not a whole gzip file"):
+    with pytest.raises(InputError, match="is not a whole gzip file"):
         load_tasks("mbpp", data=path)
     text = tmp_path / "a.jsonl"
     text.write_bytes('{"text": "é"}'.encode("latin-1"))
-    with pytest.raises(CommandError, match="is not UTF-8 text"):
+    with pytest.raises(InputError, match="is not UTF-8 text"):
         load_tasks("mbpp", data=text)
 
 
@@ -270,7 +270,7 @@ def test_mbxp_from_its_repository_since_the_hub_has_a_script_only(monkeypatch: p
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, ConnectionError("no route\nto host"))
     with pytest.raises(
-        CommandError, match=r"cannot load openai/openai_humaneval .*: no route to host; download"
+        InputError, match=r"cannot load openai/openai_humaneval .*: no route to host; download"
     ) as caught:
         load_tasks("humaneval")
     assert str(caught.value).endswith("/data/HumanEval.jsonl.gz and pass `data=HumanEval.jsonl.gz`")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.calls import begin_peak, peak_over, prefill_and_decode, step_columns, what_ran
 from hf_fastdecode.measurement.draw import draw, memory_and_logit_errors, seeded
 from hf_fastdecode.measurement.runner import NotAvailableError
@@ -57,17 +57,17 @@ def test_a_call_is_drawn_from_its_seed(model, is_enabled):
 
 def test_memory_and_weights_that_are_not_finite_are_one_line(model):
     with (
-        pytest.raises(CommandError, match="too many"),
-        memory_and_logit_errors(model, lambda: CommandError("too many")),
+        pytest.raises(InputError, match="too many"),
+        memory_and_logit_errors(model, lambda: InputError("too many")),
     ):
         raise torch.OutOfMemoryError
-    with pytest.raises(RuntimeError, match="else"), memory_and_logit_errors(model, lambda: CommandError("too many")):
+    with pytest.raises(RuntimeError, match="else"), memory_and_logit_errors(model, lambda: InputError("too many")):
         raise RuntimeError("something else")
     broken = tiny_model("llama-gqa")
     nn.init.constant_(broken.get_output_embeddings().weight, torch.nan)
     with (
-        pytest.raises(CommandError, match=r"logits are not finite: its weight .* holds NaN or infinity"),
-        memory_and_logit_errors(broken, lambda: CommandError("too many")),
+        pytest.raises(InputError, match=r"logits are not finite: its weight .* holds NaN or infinity"),
+        memory_and_logit_errors(broken, lambda: InputError("too many")),
     ):
         draw(broken, INPUTS, seed=0, max_new_tokens=2)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...evals.prompts import prompt_format
 from ...evals.records import Task
 from ...evals.tasks import TaskSet
@@ -93,13 +93,13 @@ def parse_points(text: str) -> list[tuple[int, int]]:
     """Problems and samples from ``4x8,8x16``, in the order given.
 
     Raises:
-        CommandError: A point is not of that form.
+        InputError: A point is not of that form.
     """
     points = []
     for part in (part.strip() for part in text.split(",")):
         point = re.fullmatch("(0*[1-9][0-9]*)x(0*[1-9][0-9]*)", part)
         if point is None:
-            raise CommandError(f"`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
+            raise InputError(f"`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got {part!r}")
         points.append((int(point[1]), int(point[2])))
     return list(dict.fromkeys(points))
 
@@ -108,14 +108,14 @@ def check_point(problems: int, samples: int, available: int) -> None:
     """Refuse a point at which levels of sharing do not differ, or that asks for problems that there are not.
 
     Raises:
-        CommandError: There are not so many problems, or fewer than 2 problems or samples.
+        InputError: There are not so many problems, or fewer than 2 problems or samples.
     """
     if problems < 2 or samples < 2:
-        raise CommandError(
+        raise InputError(
             f"`points={problems}x{samples}`: levels of sharing differ from 2 problems and 2 samples on; ask for more"
         )
     if problems > available:
-        raise CommandError(
+        raise InputError(
             f"`points={problems}x{samples}` asks for {problems} problems, there are {available}; ask for fewer, or "
             "name a larger `data`"
         )
@@ -128,7 +128,7 @@ def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
     left out, as in Hydragen, appendix D.4.
 
     Raises:
-        CommandError: There are not so many examples, no problem is left, or the tasks are not in MBPP's form.
+        InputError: There are not so many examples, no problem is left, or the tasks are not in MBPP's form.
     """
     if tasks.name != APPS:
         form = prompt_format(tasks, "austin", shots=shots)
@@ -137,7 +137,7 @@ def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
     examples = [task for task in plain if task.reference][:shots]
     problems = [task for task in plain if task not in examples]
     if len(examples) < shots or not problems:
-        raise CommandError(
+        raise InputError(
             f"{tasks.origin} has {len(plain)} problems without starter code, too few for {shots} solved examples and "
             "a problem; name a larger `data` or lower `shots`"
         )

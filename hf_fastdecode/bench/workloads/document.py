@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from ...errors import CommandError
+from ...errors import InputError
 
 MOST_FACTS: Final = 256
 """Facts that are asked about, as in the paper; with more questions, they come again."""
@@ -81,7 +81,7 @@ def make_document(
         prose: In place of prose that is made.
 
     Raises:
-        CommandError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
+        InputError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
         ValueError: Neither tokens nor prose are given.
     """
     if prose is None and tokens is None:
@@ -94,7 +94,7 @@ def make_document(
     if len(facts) <= shots:
         least = count(solved) + 2 * sum(count(fact.sentence + " ") for fact in make_facts(shots + 1, seed))
         given = f"`tokens={tokens}`" if tokens is not None else "the document's tokens"
-        raise CommandError(
+        raise InputError(
             f"{given} leave no room for {shots} solved questions and a fact to ask about, which take about {least} "
             "tokens; ask for more, or for fewer `shots`"
         )
@@ -107,7 +107,7 @@ def make_document(
         return LongDocument(prefix(len(pieces)), tuple(facts[shots:]))
     fitting = bisect.bisect_right(range(len(pieces) + 1), tokens, key=lambda length: count(prefix(length))) - 1
     if fitting == len(pieces) and prose is not None and count(prefix(fitting)) < tokens:
-        raise CommandError(
+        raise InputError(
             f"the document with {len(facts)} facts and {shots} solved questions has {count(prefix(fitting))} tokens, "
             f"fewer than `tokens={tokens}`; pass a longer document, or leave `tokens` out"
         )

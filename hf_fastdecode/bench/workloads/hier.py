@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls
 from .cases import LEVELS, HierCase, Level, check_point
@@ -33,7 +33,7 @@ class HierBench:
         check: Measure a level only if its greedy tokens are stock's; in float32.
 
     Raises:
-        CommandError: A prompt leaves no room for the new tokens.
+        InputError: A prompt leaves no room for the new tokens.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HierBench:
         self._stock: tuple[HierCase, Tensor] | None = None
         limit, longest = max_positions(model.config), max(map(len, prompts))
         if limit is not None and longest + timing.new_tokens > limit:
-            raise CommandError(
+            raise InputError(
                 f"a prompt of {longest} tokens with {timing.new_tokens} new ones is longer than the {limit} positions "
                 "of this model; lower `shots` or `new_tokens`"
             )
@@ -65,7 +65,7 @@ class HierBench:
         """A case of the first problems.
 
         Raises:
-            CommandError: There are not so many problems, or fewer than 2 problems or samples: levels would not differ.
+            InputError: There are not so many problems, or fewer than 2 problems or samples: levels would not differ.
         """
         check_point(problems, samples, len(self.prompts))
         own = self.prompts[:problems]

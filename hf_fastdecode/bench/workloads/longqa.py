@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.draw import continuation, end_tokens_of
 
 from ...model_names import max_positions
@@ -30,7 +30,7 @@ class QuestionsBench:
         mode: Option of `hf_fastdecode.enable`.
 
     Raises:
-        CommandError: A prompt leaves no room for the answer.
+        InputError: A prompt leaves no room for the answer.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class QuestionsBench:
         }
         limit, longest = max_positions(model.config), max(map(len, self._prompts))
         if limit is not None and longest + timing.new_tokens > limit:
-            raise CommandError(
+            raise InputError(
                 f"text and question of {longest} tokens with {timing.new_tokens} new ones are longer than the {limit} "
                 "positions of this model; lower `tokens` or `new_tokens`"
             )

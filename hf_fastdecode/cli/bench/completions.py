@@ -9,7 +9,7 @@ import typer
 
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import WAYS, CompletionCase, GenerateCase, PromptTree, spans
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
@@ -70,7 +70,7 @@ def completions(
     check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     numbers = _marks(marks)
     if numbers[-1] < 2:
-        raise CommandError(f"--marks must end at 2 or more, got {marks!r}")
+        raise InputError(f"--marks must end at 2 or more, got {marks!r}")
     prompts = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
     cases: list[CompletionCase] = []
     with bad_input():
@@ -101,5 +101,5 @@ def completions(
 def _marks(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise CommandError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
+        raise InputError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
     return tuple(map(int, parts))

@@ -10,7 +10,7 @@ import typer
 
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.runner import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ...model_names import EMBEDDED, load_config, max_positions
@@ -103,9 +103,9 @@ def generate(
     shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
     prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
     if tree and finish is not None and not point:
-        raise CommandError("--finish is for --point: rows of a --tree all run to the end")
+        raise InputError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
-        raise CommandError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
+        raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ways = way or list(DEFAULT_WAYS)
     check_ways(ways, WAYS)
@@ -172,19 +172,19 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
     """
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():
-            raise CommandError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
+            raise InputError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
         limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
         for case in cases:
             if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:
                 asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
-                raise CommandError(
+                raise InputError(
                     f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
                     "for a shorter context or fewer new tokens"
                 )
         if place.type == "cpu" and shape in SHAPES and (billions := parameters(shape) / 1e9) > 1:
             size = f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes"
             if device == "auto":
-                raise CommandError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")
+                raise InputError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")
             note(f"{size}; --shape embedded and tiny are meant for one")
 
 
@@ -192,5 +192,5 @@ def parse_point(text: str) -> tuple[int, int]:
     """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
-        raise CommandError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
     return int(context), int(samples)

@@ -13,7 +13,7 @@ from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
 from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.runner import check_out
 from ...measurement.tables import show as show_table
 from ..checks import check_choice, check_device, check_dtype
@@ -122,7 +122,7 @@ def run_ops(
 def check_backend() -> None:
     """Refuse a backend that ``$HF_FASTDECODE_BACKEND`` forces: it would not be what runs."""
     if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):
-        raise CommandError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
+        raise InputError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
 
 
 def sampling(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.tables import show
 from ..checks import pick_device
 from ..console import FailedCheck
@@ -32,7 +32,7 @@ def chosen(cases: Iterable[C], only: Sequence[str] | None) -> list[C]:
     if only:
         found = [case for case in found if any(text in _in_words(case) for text in only)]
     if not found:
-        raise CommandError(f"no case contains {' or '.join(map(repr, only or []))}; --list without --only shows all")
+        raise InputError(f"no case contains {' or '.join(map(repr, only or []))}; --list without --only shows all")
     return found
 
 
@@ -50,7 +50,7 @@ def find_device(name: str) -> torch.device:
     """The device of this name, if it can be measured."""
     device = pick_device(name)
     if device.type not in ("cpu", "cuda"):
-        raise CommandError(f"--device must be cpu or a CUDA device, got {name!r}")
+        raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device
 
 

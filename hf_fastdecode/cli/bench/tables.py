@@ -12,7 +12,7 @@ import typer
 from ...bench.generate.cases import WAYS
 from ...bench.ops.cases import OpCase
 from ...bench.paper_tables import PAPER_TABLES
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.runner import check_out
 from ..checks import check_choice, check_device, check_enable_options
 from ..interrupts import exit_on_interrupt
@@ -48,9 +48,9 @@ def tables(
     """
     names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
     if not names:
-        raise CommandError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
     if out.is_file() and not show:
-        raise CommandError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
+        raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
     check_device(device)
     for name in names:  # what is refused is refused before any is measured

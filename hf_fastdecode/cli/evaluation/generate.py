@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.prompts import PromptFormat
 from ...evals.settings import Drawing, RunSettings, prompts_digest
@@ -203,7 +203,7 @@ def _check_room(prepared: Prepared) -> None:
     limit, new_tokens = max_positions(prepared.model.config), prepared.drawing.max_new_tokens
     for task, prompt in zip(prepared.tasks.tasks, prepared.prompts, strict=True):
         if limit is not None and len(prompt) + new_tokens > limit:
-            raise CommandError(
+            raise InputError(
                 f"the prompt of task {task.task_id} has {len(prompt)} tokens, and with {new_tokens} new ones that is "
                 f"more than the {limit} positions of this model; lower --shots or --max-new-tokens"
             )

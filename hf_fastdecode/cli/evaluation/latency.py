@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...evals.settings import LATENCY, SETTINGS, read_settings
 from ..checks import split_values
 from ..console import forced_options, note, quiet_libraries
@@ -118,7 +118,7 @@ def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
     for name in ("model", "task", "format", "temperature", "top_p", "new_tokens"):
         before = kept.get("max_" * (name == "new_tokens") + name)
         if before != about[name]:
-            raise CommandError(
+            raise InputError(
                 f"{folder} holds a run with another {name.replace('_', ' ')} ({before}, now {about[name]}); name "
                 "another --out, or time with the run's own options"
             )
@@ -131,7 +131,7 @@ def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
     for row in read_rows(path) if path.exists() else []:
         for name, value in about.items():
             if row.get(name, str(value)) != str(value):
-                raise CommandError(
+                raise InputError(
                     f"{path} has rows of another {name.replace('_', ' ')} ({row[name]}, now {value}); name another "
                     "--out, or delete the file"
                 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
@@ -81,7 +81,7 @@ class TaskOptions:
     def load(self, *, silent: bool = False) -> TaskSet:
         """Load these tasks; a note says where they are not the published ones, unless `silent`."""
         if self.task == "apps":
-            raise CommandError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
+            raise InputError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
@@ -168,7 +168,7 @@ class DrawOptions:
         check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
         if self.temperature == 0 and counts != [1]:
-            raise CommandError(
+            raise InputError(
                 f"greedy samples of a task are all equal, got --n up to {counts[-1]}; pass --n 1 or sample"
             )
         return counts
@@ -202,7 +202,7 @@ class DecodingOptions:
         if self.stock:
             refuse_with_stock(mode=self.mode, sampler=self.sampler)
         if self.processed and self.sampler == "fast":
-            raise CommandError("--processed reads transformers' own sampler; leave out --sampler fast")
+            raise InputError("--processed reads transformers' own sampler; leave out --sampler fast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,12 +261,12 @@ class SandboxOptions:
                     raise SandboxError(missing)
             found = choose(self.sandbox, allow_unsafe=self.allow_unsafe_code)
         except (SandboxError, ValueError) as error:
-            raise CommandError(str(error)) from error
+            raise InputError(str(error)) from error
         for task in tasks:
             try:
                 LANGUAGES[task.language].check_task(task)
             except ValueError as error:
-                raise CommandError(f"{error}; mend the data, or leave the task out with --task-ids") from error
+                raise InputError(f"{error}; mend the data, or leave the task out with --task-ids") from error
         return found
 
 

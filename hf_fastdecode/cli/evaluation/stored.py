@@ -8,7 +8,7 @@ from typing import Annotated, Final, cast
 
 import typer
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...evals.formats import FORMS, Form, export_samples, import_samples
 from ...evals.records import Sample
 from ...evals.settings import read_settings
@@ -81,11 +81,11 @@ def prompt_options(path: Path, given: PromptOptions) -> PromptOptions:
     if not path.is_dir():
         return given
     if given != PromptOptions():
-        raise CommandError(f"{path} knows its prompts; leave out --format, --shots and --chat")
+        raise InputError(f"{path} knows its prompts; leave out --format, --shots and --chat")
     try:
         return PromptOptions(**read_settings(path)["provenance"][PROMPTS])
     except (KeyError, TypeError) as error:
-        raise CommandError(f"{path} does not say which prompts its samples follow; name the file in it") from error
+        raise InputError(f"{path} does not say which prompts its samples follow; name the file in it") from error
 
 
 def _of_file(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
@@ -99,14 +99,14 @@ def _of_run(folder: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
 
     settings = read_settings(folder)
     if options != TaskOptions():
-        raise CommandError(f"{folder} knows its tasks; leave out --task, --data, --split, --limit and --task-ids")
+        raise InputError(f"{folder} knows its tasks; leave out --task, --data, --split, --limit and --task-ids")
     try:
         selected, digest = TaskOptions.from_json(settings["provenance"][TASKS]), settings["provenance"][TASKS_DIGEST]
     except (KeyError, TypeError) as error:
-        raise CommandError(f"{folder} does not say which tasks its samples are of; name the file in it") from error
+        raise InputError(f"{folder} does not say which tasks its samples are of; name the file in it") from error
     tasks = selected.load()
     if tasks.digest != digest:
-        raise CommandError(
+        raise InputError(
             f"the tasks in {tasks.origin} are no longer those that {folder} has samples of; put the old ones back, or "
             "draw samples anew into another folder"
         )

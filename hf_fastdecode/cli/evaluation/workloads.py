@@ -13,7 +13,7 @@ import typer
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import SAMPLING
 from ...bench.workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from ...errors import CommandError, one_line
+from ...errors import InputError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
 from ..bench.report import report_workload
@@ -241,7 +241,7 @@ def _text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CommandError(f"cannot read --document {path}: {one_line(error)}; name a UTF-8 text file") from error
+        raise InputError(f"cannot read --document {path}: {one_line(error)}; name a UTF-8 text file") from error
     if not text.strip():
-        raise CommandError(f"--document {path} is empty; name a text of some sentences, or leave it out")
+        raise InputError(f"--document {path} is empty; name a text of some sentences, or leave it out")
     return text

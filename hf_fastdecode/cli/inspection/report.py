@@ -21,7 +21,7 @@ from hf_fastdecode.conversion.sizes.model_caches import (
 )
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
-from ...errors import CommandError, one_line
+from ...errors import InputError, one_line
 from ...model_names import max_positions
 from ..checks import check_dtype
 from .sharing import Sharing, count_sharing
@@ -124,7 +124,7 @@ def inspect_model(
     dtype: str,
     encoder_tokens: int | None = None,
 ) -> ModelReport:
-    """Count for the config of a model of this name; raises a CommandError if the config cannot be counted.
+    """Count for the config of a model of this name; raises a InputError if the config cannot be counted.
 
     Without contexts, lengths that the model takes; without `encoder_tokens`, the most that the config allows, else the
     context. The dtype ``auto`` is what the config says, else float32.
@@ -148,7 +148,7 @@ def inspect_model(
                 sizes = [sizes[0], *checkpoint_caches(config, context, encoded, element, sizes[0]), sizes[-1]]
             caches.append(ContextCaches(context, encoded, sizes))
     except ValueError as error:
-        raise CommandError(f"cannot count the KV of {name}: {error}") from error
+        raise InputError(f"cannot count the KV of {name}: {error}") from error
     layers = layer_caches(config, element) if slim else None
     refused = None if slim else refusal(config)
     return ModelReport(name, config.model_type, dtype_name(element), sharing, refused, caches, layers)

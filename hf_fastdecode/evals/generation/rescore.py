@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...files import JsonlWriter, json_lines, read_jsonl, write_text
 from ...measurement.draw import memory_and_logit_errors
 from ..prompts import PromptFormat
@@ -78,7 +78,7 @@ def rescored(
     samples go through the model at once; fewer if they are long, because logits are large.
 
     Raises:
-        CommandError: The model's logits are not finite, or those of one sample do not fit into memory.
+        InputError: The model's logits are not finite, or those of one sample do not fit into memory.
     """
     prompt = _tokens(tokenizer, form, form.prompt(task))
     texts = [_tokens(tokenizer, form, form.prompt(task) + sample.completion) for sample in samples]
@@ -89,7 +89,7 @@ def rescored(
         part = texts[start : start + at_once]
         with memory_and_logit_errors(
             model,
-            lambda: CommandError(
+            lambda: InputError(
                 'the logits of a sample do not fit into memory; try `dtype="bfloat16"` or `device="cpu"`'
             ),
         ):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...measurement.draw import memory_and_logit_errors
 from ..prompts import PromptFormat
 from ..records import Task
@@ -46,13 +46,13 @@ def generate_samples(
         progress: Show a bar.
 
     Raises:
-        CommandError: The folder belongs to another run, another process draws the same part, or the rows of a call do
+        InputError: The folder belongs to another run, another process draws the same part, or the rows of a call do
             not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]
     own = shard.own(units_of(len(tasks), settings.n, settings.rows))
-    no_memory = CommandError(
+    no_memory = InputError(
         f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
         f"memory of {model.device}; pass a smaller `rows`, and another `out`"
     )

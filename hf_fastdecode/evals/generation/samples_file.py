@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CommandError
+from ...errors import InputError
 from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
 from ..records import Sample, read_samples
 from ..settings import SAMPLES, sample_files
@@ -64,7 +64,7 @@ class Shard:
         if not (
             slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
         ):
-            raise CommandError(f"`shard` must be i/N with i from 1 to N, such as 1/4, got {text!r}")
+            raise InputError(f"`shard` must be i/N with i from 1 to N, such as 1/4, got {text!r}")
         return cls(int(number), int(count))
 
     def own(self, units: Sequence[Unit]) -> list[Unit]:
@@ -93,7 +93,7 @@ def open_samples(
         The file, and the units of which the run's files lack samples.
 
     Raises:
-        CommandError: Another process writes to the file.
+        InputError: Another process writes to the file.
     """
     path = folder / shard.file_name
     with exclusive(path, _held(path)):
@@ -104,8 +104,8 @@ def open_samples(
             yield file, [unit for unit in units if not done.issuperset(_places(unit, task_ids))]
 
 
-def _held(path: Path) -> CommandError:
-    return CommandError(f"another process draws samples into {path}; wait for it, or name another `out`")
+def _held(path: Path) -> InputError:
+    return InputError(f"another process draws samples into {path}; wait for it, or name another `out`")
 
 
 def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
     """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
 
     Raises:
-        CommandError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
+        InputError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
             same number.
     """
     files = sample_files(folder)
@@ -143,17 +143,17 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
     for path in files:
         for sample in read_samples(path):
             if samples.setdefault((sample.task_id, sample.index), sample) != sample:
-                raise CommandError(
+                raise InputError(
                     f"{folder} holds two samples {sample.index} of task {sample.task_id}; remove one of the files "
                     f"{', '.join(path.name for path in files)}"
                 )
     if not samples:
-        raise CommandError(f"{folder} has no samples; draw some with hf-fastdecode eval generate `out={folder}`")
+        raise InputError(f"{folder} has no samples; draw some with hf-fastdecode eval generate `out={folder}`")
     order = {task_id: at for at, task_id in enumerate(task_ids)}
     merged = sorted(samples.values(), key=lambda sample: (order.get(sample.task_id, len(order)), sample.index))
     if any(path.name != SAMPLES for path in files):
         if len(merged) < n * len(task_ids):
-            raise CommandError(
+            raise InputError(
                 f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
         whole = folder / SAMPLES

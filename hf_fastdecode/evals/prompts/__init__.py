@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 from ..tasks import TaskSet
 from .formats import PromptFormat, chat_format, docstring_format, few_shot_format, stem_format
@@ -29,11 +29,11 @@ def prompt_format(
         chat_tokenizer: The tokenizer of a chat model, whose template then replaces a named format.
 
     Raises:
-        CommandError: There is no such format, it does not suit the tasks, or both a name and a tokenizer are given.
+        InputError: There is no such format, it does not suit the tasks, or both a name and a tokenizer are given.
     """
     if chat_tokenizer is not None:
         if name is not None:
-            raise CommandError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
+            raise InputError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
         return chat_format(chat_tokenizer)
     chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
     if chosen == "mbxp":
@@ -43,6 +43,6 @@ def prompt_format(
     elif chosen == "bigcode":
         found = docstring_format()
     else:
-        raise CommandError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
+        raise InputError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
     found.prompt(tasks.tasks[0])  # a format that does not suit the tasks says so now
     return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 from ..records import Task
 from .function_ends import BraceEnd, PythonFunctionEnd
@@ -53,7 +53,7 @@ def function_end(task: Task) -> StopRule:
 
 def _stem(task: Task) -> str:
     if not task.stem:
-        raise CommandError(
+        raise InputError(
             f"task {task.task_id} has no signature that a completion could continue, which the prompt format mbxp "
             'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
         )
@@ -64,7 +64,7 @@ def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
     """``austin``: so many solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``."""
     if not 0 <= shots <= len(examples):
         few = "; pass a file that also holds the tasks 1 to 10" if not examples else ""
-        raise CommandError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
+        raise InputError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")
     shown = [solved_example(one.description, one.tests, one.reference or "") for one in examples[:shots]]
     return PromptFormat(
         "austin",
@@ -75,7 +75,7 @@ def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
 
 def _described(task: Task) -> Task:
     if task.stem or task.language != "python":
-        raise CommandError(
+        raise InputError(
             f"task {task.task_id} begins with a signature; the prompt format austin is for MBPP's description and "
             'asserts, use `prompt_format="mbxp"`'
         )
@@ -96,7 +96,7 @@ def docstring_format() -> PromptFormat:
 
 def _prompt(task: Task) -> str:
     if task.language != "python":
-        raise CommandError(
+        raise InputError(
             f'the prompt format bigcode is for Python, got a task in {task.language}; use `prompt_format="mbxp"`'
         )
     if task.stem:
@@ -128,7 +128,7 @@ def chat_format(tokenizer: Any) -> PromptFormat:
     """``chat``: one user's message that asks for the function, and the beginning of the answer."""
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise CommandError(f"the tokenizer {name} has no chat template; leave out `chat`")
+        raise InputError(f"the tokenizer {name} has no chat template; leave out `chat`")
 
     def prompt(task: Task) -> str:
         messages = [{"role": "user", "content": _message(task)}]

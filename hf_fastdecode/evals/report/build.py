@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CommandError
+from ...errors import InputError
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.pool import Deduplicate
 from ..records import Latency, read_samples, read_verdicts
@@ -77,18 +77,18 @@ def report(
         deduplicate: What makes samples duplicates.
 
     Raises:
-        CommandError: There is nothing to report on, a file is not as described, files are of different runs, samples
+        InputError: There is nothing to report on, a file is not as described, files are of different runs, samples
             lack log-probabilities, or a number is out of bounds.
     """
     if m is not None and m < 1:
-        raise CommandError(f"m must be at least 1, got {m}; it counts the candidates that are run")
+        raise InputError(f"m must be at least 1, got {m}; it counts the candidates that are run")
     latency = read_latency(folder / LATENCY) if (folder / LATENCY).exists() else ()
     notes: list[str] = []
     accuracy = None
     if (folder / VERDICTS).exists():
         accuracy = _accuracy(folder, m, ks, [row.n for row in latency], seed, deduplicate, notes)
     elif not latency:
-        raise CommandError(
+        raise InputError(
             f"{folder} has neither {VERDICTS} nor {LATENCY}; sample and score a task first, or name another folder"
         )
     notes += _failures(latency)
@@ -113,14 +113,14 @@ def _accuracy(
 ) -> Accuracy:
     """Accuracy of the judged samples; what is remarkable about them is added to the notes."""
     if not (folder / SAMPLES).exists():
-        raise CommandError(f"{folder} has {VERDICTS} but not {SAMPLES}; put the samples that were scored beside it")
+        raise InputError(f"{folder} has {VERDICTS} but not {SAMPLES}; put the samples that were scored beside it")
     samples, verdicts = read_samples(folder / SAMPLES), read_verdicts(folder / VERDICTS)
     try:
         pools, left_out = build_pools(samples, verdicts, deduplicate)
     except ValueError as error:
-        raise CommandError(f"{folder}: {error}") from error
+        raise InputError(f"{folder}: {error}") from error
     if not pools:
-        raise CommandError(
+        raise InputError(
             f"{folder}: none of {len(samples)} samples has a verdict; score them, or remove {VERDICTS} to report on "
             "latency only"
         )
@@ -137,13 +137,13 @@ def _accuracy(
     if m is None:
         notes.append("Samples were not ranked.")
     elif unknown := sum(score is None for pool in pools for score in pool.mean_logp):
-        raise CommandError(
+        raise InputError(
             f"{folder / SAMPLES}: pass@top{m} ranks by log-probabilities, which {unknown:,} of "
             f"{sum(len(pool.passed) for pool in pools):,} judged samples lack; have the model score them, or leave "
             "rankings out"
         )
     if ks is not None and (out := [k for k in ks if not 1 <= k <= fewest]):
-        raise CommandError(
+        raise InputError(
             f"n must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
             "samples or leave it out"
         )
@@ -186,7 +186,7 @@ def _run_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CommandError(f"{path} is not JSON: {error}; mend or remove it") from error
+        raise InputError(f"{path} is not JSON: {error}; mend or remove it") from error
     if not isinstance(found, dict):
-        raise CommandError(f"{path} must hold a JSON object, got a {type(found).__name__}; mend or remove it")
+        raise InputError(f"{path} must hold a JSON object, got a {type(found).__name__}; mend or remove it")
     return found

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from ...errors import CommandError
+from ...errors import InputError
 from ..records import Latency, Mode, Way
 
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
@@ -26,16 +26,16 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     ran in the same mode, the later row that has numbers counts.
 
     Raises:
-        CommandError: A required column is missing (way, mode, n, device, last_sample_s), a value is not of its
+        InputError: A required column is missing (way, mode, n, device, last_sample_s), a value is not of its
             column's kind, two rows are of the same measurement, or rows are of different models or tasks.
     """
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
     except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is no UTF-8 text; remove it and time again") from error
+        raise InputError(f"{path} is no UTF-8 text; remove it and time again") from error
     columns = reader.fieldnames or ()
     if missing := [name for name in _REQUIRED if name not in columns]:
-        raise CommandError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
+        raise InputError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
     lines = list(reader)
     rows: dict[tuple[Any, ...], Latency] = {}
     asked: set[tuple[Any, ...]] = set()
@@ -43,7 +43,7 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
         row = _row(path, number, line)
         place = row.device, row.way, row.mode, row.n
         if (line["way"], *place) in asked:
-            raise CommandError(
+            raise InputError(
                 f"{path}: there are two rows of {line['way']}, {row.mode}, n = {row.n} on {row.device}; remove one"
             )
         asked.add((line["way"], *place))
@@ -51,9 +51,7 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
             rows[place] = row
     for name in _ONE_OF_EACH:
         if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
-            raise CommandError(
-                f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder"
-            )
+            raise InputError(f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder")
     ways, modes = get_args(Way), get_args(Mode)
     return tuple(
         sorted(rows.values(), key=lambda row: (row.device, ways.index(row.way), modes.index(row.mode), row.n))
@@ -68,8 +66,8 @@ def read_subject(path: Path) -> dict[str, str]:
 
 
 def _row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
-    def wrong(name: str, wanted: str) -> CommandError:
-        return CommandError(f"{path}, line {number}: {name} must be {wanted}, got {line.get(name)!r}")
+    def wrong(name: str, wanted: str) -> InputError:
+        return InputError(f"{path}, line {number}: {name} must be {wanted}, got {line.get(name)!r}")
 
     values: dict[str, Any] = {"way": line["way"].partition(":")[0], "mode": line["mode"], "device": line["device"]}
     for name, known in (("way", get_args(Way)), ("mode", get_args(Mode))):

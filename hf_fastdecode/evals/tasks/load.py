@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 from ...files import Record, parse_records, read_bytes
 from ..records import Language, Task
@@ -57,15 +57,15 @@ def load_tasks(
         task_ids: Only these, in this order, of any split.
 
     Raises:
-        CommandError: The name, an id, the split or the limit is wrong, or the data cannot be read.
+        InputError: The name, an id, the split or the limit is wrong, or the data cannot be read.
     """
     if name not in _READERS:
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
-        raise CommandError(f"there are no tasks {name!r}; choose one of {names}")
+        raise InputError(f"there are no tasks {name!r}; choose one of {names}")
     if limit is not None and limit < 1:
-        raise CommandError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
+        raise InputError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
     if split not in (None, "all", *SPLITS):
-        raise CommandError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
+        raise InputError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
     tasks = _parsed(name, records)
     examples = tuple(map(_READERS[name], _packaged(fewshot_tasks()))) if name == "embedded" else _examples(name, tasks)
@@ -73,7 +73,7 @@ def load_tasks(
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
         if not chosen:
-            raise CommandError("`task_ids` names no task; leave it out for all tasks")
+            raise InputError("`task_ids` names no task; leave it out for all tasks")
     else:
         chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
     return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
@@ -89,7 +89,7 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
     if name == "apps":
-        raise CommandError("the tasks apps need a file in APPS' format; pass `data=FILE`")
+        raise InputError("the tasks apps need a file in APPS' format; pass `data=FILE`")
     return hub_records(name)
 
 
@@ -129,7 +129,7 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
     found = _within(tasks, *SPLITS[split])
     if not found:
         first, last = SPLITS[split]
-        raise CommandError(
+        raise InputError(
             f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
             f'to {tasks[-1].task_id}; pass `split="all"`'
         )
@@ -194,11 +194,11 @@ class TaskIds:
         return found[0] if len(found) == 1 else None
 
     def require(self, given: object, place: str = "") -> Task:
-        """The task with an id; a CommandError if there is none."""
+        """The task with an id; a InputError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]
-        raise CommandError(
+        raise InputError(
             f"{place}there is no task {given}; the {len(known)} tasks have ids from {known[0]} to {known[-1]}"
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fastdecode.errors import CommandError, one_line
+from hf_fastdecode.errors import InputError, one_line
 
 from ...files import Record
 
@@ -112,14 +112,14 @@ def hub_records(task_name: str) -> tuple[list[Record], str, str]:
     """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
 
     Raises:
-        CommandError: They cannot be loaded, e.g. without a network; the remedy is a local file.
+        InputError: They cannot be loaded, e.g. without a network; the remedy is a local file.
     """
     file = published_file(task_name)
     origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url
     try:
         rows = _rows(file)
     except Exception as error:  # of the network, the hub's clients and the file formats: they share no base class
-        raise CommandError(
+        raise InputError(
             f"cannot load {origin}: {one_line(error, 160)}; download {file.url} and pass `data={file.name}`"
         ) from error
     records = [Record(row, f"{origin} row {number}") for number, row in enumerate(rows, 1)]

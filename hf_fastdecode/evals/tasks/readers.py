@@ -1,4 +1,4 @@
-"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is a CommandError."""
+"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is a InputError."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.bench.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 
 READINGS = {
     r"What colour is the fur of the dog named (\w+)\?": r"The dog named {} has fur that is (\w+)\.",
@@ -103,12 +103,12 @@ def test_a_given_text_keeps_its_words(tokens):
     ],
 )
 def test_texts_that_are_too_short_are_refused(tokens, prose, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         make_document(words, tokens, prose=prose)
 
 
 def test_what_is_said_to_be_needed_is_enough():
-    with pytest.raises(CommandError) as raised:
+    with pytest.raises(InputError) as raised:
         make_document(words, 60)
     least = int(re.search(r"about (\d+) tokens", str(raised.value))[1])
     assert make_document(words, least).facts

@@ -11,7 +11,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.bench.workloads import calls, hier
 from hf_fastdecode.bench.workloads.cases import LEVELS
 from hf_fastdecode.bench.workloads.hier import HierBench
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement import calls as measurement
 
 from .models import OWN, QUICK, SHARED, problem_tokens
@@ -82,12 +82,12 @@ def test_a_case_says_what_its_prompts_share(bench, case):
     ],
 )
 def test_points_that_say_nothing_are_refused(bench, point, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         bench.case(*point)
 
 
 def test_prompts_longer_than_the_model_are_refused(model):
-    with pytest.raises(CommandError, match="a prompt of 600 tokens with 3 new ones is longer than the 512"):
+    with pytest.raises(InputError, match="a prompt of 600 tokens with 3 new ones is longer than the 512"):
         HierBench(model, [[3] * 600], name="tiny", task="random", shots=2, timing=QUICK)
 
 

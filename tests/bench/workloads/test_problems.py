@@ -8,7 +8,7 @@ import pytest
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 from hf_fastdecode.bench.workloads.cases import check_point, parse_points, problem_prompts
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.tasks import load_tasks
 
 
@@ -47,7 +47,7 @@ def test_apps_shows_its_first_solved_problems_and_asks_the_others(apps):
 
 @pytest.mark.parametrize("shots", [5, 9])
 def test_apps_with_too_few_problems_are_refused(apps, shots):
-    with pytest.raises(CommandError, match=f"has 5 problems without starter code, too few for {shots} solved"):
+    with pytest.raises(InputError, match=f"has 5 problems without starter code, too few for {shots} solved"):
         problem_prompts(apps, shots)
 
 
@@ -55,7 +55,7 @@ def test_tasks_of_another_form_are_refused(tmp_path):
     path = tmp_path / "humaneval.jsonl"
     record = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "check", "entry_point": "f"}
     path.write_text(json.dumps(record | {"canonical_solution": "    return 1\n"}) + "\n")
-    with pytest.raises(CommandError, match="`shots` must be between 0 and 0, the solved examples, got 3"):
+    with pytest.raises(InputError, match="`shots` must be between 0 and 0, the solved examples, got 3"):
         problem_prompts(load_tasks("humaneval", data=path), 3)
 
 
@@ -66,5 +66,5 @@ def test_points_and_counts():
 
 @pytest.mark.parametrize("text", ["", "8", "8x", "x8", "0x2", "2x-1", "2x2,", "²x2", "2x2x2"])
 def test_points_of_another_form_are_refused(text):
-    with pytest.raises(CommandError, match="`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got"):
+    with pytest.raises(InputError, match="`points` are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got"):
         parse_points(text)

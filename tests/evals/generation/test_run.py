@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
 from hf_fastdecode.evals.generation.samples_file import (
@@ -105,7 +105,7 @@ def test_shards_merge_to_the_same_samples(small, unbroken, tmp_path):
 
 def test_shards_that_are_not_done(small, tmp_path):
     generate(small, tmp_path, shard=Shard(1, 2))
-    with pytest.raises(CommandError, match="hold 8 of 12 samples; draw the rest first"):
+    with pytest.raises(InputError, match="hold 8 of 12 samples; draw the rest first"):
         merged_samples(tmp_path, IDS, 4)
     assert [path.name for path in sample_files(tmp_path)] == ["samples-1-of-2.jsonl"]
 
@@ -115,12 +115,12 @@ def test_another_sample_of_the_same_number(unbroken, tmp_path):
     (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken)
     assert len(merged_samples(tmp_path, IDS, 4)) == 12  # a merge that was interrupted leaves equal ones
     (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken.replace(b"return", b"yield", 1))
-    with pytest.raises(CommandError, match=r"holds two samples \d of task 10\d; remove one of the files samples-1"):
+    with pytest.raises(InputError, match=r"holds two samples \d of task 10\d; remove one of the files samples-1"):
         merged_samples(tmp_path, IDS, 4)
 
 
 def test_samples_of_no_run(tmp_path):
-    with pytest.raises(CommandError, match="has no samples; draw some with"):
+    with pytest.raises(InputError, match="has no samples; draw some with"):
         merged_samples(tmp_path, IDS, 4)
 
 
@@ -136,7 +136,7 @@ def test_samples_of_no_run(tmp_path):
     ],
 )
 def test_runs_are_not_mixed(small, unbroken, copied, change, words):
-    with pytest.raises(CommandError, match=f"holds a run with {words}.*name another `out`"):
+    with pytest.raises(InputError, match=f"holds a run with {words}.*name another `out`"):
         generate(small, copied, replace(small.settings, **change))
     assert (copied / "samples.jsonl").read_bytes() == unbroken
 
@@ -144,7 +144,7 @@ def test_runs_are_not_mixed(small, unbroken, copied, change, words):
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
 def test_a_folder_of_something_else(small, tmp_path, content):
     (tmp_path / "settings.json").write_text(content)
-    with pytest.raises(CommandError, match="is not the settings of a run; name another"):
+    with pytest.raises(InputError, match="is not the settings of a run; name another"):
         generate(small, tmp_path)
 
 
@@ -153,14 +153,14 @@ def test_memory_that_runs_out_names_the_remedy(small, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(run, "draw_rows", exhausted)
-    with pytest.raises(CommandError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller `rows`"):
+    with pytest.raises(InputError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller `rows`"):
         generate(small, tmp_path)
 
 
 def test_weights_that_are_not_finite_are_named(small, tmp_path):
     model = copy.deepcopy(small.model)
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
-    with pytest.raises(CommandError, match=r"logits are not finite: its weight model\.norm\.weight holds NaN"):
+    with pytest.raises(InputError, match=r"logits are not finite: its weight model\.norm\.weight holds NaN"):
         generate(replace(small, model=model), tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, copied):
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples-1-of-2.jsonl", "verdicts.jsonl"])
 def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, name):
     (tmp_path / name).write_text('{"task_id": "101", "index": 0, "completion": "x"}\n')
-    with pytest.raises(CommandError, match=f"holds {name} of no known run; name another `out`"):
+    with pytest.raises(InputError, match=f"holds {name} of no known run; name another `out`"):
         generate(small, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [name]
     assert (tmp_path / name).stat().st_size
@@ -188,7 +188,7 @@ def test_two_processes_do_not_write_to_one_file(small, copied):
     units = units_of(3, 4, 8)
     with (
         open_samples(copied, WHOLE, units, IDS),
-        pytest.raises(CommandError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
+        pytest.raises(InputError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
     ):
         generate(small, copied)
     assert generate(small, copied) == 0

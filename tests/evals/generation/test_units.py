@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.generation.samples_file import Shard, units_of
 
 SIZES = st.integers(1, 40)
@@ -41,7 +41,7 @@ def test_a_seed_does_not_depend_on_other_units():
 
 @pytest.mark.parametrize("text", ["", "1", "0/4", "5/4", "1/0", "a/b", "-1/4", "1/4/2", "٣/4"])
 def test_shards_that_are_none(text):
-    with pytest.raises(CommandError, match="`shard` must be i/N with i from 1 to N"):
+    with pytest.raises(InputError, match="`shard` must be i/N with i from 1 to N"):
         Shard.parse(text)
 
 

@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 import pytest
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.records import Latency
 from hf_fastdecode.evals.report import read_latency
 
@@ -44,7 +44,7 @@ def test_of_two_ways_that_ran_in_the_same_mode_the_later_with_numbers_counts(tmp
 def test_a_file_in_another_encoding(tmp_path):
     path = tmp_path / "latency.csv"
     path.write_bytes(HEAD.encode("utf-16"))
-    with pytest.raises(CommandError, match="is no UTF-8 text"):
+    with pytest.raises(InputError, match="is no UTF-8 text"):
         read_latency(path)
 
 
@@ -81,5 +81,5 @@ def test_few_columns_are_enough(tmp_path):
 def test_errors_name_line_value_and_bound(tmp_path, text, message):
     path = tmp_path / "latency.csv"
     path.write_text(text)
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         read_latency(path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fastdecode.errors import CommandError
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.records import Sample, Verdict
 from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report.join import accuracy_within, fastest, largest_n_within, points
@@ -61,7 +61,7 @@ def test_which_ns_are_shown(tmp_path):
     run = write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=timed)
     assert report(run).accuracy.ns == (1, 2, 3, 4, 7, 8)
     assert report(run, ks=[5, 1, 5]).accuracy.ns == (1, 5)
-    with pytest.raises(CommandError, match="between 1 and the 8 judged samples of the smallest pool, got 9"):
+    with pytest.raises(InputError, match="between 1 and the 8 judged samples of the smallest pool, got 9"):
         report(run, ks=[1, 9])
 
 
@@ -170,7 +170,7 @@ def test_duplicates_by_syntax_tree(tmp_path):
 def test_without_log_probabilities(tmp_path):
     unknown = [replace(sample, sum_logp=None) if sample.index == 1 else sample for sample in samples()]
     run = write_run(tmp_path, samples=unknown, verdicts=verdicts())
-    with pytest.raises(CommandError, match=r"pass@top3 ranks by log-probabilities, which 3 of 12 judged samples lack"):
+    with pytest.raises(InputError, match=r"pass@top3 ranks by log-probabilities, which 3 of 12 judged samples lack"):
         report(run)
     found = report(run, m=None)
     assert list(found.accuracy.curves) == ["oracle"]
@@ -198,15 +198,15 @@ def test_settings_are_kept(run):
     ],
 )
 def test_what_is_refused(tmp_path, files, message):
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(InputError, match=message):
         report(write_run(tmp_path, **files))
 
 
 def test_numbers_out_of_bounds(run):
-    with pytest.raises(CommandError, match="m must be at least 1, got 0"):
+    with pytest.raises(InputError, match="m must be at least 1, got 0"):
         report(run, m=0)
     (run / "settings.json").write_text("{")
-    with pytest.raises(CommandError, match=r"settings.json is not JSON: .*; mend or remove it"):
+    with pytest.raises(InputError, match=r"settings.json is not JSON: .*; mend or remove it"):
         report(run)
 
 
